@@ -1,0 +1,105 @@
+"""Every error a user can meet.
+
+ShardwiseError
+├── CaptureError      the model cannot be captured as a graph
+├── LossError         the loss cannot be found in the model's output
+├── RuleError         a sharding rule is malformed, or a split it does not allow was asked for
+├── PlanError         a plan file or a plan's decision is wrong
+│   └── PlanMismatch  the plan was made for another model or cluster
+├── InfeasiblePlan    no plan satisfies what was asked (for example: no dim to split)
+├── ProgramError      a lowered program breaks its own rules (a fault of ours, or of a hand edit)
+├── VerifyError       the check itself could not run (a difference is a Certificate, not an error)
+├── BatchError        a batch the program cannot take, or batches that differ between ranks
+├── OptimizerError    an optimizer that would be wrong on shards
+└── RankError         ranks disagree, are missing, or died
+
+A message has numbers, the place (user's file:line or parameter name) and a hint one can type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BatchError",
+    "CaptureError",
+    "InfeasiblePlan",
+    "LossError",
+    "OptimizerError",
+    "PlanError",
+    "PlanMismatch",
+    "ProgramError",
+    "RankError",
+    "RuleError",
+    "ShardwiseError",
+    "VerifyError",
+    "did_you_mean",
+]
+
+
+class ShardwiseError(Exception):
+    """The root of all of Shardwise's errors: a message, where it arose, and what to try."""
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.message, self.where, self.hint = message, where, hint
+        lines = [message]
+        if where:
+            lines.append(f"  at: {where}")
+        if hint:
+            lines.append(f"  try: {hint}")
+        super().__init__("\n".join(lines))
+
+
+class CaptureError(ShardwiseError):
+    """The model cannot be captured as a graph."""
+
+
+class LossError(ShardwiseError):
+    """The loss cannot be found in the model's output."""
+
+
+class RuleError(ShardwiseError):
+    """A sharding rule is malformed, or a split that it does not allow was asked for."""
+
+
+class PlanError(ShardwiseError):
+    """A plan file or a decision in it is wrong."""
+
+
+class PlanMismatch(PlanError):
+    """The plan was made for another model or another cluster."""
+
+
+class InfeasiblePlan(ShardwiseError):
+    """No plan satisfies what was asked."""
+
+
+class ProgramError(ShardwiseError):
+    """A lowered program breaks its own rules."""
+
+
+class VerifyError(ShardwiseError):
+    """The check could not run."""
+
+
+class BatchError(ShardwiseError):
+    """A batch that the program cannot take, or that differs between ranks."""
+
+
+class OptimizerError(ShardwiseError):
+    """An optimizer that would be wrong on shards."""
+
+
+class RankError(ShardwiseError):
+    """Ranks disagree, are missing, or died."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'layout'?` or an empty string.
+
+    >>> did_you_mean("layuot", ["layout", "mesh"])
+    "; did you mean 'layout'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

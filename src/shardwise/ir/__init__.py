@@ -1,0 +1,29 @@
+"""The graph that every stage reads."""
+
+from shardwise.ir.graph import (
+    Buffer,
+    Constant,
+    Graph,
+    Input,
+    Node,
+    Parameter,
+    Ref,
+    TensorType,
+    format_arg,
+    iter_refs,
+    map_refs,
+)
+
+__all__ = [
+    "Buffer",
+    "Constant",
+    "Graph",
+    "Input",
+    "Node",
+    "Parameter",
+    "Ref",
+    "TensorType",
+    "format_arg",
+    "iter_refs",
+    "map_refs",
+]

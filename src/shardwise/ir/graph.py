@@ -1,0 +1,251 @@
+"""The captured step: a flat, immutable graph of ATen calls over named values.
+
+Enters: what a frontend traced. Leaves: `Graph`, the value every later stage reads.
+
+A node's arguments hold `Ref`s to values next to plain constants (numbers, strings, dtypes,
+nested tuples). Nodes with several results have several output names; there is no `getitem`.
+Regions (`no_grad`, autocast, activation checkpointing) are flattened: each node carries its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype of a value: `TensorType((4, 16), torch.float32)`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value `name` inside a node's arguments."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One call: `outputs = op(*args, **kwargs)`, and where in the user's program it came from."""
+
+    name: str
+    op: str  # "aten.linear.default", "mylib.op.default", or "autograd_function.<module>.<Class>"
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[str, ...]
+    module: str = ""  # path of the module that made the call: "blocks.0.attn"
+    module_class: str = ""  # its class name: "Attention"
+    source: str = ""  # "model.py:41" of the innermost user frame
+    source_text: str = ""  # that line's text, stripped
+    grad_enabled: bool = True  # False inside torch.no_grad()
+    autocast: tuple[str, torch.dtype, bool] | None = None  # (device type, dtype, enabled)
+    recompute: str | None = None  # name of the activation-checkpoint group it is in
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The value names this node uses, in argument order, repeats kept."""
+        return tuple(ref.name for ref in iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def origin(self) -> str:
+        """`blocks.0.attn (model.py:41)`: what errors and reports show."""
+        path = self.module or "the model"
+        return f"{path} ({self.source})" if self.source else path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter: its value, its first name, and further names of the same tensor (tied)."""
+
+    value: str
+    name: str
+    aliases: tuple[str, ...] = ()
+    requires_grad: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer: its value, its names, and the value that forward leaves in it, if it changes."""
+
+    value: str
+    name: str
+    aliases: tuple[str, ...] = ()
+    persistent: bool = True
+    mutation: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One tensor of the batch: its value and its path, `input_ids` or `0` or `batch.mask`.
+
+    `path` is the pytree key path; two inputs may not share a tensor (capture separates them).
+    """
+
+    value: str
+    name: str
+    path: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A tensor that is neither parameter, buffer nor input; its data travels with the graph."""
+
+    value: str
+    data: torch.Tensor = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """The forward step of one model for one batch shape, up to and including the loss.
+
+    `outputs` are the leaves of the model's output in pytree order: a `Ref` or a constant.
+    `output_spec` is torch's JSON text of the output's structure (None when it has no JSON form).
+    `functions` maps `autograd_function.*` op names to the user's classes, for this process only.
+    """
+
+    name: str  # the model's class name
+    nodes: tuple[Node, ...]
+    values: Mapping[str, TensorType]
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    loss: str | None = None
+    outputs: tuple[Any, ...] = ()
+    output_spec: Any = field(default=None, compare=False)
+    input_constants: tuple[tuple[str, Any], ...] = ()  # non-tensor arguments baked in
+    training: bool = True
+    module_classes: Mapping[str, str] = field(default_factory=dict)  # path -> class name
+    functions: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    @property
+    def producers(self) -> dict[str, Node]:
+        return {out: node for node in self.nodes for out in node.outputs}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides the computation; weights are not part of it."""
+        digest = hashlib.sha256(to_text(self, provenance=False).encode())
+        for constant in self.constants:
+            data = constant.data.detach().cpu().contiguous()
+            digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def verify(self) -> None:
+        """Raise if the graph is malformed: undefined, twice defined or untyped values."""
+        defined: set[str] = set()
+
+        def define(name: str, where: str) -> None:
+            if name in defined:
+                raise ShardwiseError(f"value %{name} is defined twice", where=where)
+            if name not in self.values:
+                raise ShardwiseError(f"value %{name} has no type", where=where)
+            defined.add(name)
+
+        sources = (*self.inputs, *self.parameters, *self.buffers, *self.constants)
+        for source in sources:
+            define(source.value, f"graph source {source.value}")
+        for node in self.nodes:
+            for name in node.inputs:
+                if name not in defined:
+                    raise ShardwiseError(f"{node.name} uses undefined %{name}", where=node.origin)
+            for name in node.outputs:
+                define(name, node.origin)
+        leaves = [leaf.name for leaf in self.outputs if isinstance(leaf, Ref)]
+        mutations = [b.mutation for b in self.buffers if b.mutation]
+        for name in (*leaves, *mutations, *([self.loss] if self.loss else [])):
+            if name not in defined:
+                raise ShardwiseError(f"graph output %{name} is undefined", where=self.name)
+
+
+def iter_refs(arg: Any) -> Iterator[Ref]:
+    """All `Ref`s in a nested argument, in order."""
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple | list):
+        for item in arg:
+            yield from iter_refs(item)
+
+
+def map_refs(arg: Any, replace: Any) -> Any:
+    """`arg` with every `Ref` replaced by `replace(ref)`; lists become tuples."""
+    if isinstance(arg, Ref):
+        return replace(arg)
+    if isinstance(arg, tuple | list):
+        return tuple(map_refs(item, replace) for item in arg)
+    return arg
+
+
+def format_arg(arg: Any) -> str:
+    """One argument as text, the same in every process."""
+    if isinstance(arg, tuple | list):
+        return "[" + ", ".join(format_arg(item) for item in arg) + "]"
+    if isinstance(arg, Ref | int | float | bool | torch.dtype | torch.device):
+        return str(arg)
+    return repr(arg)
+
+
+def to_text(graph: Graph, *, provenance: bool = True) -> str:
+    """The graph as readable text; without provenance it is what the fingerprint hashes."""
+    lines = [f"graph {graph.name} training={graph.training}"]
+    types = graph.values
+    for kind, sources in (
+        ("input", graph.inputs),
+        ("parameter", graph.parameters),
+        ("buffer", graph.buffers),
+        ("constant", graph.constants),
+    ):
+        for source in sources:
+            names = (getattr(source, "name", ""), *getattr(source, "aliases", ()))
+            extra = ""
+            if isinstance(source, Parameter) and not source.requires_grad:
+                extra = " frozen"
+            if isinstance(source, Buffer) and source.mutation:
+                extra = f" <- %{source.mutation}"
+            label = " = ".join(filter(None, names))
+            lines.append(f"  {kind} %{source.value}: {types[source.value]} {label}{extra}".rstrip())
+    for key, constant in graph.input_constants:
+        lines.append(f"  argument {key} = {format_arg(constant)}")
+    for node in graph.nodes:
+        outs = ", ".join(f"%{o}: {types[o]}" for o in node.outputs)
+        args = [format_arg(a) for a in node.args]
+        args += [f"{k}={format_arg(v)}" for k, v in node.kwargs]
+        flags = "" if node.grad_enabled else " no_grad"
+        flags += f" autocast={node.autocast}" if node.autocast else ""
+        flags += f" recompute={node.recompute}" if node.recompute else ""
+        line = f"  {outs} = {node.op}({', '.join(args)}){flags}"
+        lines.append(f"{line}  # {node.origin}" if provenance else line)
+    lines.append(f"  loss %{graph.loss}")
+    lines.append(f"  outputs {format_arg(graph.outputs)}")
+    return "\n".join(lines)
