@@ -1,0 +1,81 @@
+# Every target sets itself up: `make test` on a fresh machine needs python3 (3.11 or newer) and pip.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PYTEST_ARGS ?=
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+GPU_PYTHON ?= $(PY)
+
+# oneDNN's AMX path for bf16 crashes (SIGILL) on virtual machines that announce AMX but do not allow it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+# Several ranks share this machine: a thread each. One process compared with them uses as many.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-slow lint format docs zoo bench demo gpu clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.stamp ## Create .venv with torch (CPU), Shardwise and the tools
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "setting up $(VENV)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -q --retries 1 --timeout 15 --extra-index-url $(TORCH_CPU_INDEX) \
+		-c constraints.txt torch 'setuptools>=77' 2>&1 | { grep -v "^WARNING" || true; }
+	@$(PY) -m pip install -q --no-build-isolation -c constraints.txt -e '.[dev]' \
+		2>&1 | { grep -v "^WARNING" || true; }
+	@$(PY) -c "import torch, pytest, shardwise"
+	@touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp
+	@$(PY) -m pip install -q --no-build-isolation -c constraints.txt -e '.[docs]' \
+		2>&1 | { grep -v "^WARNING" || true; }
+	@touch $@
+
+test: setup ## Run the everyday tests
+	@echo 'pytest -m "not slow and not gpu"'
+	@$(PY) -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: setup ## Run the slow tests
+	@echo 'pytest -m "slow and not gpu"'
+	@$(PY) -m pytest -q -m "slow and not gpu" --timeout 1800 $(PYTEST_ARGS)
+
+gpu: $(if $(filter $(PY),$(GPU_PYTHON)),setup) ## Run the GPU tests (GPU_PYTHON=python3 for another interpreter)
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu --timeout 1800 $(PYTEST_ARGS)
+
+lint: setup ## Check style, types and import layers
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports
+
+format: setup ## Format the code and apply safe fixes
+	@$(PY) -m ruff check --fix
+	@$(PY) -m ruff format
+
+docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html
+	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+demo: setup ## Plan, verify and train a small GPT on 4 processes
+	@$(PY) examples/demo.py
+
+zoo: setup ## Run every model of the zoo through every strategy
+	@$(PY) -m benchmarks.zoo $(ZOO_ARGS)
+
+bench: setup ## Compare step time and memory with DDP and FSDP2
+	@$(PY) -m benchmarks.run $(BENCH_ARGS)
+
+clean: ## Remove build outputs and caches, keep .venv
+	@rm -rf build dist docs/_build out zoo-results .shardwise-cache
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

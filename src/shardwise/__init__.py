@@ -1,0 +1,77 @@
+"""Shardwise turns a training step for one device into a verified, readable one for many.
+
+This module is the whole public API. Names are imported on first use, so that `import shardwise`
+is quick and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise import errors
+    from shardwise.api import Program, compile, explain, parallelize, verify
+    from shardwise.cluster import Cluster, Mesh
+    from shardwise.equivalence import Certificate
+    from shardwise.frontend import capture
+    from shardwise.ir import Graph
+    from shardwise.planner import strategies
+    from shardwise.plans import Plan
+    from shardwise.runtime import clip_grad_norm_, optimizer
+    from shardwise.sharding import register_rule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Certificate",
+    "Cluster",
+    "Graph",
+    "Mesh",
+    "Plan",
+    "Program",
+    "__version__",
+    "capture",
+    "clip_grad_norm_",
+    "compile",
+    "errors",
+    "explain",
+    "optimizer",
+    "parallelize",
+    "register_rule",
+    "strategies",
+    "verify",
+]
+
+_HOME = {
+    "Certificate": "shardwise.equivalence",
+    "Cluster": "shardwise.cluster",
+    "Graph": "shardwise.ir",
+    "Mesh": "shardwise.cluster",
+    "Plan": "shardwise.plans",
+    "Program": "shardwise.api",
+    "capture": "shardwise.frontend",
+    "clip_grad_norm_": "shardwise.runtime",
+    "compile": "shardwise.api",
+    "explain": "shardwise.api",
+    "optimizer": "shardwise.runtime",
+    "parallelize": "shardwise.api",
+    "register_rule": "shardwise.sharding",
+    "verify": "shardwise.api",
+}
+_MODULES = {"errors": "shardwise.errors", "strategies": "shardwise.planner.strategies"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    else:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

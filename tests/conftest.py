@@ -1,0 +1,26 @@
+"""Settings shared by all tests: the environment, hypothesis profiles, the process pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import pytest
+
+from tests.support import pool as pools
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Callable[[int], pools.Pool]:
+    """`pool(4).run("module:function", *args)`: see `tests/support/pool.py`."""
+    return pools.pool
