@@ -1,0 +1,209 @@
+"""How a tensor dim is made of factors.
+
+A dim is a concatenation of segments, each a product of factor sizes, outermost first:
+`((3, 4, 16),)` is a fused QKV dim of 3 x 4 heads x 16, `((8, 16), (2, 16), (2, 16))` is
+`[8 heads | 2 key heads | 2 value heads]` of 16. Equal segments are written as one product with
+their number in front, and factors of one are left out, so that equal structures are equal tuples.
+
+Enters and leaves: plain tuples; every function is pure and returns None where no answer exists.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+Segment = tuple[int, ...]
+Structure = tuple[Segment, ...]
+Pattern = tuple[tuple[int, int, int], ...]  # per segment: (outer, size, inner); `size` is cut
+
+MAX_SEGMENTS = 8
+MAX_FACTORS = 7
+
+
+def whole(size: int) -> Structure:
+    """A dim of which nothing is known: one segment, one factor.
+
+    >>> whole(12), whole(1)
+    (((12,),), ((),))
+    """
+    return ((size,),) if size != 1 else ((),)
+
+
+def length(structure: Structure) -> int:
+    """The size of the dim.
+
+    >>> length(((8, 16), (2, 16), (2, 16)))
+    192
+    """
+    return sum(prod(segment) for segment in structure)
+
+
+def canonical(segments: Structure) -> Structure:
+    """Equal segments as one product; no factors of one.
+
+    >>> canonical(((4, 16), (4, 16), (4, 16)))
+    ((3, 4, 16),)
+    """
+    trimmed = tuple(tuple(f for f in segment if f != 1) for segment in segments)
+    if len(trimmed) > 1 and len(set(trimmed)) == 1:
+        return ((len(trimmed), *trimmed[0]),)
+    return trimmed
+
+
+def refine_product(a: Segment, b: Segment) -> Segment | None:
+    """The coarsest common refinement of two factorizations of one size.
+
+    >>> refine_product((12,), (3, 4)), refine_product((3, 8), (6, 4))
+    ((3, 4), (3, 2, 4))
+    >>> refine_product((3, 4), (4, 3)) is None
+    True
+    """
+    strides = sorted(_strides(a) | _strides(b))
+    factors = []
+    for small, large in zip(strides, strides[1:], strict=False):
+        if large % small:
+            return None
+        factors.append(large // small)
+    if len(factors) > MAX_FACTORS:
+        return None
+    return tuple(reversed(factors))
+
+
+def _strides(segment: Segment) -> set[int]:
+    strides, stride = {1}, 1
+    for factor in reversed(segment):
+        stride *= factor
+        strides.add(stride)
+    return strides
+
+
+def cut(structure: Structure, positions: tuple[int, ...]) -> Structure | None:
+    """The segments with further boundaries at `positions`; not canonical on purpose.
+
+    >>> cut(((3, 4),), (4,))
+    ((4,), (2, 4))
+    >>> cut(((3, 4),), (5,)) is None
+    True
+    """
+    pieces: list[Segment] = []
+    start = 0
+    for segment in structure:
+        inside = [p - start for p in positions if start < p < start + prod(segment)]
+        rows = _cut_segment(segment, inside)
+        if rows is None:
+            return None
+        pieces += rows
+        start += prod(segment)
+    return tuple(pieces)
+
+
+def _cut_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
+    if not inside:
+        return [segment]
+    inner = prod(segment[1:])
+    if any(p % inner for p in inside):
+        return None
+    bounds = [0, *(p // inner for p in inside), segment[0]]
+    return [
+        tuple(f for f in (b - a, *segment[1:]) if f != 1)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def boundaries(structure: Structure) -> tuple[int, ...]:
+    """Where segments end, the last one left out."""
+    ends, position = [], 0
+    for segment in structure[:-1]:
+        position += prod(segment)
+        ends.append(position)
+    return tuple(ends)
+
+
+@lru_cache(maxsize=100_000)
+def refine(a: Structure, b: Structure) -> Structure | None:
+    """The coarsest structure that both are made of, or None.
+
+    >>> refine(((3, 4),), ((4,), (4,), (4,)))
+    ((3, 4),)
+    >>> refine(((12,),), ((6,), (3,), (3,)))
+    ((6,), (3,), (3,))
+    """
+    if a == b:
+        return a
+    if length(a) != length(b):
+        return None
+    left, right = cut(a, boundaries(b)), cut(b, boundaries(a))
+    if left is None or right is None or len(left) != len(right) or len(left) > MAX_SEGMENTS:
+        return None
+    refined = []
+    for x, y in zip(left, right, strict=True):
+        both = refine_product(x, y)
+        if both is None:
+            return None
+        refined.append(both)
+    return canonical(tuple(refined))
+
+
+def section(structure: Structure, start: int, stop: int) -> Structure | None:
+    """The part of the dim between two positions.
+
+    >>> section(((3, 4),), 4, 8)
+    ((4,),)
+    """
+    pieces = cut(structure, (start, stop))
+    if pieces is None:
+        return None
+    chosen, position = [], 0
+    for piece in pieces:
+        if start <= position and position + prod(piece) <= stop and prod(piece):
+            chosen.append(piece)
+        position += prod(piece)
+    return canonical(tuple(chosen)) if chosen else None
+
+
+def replace_section(structure: Structure, start: int, stop: int, part: Structure) -> Structure:
+    """The dim with the positions `start:stop` structured as `part`, where that refines it."""
+    before: Structure = ((start,),) if start else ()
+    after: Structure = ((length(structure) - stop,),) if stop < length(structure) else ()
+    refined = refine(structure, canonical((*before, *part, *after)))
+    return structure if refined is None else refined
+
+
+def choices(structure: Structure) -> tuple[Pattern, ...]:
+    """The ways to cut a dim: one factor of a product, or one factor of every segment.
+
+    >>> choices(((3, 4, 16),))
+    (((1, 3, 64),), ((3, 4, 16),), ((12, 16, 1),))
+    >>> choices(((8, 16), (2, 16)))
+    (((8, 16, 1), (2, 16, 1)), ((1, 8, 16), (1, 2, 16)))
+    """
+    if len(structure) == 1:
+        return tuple((cut_at(structure[0], i),) for i in range(len(structure[0])))
+    common = set(structure[0]).intersection(*structure[1:])
+    found = [
+        tuple(cut_at(segment, segment.index(size)) for segment in structure)
+        for size in sorted(common, reverse=True)
+    ]
+    if all(structure):
+        leading = tuple(cut_at(segment, 0) for segment in structure)
+        if leading not in found:
+            found.append(leading)
+    return tuple(found)
+
+
+def cut_at(segment: Segment, index: int) -> tuple[int, int, int]:
+    """`(outer, size, inner)` of the factor at `index`."""
+    return prod(segment[:index]), segment[index], prod(segment[index + 1 :])
+
+
+def merge(pattern: Pattern) -> Pattern:
+    """Equal segments' cuts as one, with their number in the outer size.
+
+    >>> merge(((1, 4, 16), (1, 4, 16)))
+    ((2, 4, 16),)
+    """
+    if len(pattern) > 1 and len(set(pattern)) == 1:
+        outer, size, inner = pattern[0]
+        return ((outer * len(pattern), size, inner),)
+    return pattern

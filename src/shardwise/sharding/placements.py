@@ -1,0 +1,264 @@
+"""Where the parts of a value are: one placement per mesh axis, together a layout.
+
+Enters: structures and patterns of `dims`. Leaves: `Replicate | Partial | Shard`, `Layout`, and
+the local sizes and index sets that follow from them. Splits are even in the sense of
+`numpy.array_split`: the first ranks hold one more, and a rank may hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from shardwise.errors import RuleError
+from shardwise.sharding.dims import Pattern, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the whole value.
+
+    `differs` says that the ranks use it for different work, so that its gradient is a partial
+    sum (R≠ of the design); otherwise they do the same work and hold the same gradient (R=).
+    """
+
+    differs: bool = False
+
+    def __str__(self) -> str:
+        return "R*" if self.differs else "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank holds a term; the value is their sum (or max, or min)."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The factor `size` of every segment `(outer, size, inner)` of dim `dim` is cut.
+
+    >>> str(Shard(0, ((3, 4, 16),)))
+    'S(0:3x[4]x16)'
+    """
+
+    dim: int
+    of: Pattern
+
+    def __str__(self) -> str:
+        return f"S({format_shard(self)})"
+
+
+Placement = Replicate | Partial | Shard
+REPLICATE = Replicate()
+FANOUT = Replicate(differs=True)
+PARTIAL = Partial()
+
+
+def format_shard(shard: Shard) -> str:
+    """`0` for a plain contiguous cut, `0:3x[4]x16` for a factor, `|` between segments."""
+    if len(shard.of) == 1 and shard.of[0][0] == 1 and shard.of[0][2] == 1:
+        return f"{shard.dim}"
+    parts = []
+    for outer, size, inner in shard.of:
+        text = f"{outer}x" * (outer != 1) + f"[{size}]" + f"x{inner}" * (inner != 1)
+        parts.append(text)
+    return f"{shard.dim}:{'|'.join(parts)}"
+
+
+def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
+    """The inverse of `format_shard` for a tensor of this shape.
+
+    >>> parse_shard("0:3x[4]x16", (192, 64))
+    Shard(dim=0, of=((3, 4, 16),))
+    >>> parse_shard("-1", (192, 64))
+    Shard(dim=1, of=((1, 64, 1),))
+    """
+    head, _, tail = text.partition(":")
+    try:
+        dim = int(head)
+    except ValueError:
+        raise RuleError(
+            f"layout {text!r} is not understood", hint="a dim such as '0', or '0:3x[4]x16'"
+        ) from None
+    if not -len(shape) <= dim < len(shape):
+        raise RuleError(f"layout {text!r} names dim {dim} of a tensor of shape {shape}")
+    dim %= len(shape)
+    if not tail:
+        return Shard(dim, ((1, shape[dim], 1),))
+    of = []
+    for segment in tail.split("|"):
+        before, _, rest = segment.partition("[")
+        size, _, after = rest.partition("]")
+        try:
+            outer = prod(int(f) for f in before.split("x") if f)
+            inner = prod(int(f) for f in after.split("x") if f)
+            of.append((outer, int(size), inner))
+        except ValueError:
+            raise RuleError(
+                f"layout {text!r} is not understood", hint="'0:3x[4]x16' cuts the 4 of 3*4*16"
+            ) from None
+    total = sum(prod(segment) for segment in of)
+    if total != shape[dim]:
+        raise RuleError(
+            f"layout {text!r} describes {total} elements, dim {dim} of shape {shape} has "
+            f"{shape[dim]}"
+        )
+    return Shard(dim, merge(tuple(of)))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A placement for every mesh axis, in mesh order.
+
+    >>> str(Layout((("dp", Shard(0, ((1, 8, 1),))), ("tp", REPLICATE))))
+    'dp:S(0) tp:R'
+    """
+
+    axes: tuple[tuple[str, Placement], ...]
+
+    def __getitem__(self, axis: str) -> Placement:
+        for name, placement in self.axes:
+            if name == axis:
+                return placement
+        raise KeyError(axis)
+
+    def with_axis(self, axis: str, placement: Placement) -> Layout:
+        return Layout(tuple((n, placement if n == axis else p) for n, p in self.axes))
+
+    @property
+    def shards(self) -> tuple[tuple[str, Shard], ...]:
+        return tuple((n, p) for n, p in self.axes if isinstance(p, Shard))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}:{placement}" for name, placement in self.axes)
+
+
+def part(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and length of part `index` of an even cut.
+
+    >>> [part(7, 3, i) for i in range(3)], part(4, 5, 4)
+    ([(0, 3), (3, 2), (5, 2)], (4, 0))
+    """
+    small, extra = divmod(size, parts)
+    return index * small + min(index, extra), small + (index < extra)
+
+
+Coordinate = Mapping[str, tuple[int, int]]  # mesh axis -> (this rank's index, axis size)
+
+
+def factor_range(
+    layout: Layout, dim: int, segment: int, factor: tuple[int, int, int], coordinate: Coordinate
+) -> tuple[int, int]:
+    """Start and length of this rank's part of a factor that one or more mesh axes cut, nested."""
+    start, size = 0, factor[1]
+    for axis, shard in layout.shards:
+        if shard.dim == dim and segment < len(shard.of) and shard.of[segment] == factor:
+            index, parts = coordinate[axis]
+            offset, size = part(size, parts, index)
+            start += offset
+    return start, size
+
+
+def local_dim(layout: Layout, dim: int, size: int, coordinate: Coordinate) -> int:
+    """This rank's length of a dim of global length `size`."""
+    cuts = [shard.of for _, shard in layout.shards if shard.dim == dim]
+    if not cuts:
+        return size
+    total = 0
+    for i in range(len(cuts[0])):
+        segment = prod(cuts[0][i])
+        for factor in dict.fromkeys(of[i] for of in cuts):
+            _, kept = factor_range(layout, dim, i, factor, coordinate)
+            segment = segment // factor[1] * kept if factor[1] else 0
+        total += segment
+    return total
+
+
+def local_shape(
+    layout: Layout, shape: tuple[int, ...], coordinate: Coordinate
+) -> tuple[int, ...]:
+    """The shape of this rank's part."""
+    return tuple(local_dim(layout, d, size, coordinate) for d, size in enumerate(shape))
+
+
+def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
+    """The cut of `axis` in terms of the tensor as the other axes leave it.
+
+    Outer and inner sizes shrink by the other axes' cuts of the same dim; the size is what the
+    axes before this one leave of the factor.
+    """
+    shard = layout[axis]
+    assert isinstance(shard, Shard)
+    others = Layout(tuple((n, p) for n, p in layout.axes if n != axis))
+    before = Layout(layout.axes[: [n for n, _ in layout.axes].index(axis)])
+    result = []
+    for i, factor in enumerate(shard.of):
+        outer, size, inner = factor
+        for other in dict.fromkeys(s.of[i] for _, s in others.shards if s.dim == shard.dim):
+            if other == factor:
+                continue
+            _, kept = factor_range(others, shard.dim, i, other, coordinate)
+            if other[0] * other[1] <= outer:
+                outer = outer // other[1] * kept
+            else:
+                inner = inner // other[1] * kept
+        _, extent = factor_range(before, shard.dim, i, factor, coordinate)
+        result.append((outer, extent, inner))
+    return tuple(result)
+
+
+@lru_cache(maxsize=100_000)
+def same_cut(a: Pattern, b: Pattern, parts: int) -> bool:
+    """Whether two patterns give every rank the same elements in the same order.
+
+    >>> same_cut(((1, 4, 16),), ((1, 64, 1),), 2), same_cut(((1, 3, 16),), ((1, 48, 1),), 2)
+    (True, False)
+    """
+    if a == b:
+        return True
+    if all(o == 1 for o, _, _ in (*a, *b)) and len(a) == len(b) == 1:
+        (_, x, i), (_, y, j) = a[0], b[0]
+        return x * i == y * j and all(
+            part(x, parts, r)[0] * i == part(y, parts, r)[0] * j for r in range(parts)
+        )
+    return all(_intervals(a, parts, r) == _intervals(b, parts, r) for r in range(parts))
+
+
+def _intervals(pattern: Pattern, parts: int, index: int) -> list[tuple[int, int]]:
+    """The maximal ranges of positions that rank `index` holds."""
+    ranges: list[tuple[int, int]] = []
+    base = 0
+    for outer, size, inner in pattern:
+        start, count = part(size, parts, index)
+        for o in range(outer):
+            first = base + (o * size + start) * inner
+            last = first + count * inner
+            if count == 0:
+                continue
+            if ranges and ranges[-1][1] == first:
+                ranges[-1] = (ranges[-1][0], last)
+            else:
+                ranges.append((first, last))
+        base += outer * size * inner
+    return ranges
+
+
+def compatible(a: Pattern, b: Pattern) -> bool:
+    """Whether two mesh axes may cut one dim like this: the same factor, or disjoint ones."""
+    if a == b:
+        return True
+    if len(a) != len(b):
+        return False
+    for (o1, s1, i1), (o2, s2, i2) in zip(a, b, strict=True):
+        first_outside = o2 % (o1 * s1) == 0 and i1 % (s2 * i2) == 0
+        second_outside = o1 % (o2 * s2) == 0 and i2 % (s1 * i1) == 0
+        if not (first_outside or second_outside):
+            return False
+    return True

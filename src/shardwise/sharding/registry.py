@@ -1,0 +1,80 @@
+"""The table of rules: which function describes which operator.
+
+Enters: registrations of the rule families and of users. Leaves: `rule_for(call)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import overload
+
+from shardwise.errors import RuleError
+from shardwise.sharding.notation import from_notation
+from shardwise.sharding.rule import Call, Localize, NodeRule, RuleFunction, whole_rule
+
+RULES: dict[str, RuleFunction] = {}
+WHOLE: dict[str, str] = {}
+
+
+def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a rule function for operators: `aten.view` (all overloads) or `aten.add.Tensor`."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def notation(text: str, *names: str, localize: Localize | None = None) -> None:
+    """Register one line of notation for operators."""
+    for name in names:
+        RULES[name] = from_notation(text, localize=localize)
+
+
+def keep_whole(reason: str, *names: str) -> None:
+    """Mark operators that are never cut, with the reason that plans show."""
+    for name in names:
+        WHOLE[name] = reason
+
+
+@overload
+def register_rule(op: str, pattern: str) -> None: ...
+@overload
+def register_rule(op: str, pattern: None = None) -> Callable[[RuleFunction], RuleFunction]: ...
+def register_rule(
+    op: str, pattern: str | None = None
+) -> Callable[[RuleFunction], RuleFunction] | None:
+    """Tell how a user's own operator may be split.
+
+    One line, `register_rule("mylib::op", "b k+, n k+ -> b n")`, or as a decorator of a function
+    from `Call` to `NodeRule`. It replaces any rule there was.
+    """
+    name = op.replace("::", ".")
+    if not name or "." not in name:
+        raise RuleError(f"operator {op!r} has no namespace", hint="register_rule('mylib::op', …)")
+    WHOLE.pop(name, None)
+    if pattern is None:
+        return rule(name)
+    RULES[name] = from_notation(pattern)
+    return None
+
+
+def find_rule(op: str) -> RuleFunction | None:
+    """The rule function of an operator: its overload's, or its packet's."""
+    return RULES.get(op) or RULES.get(op.rsplit(".", 1)[0])
+
+
+def whole_reason(op: str) -> str | None:
+    return WHOLE.get(op) or WHOLE.get(op.rsplit(".", 1)[0])
+
+
+def rule_for(call: Call) -> NodeRule | None:
+    """The rule applied to this call; None when the operator is not known."""
+    op = call.node.op
+    reason = whole_reason(op)
+    if reason:
+        return whole_rule(call, reason)
+    function = find_rule(op)
+    return function(call) if function else None

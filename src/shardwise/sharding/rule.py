@@ -1,0 +1,198 @@
+"""What a rule says of a node: its axes, how tensor dims are made of them, what a cut does.
+
+Enters: a `Call` (a node with its types). Leaves: a `NodeRule`, from which candidates, layouts and
+local calls follow.
+
+A node has an iteration space of named axes. A tensor dim is a product of axes `("c", "h", "e")`,
+a `Part` of a concatenated axis, or `()` for a broadcast dim of one. Cutting an axis over a mesh
+axis cuts every dim that contains it; results that lack it become what `Axis.reduce` says;
+operands that lack it are used for different work on every rank (R≠).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.errors import RuleError
+from shardwise.ir import Node, Ref, TensorType, iter_refs
+from shardwise.ir.schema import bind
+from shardwise.sharding.placements import Coordinate, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Positions `start:stop` of the concatenated axis `axis`: a chunk, a slice, one of a `cat`."""
+
+    axis: str
+    start: int
+    stop: int
+
+
+Dim = tuple[str, ...] | Part
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a node's iteration space.
+
+    `reduce` is what results without this axis become when it is cut: "sum", "max" or "min" for a
+    partial result, "same" when the local implementation already gives every rank the whole result.
+    `frozen` axes may not be cut. `outermost` axes may only be cut at their outermost factor, so
+    that a shard is one contiguous range. `once` axes may be cut by one mesh axis only.
+    """
+
+    name: str
+    size: int
+    reduce: str = "sum"
+    frozen: bool = False
+    outermost: bool = False
+    once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """Stands for the run-time axis object of these mesh axes in a local call's arguments."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """What one rank runs for a node: an ATen operator, or `rt.<function>` of the runtime."""
+
+    fn: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """What a local call may depend on: which axes are cut by which mesh axes, and local sizes."""
+
+    cuts: Mapping[str, tuple[str, ...]]  # node axis -> mesh axes that cut it, in mesh order
+    operands: tuple[tuple[int, ...], ...]  # local shapes, in `node.inputs` order
+    results: tuple[tuple[int, ...], ...]
+    result_layouts: tuple[Layout, ...]
+    operand_layouts: tuple[Layout, ...]
+    coordinate: Coordinate
+    partial: tuple[str, ...] = ()  # mesh axes on which partial sums pass through this node
+
+    def axis(self, name: str) -> MeshAxis | None:
+        """The run-time axis over which node axis `name` is cut, or None."""
+        names = self.cuts.get(name, ())
+        return MeshAxis(names) if names else None
+
+
+Localize = Callable[["Call", Local], LocalCall]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRule:
+    """A rule applied to one node.
+
+    `operands` follow `node.inputs` (repeats kept), `results` follow `node.outputs`. `linear` lists
+    sets of operand positions: the node is linear in those operands together while the others are
+    held, so partial sums may pass through. `additive` operands (a bias) are added to the result:
+    where the result is partial they are needed as partial too, so that they count once. `localize` rewrites the call for local sizes; without
+    it the call stays as it is, but for size arguments. `whole` says why nothing may be cut.
+    """
+
+    axes: Mapping[str, Axis]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    linear: tuple[frozenset[int], ...] = ()
+    additive: frozenset[int] = frozenset()
+    localize: Localize | None = None
+    size_arg: str | None = None  # schema name of an argument that is the result's shape
+    whole: str | None = None
+    discovered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A node with its arguments by schema name and the types of its operands and results."""
+
+    node: Node
+    types: Mapping[str, TensorType]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(node: Node, types: Mapping[str, TensorType]) -> Call:
+        return Call(node=node, types=types, arguments=bind(node))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument by its schema name, or the default."""
+        return self.arguments.get(name, default)
+
+    def shape(self, arg: Ref | str) -> tuple[int, ...]:
+        """The shape of a `Ref`, or of the tensor argument of this name."""
+        if not isinstance(arg, Ref):
+            arg = self.arguments[arg]
+        return self.types[arg.name].shape
+
+    def has(self, name: str) -> bool:
+        """Whether the argument is a tensor."""
+        return isinstance(self.arguments.get(name), Ref)
+
+    @property
+    def operands(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.types[name].shape for name in self.node.inputs)
+
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.types[name].shape for name in self.node.outputs)
+
+    def position(self, name: str) -> int:
+        """The index in `node.inputs` of the tensor argument `name` (the first, for a list)."""
+        target = next(iter_refs(self.arguments[name]))
+        given = (*self.node.args, *(v for _, v in self.node.kwargs))
+        seen = 0
+        for arg in given:
+            if arg is self.arguments[name]:
+                return seen
+            seen += sum(1 for _ in iter_refs(arg))
+        raise RuleError(f"{self.node.op} has no tensor argument {name}", where=str(target))
+
+    def replace(self, **changes: Any) -> LocalCall:
+        """The same call with some arguments, by schema name, replaced."""
+        return replace_arguments(self.node, self.arguments, changes)
+
+
+def replace_arguments(
+    node: Node, arguments: Mapping[str, Any], changes: Mapping[str, Any]
+) -> LocalCall:
+    from shardwise.ir.schema import signature
+
+    names = [name for name, _ in signature(node.op) or ()]
+    args = list(node.args)
+    kwargs = dict(node.kwargs)
+    for name, new in changes.items():
+        index = names.index(name) if name in names else -1
+        if 0 <= index < len(args):
+            args[index] = new
+        else:
+            kwargs[name] = new
+    return LocalCall(node.op, tuple(args), tuple(kwargs.items()))
+
+
+RuleFunction = Callable[[Call], NodeRule]
+
+
+def whole_rule(call: Call, reason: str) -> NodeRule:
+    """The node is left whole: every axis is frozen, and the plan says why."""
+    axes: dict[str, Axis] = {}
+
+    def freeze(prefix: str, shape: tuple[int, ...]) -> Dims:
+        dims = []
+        for i, size in enumerate(shape):
+            name = f"{prefix}{i}"
+            axes[name] = Axis(name, size, frozen=True)
+            dims.append((name,) if size != 1 else ())
+        return tuple(dims)
+
+    operands = tuple(freeze(f"o{i}_", s) for i, s in enumerate(call.operands))
+    results = tuple(freeze(f"r{i}_", s) for i, s in enumerate(call.results))
+    return NodeRule(axes=axes, operands=operands, results=results, whole=reason)
