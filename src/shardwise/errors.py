@@ -3,6 +3,7 @@
 ShardwiseError
 ├── CaptureError      the model cannot be captured as a graph
 ├── LossError         the loss cannot be found in the model's output
+├── ClusterError      a cluster or mesh is malformed (also a ValueError)
 ├── RuleError         a sharding rule is malformed, or a split it does not allow was asked for
 ├── PlanError         a plan file or a plan's decision is wrong
 │   └── PlanMismatch  the plan was made for another model or cluster
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 __all__ = [
     "BatchError",
     "CaptureError",
+    "ClusterError",
     "InfeasiblePlan",
     "LossError",
     "OptimizerError",
@@ -57,6 +59,10 @@ class CaptureError(ShardwiseError):
 
 class LossError(ShardwiseError):
     """The loss cannot be found in the model's output."""
+
+
+class ClusterError(ShardwiseError, ValueError):
+    """A cluster or mesh is malformed."""
 
 
 class RuleError(ShardwiseError):

@@ -206,6 +206,8 @@ class Pool:
             error.add_note(f"rank {other} also failed: {failure.summary}")
         if hung:
             error.add_note(f"ranks {hung} were still waiting and have been ended")
+        for worker in silent:
+            worker.process.join(0.0 if worker.rank in hung else 0.1)
         died = [w for w in silent if not w.process.is_alive()]
         if died:  # the exception is what its peers saw of it
             raise RankDied(self._describe_death(died)) from error

@@ -1,0 +1,116 @@
+"""A mesh: the ranks arranged along named axes.
+
+Enters: axis names and sizes. Leaves: `Mesh`, which converts between ranks and coordinates and
+lists the groups of ranks that communicate along some axes. No process group is made here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.errors import ClusterError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Named axes and their sizes, in order; ranks are row-major, the last axis fastest.
+
+    >>> mesh = Mesh.of(dp=2, tp=2)
+    >>> mesh.coordinate(1)
+    {'dp': 0, 'tp': 1}
+    >>> mesh.groups(["dp"])
+    ((0, 2), (1, 3))
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, size in self.axes:
+            if not name.isidentifier():
+                raise ClusterError(f"mesh axis {name!r} is not a name", hint="Mesh.of(dp=2, tp=2)")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ClusterError(
+                    f"mesh axis {name} has size {size!r}, needs a whole number of at least 1",
+                    hint=f"Mesh.of({name}=1)",
+                )
+        repeated = [name for name in self.names if self.names.count(name) > 1]
+        if repeated:
+            raise ClusterError(f"mesh axis {repeated[0]} is given twice in {self}")
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """`Mesh.of(dp=2, tp=2)`: axes in the order given."""
+        return cls(axes=tuple(sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; a mesh without axes has one."""
+        return prod(self.shape)
+
+    def axis_size(self, name: str) -> int:
+        """The number of ranks along the axis `name`."""
+        self._check_known([name])
+        return dict(self.axes)[name]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` is: axis name -> index."""
+        if not 0 <= rank < self.size:
+            raise ClusterError(f"rank {rank} is outside {self} with {self.size} ranks")
+        indices: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.names}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at `coordinate`, which names every axis."""
+        self._check_known(coordinate)
+        rank = 0
+        for name, size in self.axes:
+            if name not in coordinate:
+                raise ClusterError(f"coordinate {dict(coordinate)} has no axis {name} of {self}")
+            index = coordinate[name]
+            if not 0 <= index < size:
+                raise ClusterError(f"index {index} on axis {name} is outside {self}")
+            rank = rank * size + index
+        return rank
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ only along `axes`, one tuple per group; every rank is in one.
+
+        Inside a group the ranks follow `axes` in the order given, the last one fastest; the
+        groups follow the remaining axes in the mesh's order.
+        """
+        inner = tuple(axes)
+        self._check_known(inner)
+        if len(set(inner)) != len(inner):
+            raise ClusterError(f"axes {inner} repeat a name", where=str(self))
+        outer = tuple(name for name in self.names if name not in inner)
+        return tuple(
+            tuple(self.rank(rest | along) for along in self._coordinates(inner))
+            for rest in self._coordinates(outer)
+        )
+
+    def _coordinates(self, names: tuple[str, ...]) -> list[dict[str, int]]:
+        sizes = dict(self.axes)
+        ranges = (range(sizes[name]) for name in names)
+        return [dict(zip(names, indices, strict=True)) for indices in itertools.product(*ranges)]
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                near = did_you_mean(name, self.names)
+                raise ClusterError(f"{self} has no axis {name!r}{near}")
+
+    def __str__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
