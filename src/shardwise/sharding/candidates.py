@@ -1,0 +1,187 @@
+"""What a node can do on one mesh axis, and the placements that follow.
+
+Enters: a `NodeRule` and the structures of its axes. Leaves: `Candidate`s, each with what it needs of
+every operand and what it gives for every result.
+
+- `Same`: every rank does the same work on whole values.
+- `Cut(axis, pattern)`: an axis of the node is cut.
+- `Pass(operands)`: partial sums pass through a node that is linear in these operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.sharding.dims import (
+    Pattern,
+    Structure,
+    choices,
+    merge,
+    section,
+    whole,
+)
+from shardwise.sharding.placements import FANOUT, PARTIAL, REPLICATE, Partial, Placement, Shard
+from shardwise.sharding.rule import Dim, Dims, NodeRule, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Every rank does the same work."""
+
+    def __str__(self) -> str:
+        return "same"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The node's axis `axis` is cut as `pattern`, in positions of the axis."""
+
+    axis: str
+    pattern: Pattern
+
+    def __str__(self) -> str:
+        if len(self.pattern) == 1 and self.pattern[0][0] == self.pattern[0][2] == 1:
+            return f"cut {self.axis}"
+        factors = "|".join(
+            f"{o}x" * (o != 1) + f"[{s}]" + f"x{i}" * (i != 1) for o, s, i in self.pattern
+        )
+        return f"cut {self.axis}:{factors}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The operands at these positions are partial sums, and so are the results."""
+
+    operands: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"pass {','.join(map(str, sorted(self.operands)))}"
+
+
+Choice = Same | Cut | Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A choice with the placements it needs (`operands`) and gives (`results`)."""
+
+    choice: Choice
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+def candidates(
+    rule: NodeRule, structures: Mapping[str, Structure] | None = None
+) -> tuple[Candidate, ...]:
+    """All candidates, `Same` first. `structures` refine the node's axes (see `factors`)."""
+    found = [same(rule)]
+    if rule.whole is None:
+        for axis in rule.axes.values():
+            if axis.frozen or axis.size <= 1:
+                continue
+            structure = (structures or {}).get(axis.name, whole(axis.size))
+            options = choices(structure)
+            if axis.outermost:
+                options = tuple(p for p in options if all(outer == 1 for outer, _, _ in p))[:1]
+            for pattern in options:
+                candidate = cut_candidate(rule, axis.name, merge(pattern))
+                if candidate is not None:
+                    found.append(candidate)
+        for operands in rule.linear:
+            found.append(pass_candidate(rule, operands))
+    return tuple(found)
+
+
+def same(rule: NodeRule) -> Candidate:
+    return Candidate(
+        Same(),
+        tuple(REPLICATE for _ in rule.operands),
+        tuple(REPLICATE for _ in rule.results),
+    )
+
+
+def pass_candidate(rule: NodeRule, operands: frozenset[int]) -> Candidate:
+    needs = tuple(PARTIAL if i in operands else FANOUT for i in range(len(rule.operands)))
+    return Candidate(Pass(operands), needs, tuple(PARTIAL for _ in rule.results))
+
+
+def cut_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | None:
+    """The placements when `axis` is cut; None where a dim cannot express the cut."""
+    reduce = rule.axes[axis].reduce
+    needs: list[Placement] = []
+    gives: list[Placement] = []
+    for dims in rule.results:
+        shard = _place(rule, dims, axis, pattern)
+        if shard is None:
+            return None
+        if shard is FANOUT:
+            gives.append(REPLICATE if reduce == "same" else Partial(reduce))
+        else:
+            gives.append(shard)
+    partial = any(isinstance(p, Partial) for p in gives)
+    for index, dims in enumerate(rule.operands):
+        shard = _place(rule, dims, axis, pattern)
+        if shard is None:
+            return None
+        needs.append(PARTIAL if shard is FANOUT and partial and index in rule.additive else shard)
+    return Candidate(Cut(axis, pattern), tuple(needs), tuple(gives))
+
+
+def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement | None:
+    """The shard of the dim that contains the axis; FANOUT when none does; None: not expressible."""
+    for index, dim in enumerate(dims):
+        if isinstance(dim, Part):
+            if dim.axis != axis:
+                continue
+            inside = section_pattern(pattern, dim.start, dim.stop)
+            return None if inside is None else Shard(index, inside)
+        if axis in dim:
+            placed = _in_product(rule, dim, axis, pattern)
+            return None if placed is None else Shard(index, placed)
+    return FANOUT
+
+
+def _in_product(rule: NodeRule, dim: tuple[str, ...], axis: str, pattern: Pattern) -> Pattern | None:
+    if len(dim) == 1:
+        return pattern
+    if len(pattern) != 1:
+        return None
+    at = dim.index(axis)
+    before = prod(rule.axes[a].size for a in dim[:at])
+    after = prod(rule.axes[a].size for a in dim[at + 1 :])
+    outer, size, inner = pattern[0]
+    return ((before * outer, size, inner * after),)
+
+
+def section_pattern(pattern: Pattern, start: int, stop: int) -> Pattern | None:
+    """The cut of positions `start:stop` of an axis cut as `pattern`.
+
+    >>> section_pattern(((3, 4, 16),), 64, 128)
+    ((1, 4, 16),)
+    >>> section_pattern(((1, 8, 16), (1, 2, 16), (1, 2, 16)), 128, 160)
+    ((1, 2, 16),)
+    """
+    found, position = [], 0
+    for outer, size, inner in pattern:
+        row = size * inner
+        first, last = max(start, position), min(stop, position + outer * row)
+        if first < last:
+            if (first - position) % row or (last - first) % row:
+                return None
+            found.append(((last - first) // row, size, inner))
+        position += outer * row
+    return merge(tuple(found)) if found else None
+
+
+def compose(dim: Dim, structures: Mapping[str, Structure]) -> Structure | None:
+    """The structure of a dim from the structures of its axes."""
+    if isinstance(dim, Part):
+        return section(structures[dim.axis], dim.start, dim.stop)
+    if len(dim) == 1:
+        return structures[dim[0]]
+    if any(len(structures[a]) != 1 for a in dim):
+        return None
+    return (tuple(f for a in dim for f in structures[a][0]),)
+
