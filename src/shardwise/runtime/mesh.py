@@ -1,0 +1,173 @@
+"""The named axes that ranks are arranged in, and collectives along them.
+
+Ranks are numbered row-major: the last axis changes fastest. An `Axis` is one mesh axis, or several
+taken together in the mesh's order; it is what generated code passes to every collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from shardwise.errors import ProgramError, did_you_mean
+from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
+
+__all__ = ["Axis", "ProcessMesh", "axis_groups", "part"]
+
+
+@functools.lru_cache(maxsize=65536)
+def part(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and length of one of `parts` even parts: the first `size % parts` have one more.
+
+    >>> [part(7, 3, i) for i in range(3)]
+    [(0, 3), (3, 2), (5, 2)]
+    """
+    base, more = divmod(size, parts)
+    return index * base + min(index, more), base + (index < more)
+
+
+class Axis:
+    """One mesh axis, or several as one, seen from this rank."""
+
+    __slots__ = ("_group", "_transport", "index", "name", "size")
+
+    def __init__(self, name: str, group: Group, transport: Transport) -> None:
+        self.name, self.size, self.index = name, group.size, group.index
+        self._group, self._transport = group, transport
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}: {self.index} of {self.size})"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._group.ranks
+
+    def start(self, n: int) -> int:
+        """Where this rank's part of `n` begins."""
+        return part(n, self.size, self.index)[0]
+
+    def length(self, n: int) -> int:
+        """How many of `n` this rank has."""
+        return part(n, self.size, self.index)[1]
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        """Reduce a contiguous tensor in place over the axis."""
+        if self.size == 1:
+            return Pending(tensor)
+        flat = tensor.detach().view(-1)
+        return self._transport.all_reduce(flat, op, self._group).then(lambda _: tensor)
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], *, out: Tensor | None = None
+    ) -> Pending:
+        """Concatenate the ranks' 1-D tensors of `sizes` elements."""
+        if self.size == 1:
+            return Pending(flat if out is None else out.copy_(flat))
+        return self._transport.all_gather(flat.detach(), sizes, self._group, out)
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+        """Sum the ranks' 1-D tensors and keep this rank's part of `sizes`."""
+        if self.size == 1:
+            return Pending(flat)
+        return self._transport.reduce_scatter(flat.detach(), sizes, self._group)
+
+    def all_to_all(
+        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int]
+    ) -> Pending:
+        """Send part i of `flat` to rank i; concatenate what arrives."""
+        if self.size == 1:
+            return Pending(flat)
+        return self._transport.all_to_all(flat.detach(), in_sizes, out_sizes, self._group)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Pending:
+        """Overwrite a contiguous tensor with that of index `root`."""
+        if self.size == 1:
+            return Pending(tensor)
+        flat = tensor.detach().view(-1)
+        return self._transport.broadcast(flat, root, self._group).then(lambda _: tensor)
+
+
+class ProcessMesh:
+    """Named axes over the ranks 0 … product of sizes - 1, seen from one rank.
+
+    >>> mesh = ProcessMesh({"dp": 1, "tp": 1})
+    >>> mesh.axis("dp", "tp")
+    Axis(dp.tp: 0 of 1)
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int], rank: int = 0, transport: Transport | None = None
+    ) -> None:
+        self.axes = dict(axes)
+        self.size = math.prod(self.axes.values())
+        self.rank = rank
+        self.transport: Transport = transport if transport is not None else LocalTransport()
+        if not 0 <= rank < self.size:
+            raise ProgramError(f"rank {rank} is not in {self!r} of {self.size} ranks")
+        if self.size > self.transport.world_size:
+            raise ProgramError(f"{self!r} has more ranks than the {self.transport.world_size} here")
+        self.coordinates = coordinates(self.axes, rank)
+        self._cached: dict[tuple[str, ...], Axis] = {}
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
+
+    def axis(self, *names: str) -> Axis:
+        """These mesh axes as one, given in the mesh's order; none: this rank alone."""
+        found = self._cached.get(names)
+        if found is None:
+            ranks = _ranks_along(self.axes, self.coordinates, self._checked(names))
+            group = Group(ranks, ranks.index(self.rank))
+            found = self._cached[names] = Axis(".".join(names) or "self", group, self.transport)
+        return found
+
+    @property
+    def world(self) -> Axis:
+        """All ranks of the mesh as one axis."""
+        return self.axis(*self.axes)
+
+    def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in self.axes:
+                raise ProgramError(f"no axis {name!r} in {self!r}{did_you_mean(name, self.axes)}")
+        if names != tuple(name for name in self.axes if name in names):
+            raise ProgramError(f"axes {names} of {self!r} must be given once, in the mesh's order")
+        return names
+
+
+def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """A rank's place on every axis."""
+    found: dict[str, int] = {}
+    for name, size in reversed(list(axes.items())):
+        rank, found[name] = divmod(rank, size)
+    return {name: found[name] for name in axes}
+
+
+def _ranks_along(
+    axes: Mapping[str, int], place: Mapping[str, int], names: Iterable[str]
+) -> tuple[int, ...]:
+    """The ranks that agree with `place` on all axes but `names`, ascending."""
+    ranks, moving = [0], set(names)
+    for name, size in axes.items():
+        steps = range(size) if name in moving else (place[name],)
+        ranks = [rank * size + step for rank in ranks for step in steps]
+    return tuple(ranks)
+
+
+def axis_groups(
+    axes: Mapping[str, int], combinations: Iterable[Sequence[str]]
+) -> list[tuple[int, ...]]:
+    """Every group of two or more ranks that the combinations of mesh axes need, without repeats.
+
+    The order depends on the arguments alone, so that all ranks create groups in the same order.
+    """
+    groups: dict[tuple[int, ...], None] = {}
+    for names in combinations:
+        for rank in range(math.prod(axes.values())):
+            ranks = _ranks_along(axes, coordinates(axes, rank), names)
+            if len(ranks) > 1:
+                groups.setdefault(ranks)
+    return list(groups)

@@ -1,0 +1,265 @@
+"""How a dim is cut, and how parts become the whole again.
+
+A dim is a concatenation of segments, each a product `outer x size x inner`; the factor `size` of
+every segment is cut evenly. A fused QKV dim `3*H*E` that is cut on heads is `((3, H, E),)`, a dim
+`[H*E | K*E | K*E]` is `((1, H, E), (1, K, E), (1, K, E))`, and a plain dim of n is `n` or
+`((1, n, 1),)`. A part keeps the order of the whole.
+
+`take` and `join` cut one dim over one axis. A `Split` names the mesh axis and dim, and a tuple of
+them cuts a tensor over several axes: on different dims, on different factors of one dim, or on the
+same factor, where the later axis cuts the earlier one's part.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ProgramError
+from shardwise.runtime.mesh import part
+
+__all__ = [
+    "Of",
+    "Segments",
+    "Split",
+    "assemble",
+    "join",
+    "local_indices",
+    "local_length",
+    "local_runs",
+    "local_shape",
+    "runs",
+    "segments",
+    "take",
+    "take_local",
+    "take_part",
+]
+
+Segments = tuple[tuple[int, int, int], ...]
+Of = int | Segments
+Runs = tuple[tuple[int, int], ...]
+
+
+class Place(Protocol):
+    """What `take` needs to know of an axis."""
+
+    size: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One mesh axis cuts one factor of one dim of a full tensor."""
+
+    axis: str
+    dim: int
+    of: Segments
+
+
+def segments(of: Of) -> Segments:
+    """The segments of a dim; a plain size is one segment."""
+    return ((1, of, 1),) if isinstance(of, int) else of
+
+
+def whole_length(of: Of) -> int:
+    """The size of the whole dim."""
+    return sum(outer * size * inner for outer, size, inner in segments(of))
+
+
+@functools.lru_cache(maxsize=65536)
+def local_length(of: Of, parts: int, index: int) -> int:
+    """The size of the dim on one part.
+
+    >>> local_length(((3, 4, 2),), 3, 0)
+    12
+    """
+    return sum(outer * part(size, parts, index)[1] * inner for outer, size, inner in segments(of))
+
+
+@functools.lru_cache(maxsize=65536)
+def runs(of: Of, parts: int, index: int) -> Runs:
+    """The consecutive (start, length) pieces of the whole dim that make up one part.
+
+    >>> runs(((3, 4, 2),), 2, 1)
+    ((4, 4), (12, 4), (20, 4))
+    """
+    return _runs_of(segments(of), [part(size, parts, index) for _, size, _ in segments(of)])
+
+
+def _runs_of(of: Segments, cuts: Sequence[tuple[int, int]]) -> Runs:
+    found: list[tuple[int, int]] = []
+    offset = 0
+    for (outer, size, inner), (start, length) in zip(of, cuts, strict=True):
+        for step in range(outer if length * inner else 0):
+            begin = offset + (step * size + start) * inner
+            if found and sum(found[-1]) == begin:
+                found[-1] = (found[-1][0], found[-1][1] + length * inner)
+            else:
+                found.append((begin, length * inner))
+        offset += outer * size * inner
+    return tuple(found)
+
+
+def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
+    """One of `parts` parts of a whole tensor: a view where it is one run, else a copy."""
+    if full.shape[dim] != whole_length(of):
+        raise ProgramError(f"dim {dim} of {tuple(full.shape)} is not made of {of}")
+    return _take_runs(full, dim, runs(of, parts, index))
+
+
+def take(full: Tensor, dim: int, of: Of, axis: Place) -> Tensor:
+    """This rank's part of a whole tensor."""
+    return take_part(full, dim, of, axis.size, axis.index)
+
+
+def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:
+    if len(pieces) == 1:
+        return full.narrow(dim, *pieces[0])
+    if not pieces:
+        return full.narrow(dim, 0, 0)
+    return torch.cat([full.narrow(dim, *piece) for piece in pieces], dim)
+
+
+def join(parts: Sequence[Tensor], dim: int, of: Of) -> Tensor:
+    """The whole tensor of all ranks' parts."""
+    of, num, dim = segments(of), len(parts), dim % parts[0].dim()
+    if len(of) == 1 and of[0][0] == 1:
+        return torch.cat(tuple(parts), dim)
+    lengths = [
+        [outer * part(size, num, i)[1] * inner for outer, size, inner in of] for i in range(num)
+    ]
+    cut = [torch.split(t, length, dim) for t, length in zip(parts, lengths, strict=True)]
+    joined = []
+    for s, (outer, size, inner) in enumerate(of):
+        rows = [
+            torch.unflatten(piece[s], dim, (outer, part(size, num, i)[1] * inner))
+            for i, piece in enumerate(cut)
+        ]
+        joined.append(torch.cat(rows, dim + 1).flatten(dim, dim + 1))
+    return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
+
+
+def local_runs(
+    shape: Sequence[int],
+    splits: Sequence[Split],
+    coords: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> tuple[Runs, ...]:
+    """For every dim, the pieces of the full tensor that are at mesh coordinate `coords`."""
+    return tuple(
+        _dim_runs(length, [s for s in splits if s.dim % len(shape) == dim], coords, sizes)
+        for dim, length in enumerate(shape)
+    )
+
+
+def _dim_runs(
+    length: int, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
+) -> Runs:
+    kept: Runs = ((0, length),) if length else ()
+    by_factor: dict[Segments, list[str]] = {}
+    for split in splits:
+        by_factor.setdefault(split.of, []).append(split.axis)
+    for of, axes in by_factor.items():
+        if whole_length(of) != length:
+            raise ProgramError(f"a dim of {length} is not made of {of} (cut over {axes})")
+        cuts = [_nested(size, axes, coords, sizes) for _, size, _ in of]
+        kept = _intersect(kept, _runs_of(of, cuts))
+    return kept
+
+
+def _nested(
+    size: int, axes: Sequence[str], coords: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[int, int]:
+    """Each axis cuts what the ones before it left."""
+    start, length = 0, size
+    for axis in axes:
+        begin, length = part(length, sizes[axis], coords[axis])
+        start += begin
+    return start, length
+
+
+def _intersect(left: Runs, right: Runs) -> Runs:
+    found = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        begin = max(left[i][0], right[j][0])
+        end = min(sum(left[i]), sum(right[j]))
+        if begin < end:
+            found.append((begin, end - begin))
+        if sum(left[i]) < sum(right[j]):
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def local_indices(
+    shape: Sequence[int],
+    splits: Sequence[Split],
+    coords: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> tuple[tuple[int, ...], ...]:
+    """For every dim, the indices of the full tensor at this coordinate, ascending."""
+    return tuple(
+        tuple(itertools.chain.from_iterable(range(start, start + n) for start, n in pieces))
+        for pieces in local_runs(shape, splits, coords, sizes)
+    )
+
+
+def local_shape(
+    shape: Sequence[int],
+    splits: Sequence[Split],
+    coords: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> tuple[int, ...]:
+    """The shape of the part at a mesh coordinate."""
+    return tuple(sum(n for _, n in pieces) for pieces in local_runs(shape, splits, coords, sizes))
+
+
+def take_local(
+    full: Tensor, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
+) -> Tensor:
+    """The part of a full tensor at a mesh coordinate: a view where possible."""
+    for dim, pieces in enumerate(local_runs(full.shape, splits, coords, sizes)):
+        if pieces != ((0, full.shape[dim]),):
+            full = _take_runs(full, dim, pieces)
+    return full
+
+
+def assemble(
+    parts: Mapping[tuple[int, ...], Tensor],
+    shape: Sequence[int],
+    splits: Sequence[Split],
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """The full tensor of the parts, keyed by the coordinates on the axes of `sizes`, in order.
+
+    Parts that are the same because an axis does not cut the tensor may be left out but for one.
+    """
+    any_part = next(iter(parts.values()))
+    full = any_part.new_empty(tuple(shape))
+    for place, local in parts.items():
+        coords = dict(zip(sizes, place, strict=True))
+        pieces = local_runs(shape, splits, coords, sizes)
+        for box in itertools.product(*(_placed(p) for p in pieces)):
+            target, source = full, local
+            for dim, (begin, here, length) in enumerate(box):
+                target = target.narrow(dim, begin, length)
+                source = source.narrow(dim, here, length)
+            target.copy_(source)
+    covered = sum(t.numel() for t in parts.values())
+    assert covered >= math.prod(shape), f"parts have {covered} of {math.prod(shape)} elements"
+    return full
+
+
+def _placed(pieces: Runs) -> list[tuple[int, int, int]]:
+    """(start in the whole, start in the part, length) of each piece."""
+    starts = itertools.accumulate((n for _, n in pieces), initial=0)
+    return [(begin, here, n) for (begin, n), here in zip(pieces, starts, strict=False)]

@@ -1,0 +1,122 @@
+"""How flat tensors travel between ranks: what a transport offers, and the one of a single rank.
+
+A transport moves 1-D contiguous tensors within a `Group` of ranks. Everything that knows about
+dims, splits and gradients is built on these five operations. Each returns at once with a
+`Pending`; its `wait()` gives the result. All ranks of a group call the same operations in the
+same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from shardwise.errors import ProgramError
+
+__all__ = ["Group", "LocalTransport", "Pending", "Transport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Global ranks in ascending order, and this rank's place among them."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Pending:
+    """A tensor that is on its way; `wait()` gives it, as often as one asks."""
+
+    __slots__ = ("_finish", "_result")
+
+    def __init__(self, result: Tensor, finish: Callable[[], None] | None = None) -> None:
+        self._result, self._finish = result, finish
+
+    def wait(self) -> Tensor:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return self._result
+
+    def then(self, after: Callable[[Tensor], Tensor]) -> Pending:
+        """This tensor transformed once it has arrived."""
+        chained = Pending(self._result)
+
+        def finish() -> None:
+            chained._result = after(self.wait())
+
+        chained._finish = finish
+        return chained
+
+
+class Transport(Protocol):
+    """Moves flat tensors between the ranks of a group."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
+        """Reduce in place with `op` ("sum", "max", "min"); the same bits on every rank."""
+        ...
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
+    ) -> Pending:
+        """Concatenate everyone's `flat`, rank i having `sizes[i]` elements.
+
+        `flat` may be the very slice of `out` that it belongs to.
+        """
+        ...
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+        """Sum everyone's `flat`, and keep this rank's of the consecutive parts of `sizes`."""
+        ...
+
+    def all_to_all(
+        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
+    ) -> Pending:
+        """Send part i of `flat` to rank i; concatenate what arrived in the order of ranks."""
+        ...
+
+    def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
+        """Overwrite `flat` with that of the group's `root`-th rank."""
+        ...
+
+
+class LocalTransport:
+    """The transport of a single rank: no operation is ever needed."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
+        return Pending(self._alone(flat, group))
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
+    ) -> Pending:
+        return Pending(self._alone(flat, group) if out is None else out.copy_(flat))
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+        return Pending(self._alone(flat, group))
+
+    def all_to_all(
+        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
+    ) -> Pending:
+        return Pending(self._alone(flat, group))
+
+    def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
+        return Pending(self._alone(flat, group))
+
+    @staticmethod
+    def _alone(flat: Tensor, group: Group) -> Tensor:
+        if group.size != 1:
+            raise ProgramError(f"a single rank cannot talk to ranks {group.ranks}")
+        return flat

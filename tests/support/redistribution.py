@@ -1,0 +1,92 @@
+"""The dense oracle of redistributions: what every rank must hold, forward and backward.
+
+A whole tensor X becomes local tensors by kind (S, P, =, ≠); a function of `collectives` maps them
+to local tensors of another kind; both sides are compared with the same whole tensor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime import collectives as c
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.splits import Of, take_part
+
+FORWARD = {
+    "gather": ("S", "="),
+    "gather_fanout": ("S", "≠"),
+    "reduce": ("P", "="),
+    "reduce_fanout": ("P", "≠"),
+    "reduce_scatter": ("P", "S"),
+    "shard": ("=", "S"),
+    "take": ("≠", "S"),
+    "fanout": ("=", "≠"),
+    "as_partial": ("=", "P"),
+    "pad": ("S", "P"),
+    "all_to_all": ("S", "S'"),
+}
+GRADIENT = {"S": "S", "S'": "S'", "P": "=", "=": "=", "≠": "P"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One redistribution of a tensor of some shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    of: Of
+    to_dim: int = 0
+    to_of: Of = 0
+
+
+def local(whole: Tensor, kind: str, case: Case, size: int, index: int) -> Tensor:
+    """What rank `index` of `size` holds of a whole tensor of this kind."""
+    if kind == "S":
+        return take_part(whole, case.dim, case.of, size, index).clone()
+    if kind == "S'":
+        return take_part(whole, case.to_dim, case.to_of, size, index).clone()
+    if kind == "P":
+        made = torch.Generator().manual_seed(7)
+        parts = torch.randn(size, *whole.shape, generator=made, dtype=whole.dtype)
+        parts[-1] = whole - parts[:-1].sum(0)
+        return parts[index].clone()
+    return whole.clone()
+
+
+def check(case: Case, axis: Axis) -> None:
+    """Run the case on this rank and compare; a Partial is compared as the sum over ranks."""
+    made = torch.Generator().manual_seed(3)
+    whole = torch.randn(case.shape, generator=made, dtype=torch.float64)
+    weight = torch.randn(case.shape, generator=made, dtype=torch.float64)
+    source, target = FORWARD[case.name]
+    x = local(whole, source, case, axis.size, axis.index)
+    before = x.clone()
+    x.requires_grad_()
+    y = apply(case, x, axis)
+    compare(y.detach(), whole, target, case, axis)
+    grad = local(weight, GRADIENT[target], case, axis.size, axis.index)
+    if grad.dim() > 1:  # gradients may arrive in any memory order
+        grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
+    y.backward(grad)
+    assert x.grad is not None
+    compare(x.grad, weight, GRADIENT[source], case, axis)
+    assert torch.equal(x.detach(), before), "the argument was changed"
+
+
+def apply(case: Case, x: Tensor, axis: Axis) -> Tensor:
+    function = getattr(c, case.name)
+    if case.name == "all_to_all":
+        return function(x, axis, case.dim, case.of, case.to_dim, case.to_of)
+    if case.name in ("reduce", "reduce_fanout", "fanout", "as_partial"):
+        return function(x, axis)
+    return function(x, axis, case.dim, case.of)
+
+
+def compare(got: Tensor, whole: Tensor, kind: str, case: Case, axis: Axis) -> None:
+    if kind == "P":
+        got = axis.all_reduce(got.contiguous().clone()).wait()
+        kind = "="
+    expected = local(whole, kind, case, axis.size, axis.index)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
