@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU_PYTHON ?= $(PY)
 
-# oneDNN's AMX path for bf16 crashes (SIGILL) on virtual machines that announce AMX but do not allow it.
+# bf16 matmul dies of SIGILL on some virtual machines without this; `shardwise doctor` tests it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # Several ranks share this machine: a thread each. One process compared with them uses as many.
 export OMP_NUM_THREADS ?= 1
@@ -56,7 +56,7 @@ lint: setup ## Check style, types and import layers
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
-	@$(VENV)/bin/lint-imports
+	@$(VENV)/bin/lint-imports --no-logo
 
 format: setup ## Format the code and apply safe fixes
 	@$(PY) -m ruff check --fix

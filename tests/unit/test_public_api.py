@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import shardwise
+
+PUBLIC = [
+    "Certificate",
+    "Cluster",
+    "Graph",
+    "Mesh",
+    "Plan",
+    "Program",
+    "__version__",
+    "capture",
+    "clip_grad_norm_",
+    "compile",
+    "errors",
+    "explain",
+    "optimizer",
+    "parallelize",
+    "register_rule",
+    "strategies",
+    "verify",
+]
+
+
+def test_all_is_pinned_and_sorted() -> None:
+    assert shardwise.__all__ == PUBLIC == sorted(PUBLIC)
+    assert set(PUBLIC) <= set(dir(shardwise))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_can_be_imported(name: str) -> None:
+    assert getattr(shardwise, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'shardwise' has no attribute 'paralelize'"):
+        _ = shardwise.paralelize  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("statement", ["import shardwise", "import shardwise.cli"])
+def test_importing_is_quick_because_torch_is_not_imported(statement: str) -> None:
+    check = f"import sys; {statement}; assert not {{'torch', 'numpy', 'scipy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
