@@ -47,6 +47,8 @@ class SmallGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
