@@ -1,0 +1,7 @@
+"""From PyTorch to `Graph`: `capture(model, batch)`."""
+
+from shardwise.frontend.batch import flatten_batch, rebuild_output
+from shardwise.frontend.capture import capture
+from shardwise.frontend.fake import skeleton
+
+__all__ = ["capture", "flatten_batch", "rebuild_output", "skeleton"]

@@ -1,0 +1,235 @@
+"""Parameters, buffers, inputs and constants; and the final `Graph`.
+
+Enters: the user's model and call before conversion; the filled builder after it. Leaves: `Graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import CaptureError
+from shardwise.frontend.aliasing import Alias
+from shardwise.frontend.batch import Call, path_name
+from shardwise.frontend.builder import Builder, tensor_type
+from shardwise.frontend.fake import has_data
+from shardwise.frontend.finish import Namer, check_static, finish_nodes, live_nodes
+from shardwise.frontend.functions import Recorder
+from shardwise.frontend.step import TENSOR, Step
+from shardwise.ir import Buffer, Constant, Graph, Input, Parameter, Ref, TensorType
+
+
+@dataclass(slots=True)
+class Sources:
+    """Everything the graph takes from outside, with the names of its values."""
+
+    model: nn.Module
+    parameters: list[Parameter]
+    buffers: list[Buffer]
+    inputs: list[Input]
+    types: dict[str, TensorType]
+    namer: Namer
+    input_constants: tuple[tuple[str, Any], ...]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    requires_grad_inputs: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, call: Call, argument_names: list[str]) -> Sources:
+        namer, types = Namer(), {}
+        inputs: list[Input] = []
+        wants_grad: set[str] = set()
+        for path, tensor in call.tensors:
+            value = namer.name(_input_wish(path, argument_names))
+            types[value] = tensor_type(tensor)
+            inputs.append(Input(value=value, name=path_name(path), path=path))
+            if tensor.requires_grad:
+                wants_grad.add(value)
+        parameters: list[Parameter] = []
+        groups = _tied(model.named_parameters(remove_duplicate=False))
+        for names, tensor in groups:
+            value = namer.name(f"p_{names[0]}")
+            types[value] = tensor_type(tensor)
+            parameters.append(
+                Parameter(
+                    value=value,
+                    name=names[0],
+                    aliases=tuple(names[1:]),
+                    requires_grad=tensor.requires_grad,
+                )
+            )
+        buffers = _buffers(model, namer, types)
+        constants = tuple((path_name(path), value) for path, value in call.constants)
+        return cls(
+            model, parameters, buffers, inputs, types, namer, constants,
+            requires_grad_inputs=wants_grad,
+        )  # fmt: skip
+
+    def declare(self, builder: Builder) -> dict[str, Alias]:
+        """Root aliases by every name: parameters and buffers by theirs, inputs by value."""
+        roots: dict[str, Alias] = {}
+        self.constants.clear()
+        for source in (*self.parameters, *self.buffers):
+            kind = "parameter" if isinstance(source, Parameter) else "buffer"
+            grad = isinstance(source, Parameter) and source.requires_grad
+            alias = builder.source(
+                source.value, self.types[source.value], f"{kind} {source.name}", differentiable=grad
+            )
+            roots.update(dict.fromkeys((source.name, *source.aliases), alias))
+        for item in self.inputs:
+            grad = item.value in self.requires_grad_inputs
+            roots[item.value] = builder.source(
+                item.value, self.types[item.value], f"input {item.name}", differentiable=grad
+            )
+        return roots
+
+    def constant(self, builder: Builder, data: Any, name: str) -> Alias:
+        """A tensor that forward found elsewhere; never one of the model's own weights."""
+        if not isinstance(data, torch.Tensor):
+            raise CaptureError(f"forward uses {name}, a {type(data).__name__}")
+        if not has_data(data):
+            raise CaptureError(
+                f"forward uses the tensor {name}, which has no data (meta or fake) and is "
+                "neither parameter nor buffer",
+                hint=f'self.register_buffer("{name.rsplit(".", 1)[-1]}", ..., persistent=False)',
+            )
+        owner = self._owner(data)
+        if owner:
+            raise CaptureError(
+                f"forward reaches {owner} past the module that holds it (a closure or a global?)",
+                hint="read it as an attribute of self, so that a copy of the model uses the copy's",
+            )
+        value = f"constant:{len(self.constants)}"
+        self.constants[value] = builder.constants[value] = data.detach()
+        return builder.source(value, tensor_type(data), f"constant {name}", differentiable=False)
+
+    def _owner(self, data: torch.Tensor) -> str:
+        if not data.numel():
+            return ""
+        address = data.untyped_storage().data_ptr()
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if has_data(tensor) and tensor.untyped_storage().data_ptr() == address:
+                return f"parameter or buffer {name}"
+        return ""
+
+
+def assemble(
+    builder: Builder,
+    sources: Sources,
+    roots: dict[str, Alias],
+    step: Step,
+    results: tuple[Any, ...],
+    recorder: Recorder,
+) -> Graph:
+    """The finished graph."""
+    report = step.outputs[0]
+    values = [builder.read(alias) for alias in results]
+    loss = values.pop(0) if report.has_loss else None
+    leaves = [values.pop(0) if leaf is TENSOR else leaf for leaf in report.leaves]
+    tensors = [leaf is TENSOR for leaf in report.leaves]
+    for name, value in zip(report.assigned, values, strict=True):
+        builder.write(roots[name], value)
+    mutations = {b.name: _mutation(builder, roots[b.name]) for b in sources.buffers}
+    outputs = [leaf for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
+    wanted = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
+    raw = live_nodes(builder.nodes, wanted)
+    check_static(raw, builder.types)
+
+    names = {value: value for value in sources.types}
+    namer = sources.namer
+    used = {ref for node in raw for ref in _used(node)} | set(wanted)
+    constants = _constants(sources, used, names, namer)
+    nodes, types = finish_nodes(raw, builder.types, names, namer)
+    types = {
+        **sources.types,
+        **{c.value: tensor_type(c.data) for c in constants},
+        **types,
+    }
+    graph = Graph(
+        name=type(sources.model).__name__,
+        nodes=nodes,
+        values=types,
+        inputs=tuple(sources.inputs),
+        parameters=tuple(sources.parameters),
+        buffers=tuple(_with_mutation(b, mutations[b.name], names) for b in sources.buffers),
+        constants=constants,
+        loss=names[loss] if loss else None,
+        outputs=tuple(
+            Ref(names[leaf]) if is_tensor else leaf
+            for leaf, is_tensor in zip(leaves, tensors, strict=True)
+        ),
+        output_spec=report.spec,
+        input_constants=sources.input_constants,
+        training=step.model.training,
+        module_classes={p: type(m).__name__ for p, m in sources.model.named_modules()},
+        functions={call.op: call.cls for call in recorder.calls},
+        warnings=tuple(dict.fromkeys((*report.warnings, *builder.warnings))),
+    )
+    graph.verify()
+    return graph
+
+
+def _used(node: Any) -> Iterable[str]:
+    from shardwise.ir import iter_refs
+
+    yield from (ref.name for ref in iter_refs(node.args))
+    yield from (ref.name for _, value in node.kwargs for ref in iter_refs(value))
+
+
+def _constants(
+    sources: Sources, used: set[str], names: dict[str, str], namer: Namer
+) -> tuple[Constant, ...]:
+    kept: list[Constant] = []
+    for value, data in sources.constants.items():
+        if value in used:
+            names[value] = namer.name(f"c_{len(kept)}")
+            kept.append(Constant(value=names[value], data=data))
+    return tuple(kept)
+
+
+def _mutation(builder: Builder, root: Alias) -> str | None:
+    original = builder.read(root)
+    return original if root.storage.version and original.startswith("%") else None
+
+
+def _with_mutation(buffer: Buffer, value: str | None, names: dict[str, str]) -> Buffer:
+    return replace(buffer, mutation=names[value]) if value else buffer
+
+
+def _buffers(model: nn.Module, namer: Namer, types: dict[str, TensorType]) -> list[Buffer]:
+    temporary = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    buffers: list[Buffer] = []
+    for names, tensor in _tied(model.named_buffers(remove_duplicate=False)):
+        value = namer.name(f"b_{names[0]}")
+        types[value] = tensor_type(tensor)
+        buffers.append(
+            Buffer(
+                value=value,
+                name=names[0],
+                aliases=tuple(names[1:]),
+                persistent=names[0] not in temporary,
+            )
+        )
+    return buffers
+
+
+def _tied(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], torch.Tensor]]:
+    """Names of the same tensor together, in order of the first."""
+    groups: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(groups.values())
+
+
+def _input_wish(path: tuple[str | int, ...], argument_names: list[str]) -> str:
+    first, rest = path[0], path[1:]
+    if isinstance(first, int):
+        first = argument_names[first] if first < len(argument_names) else f"arg_{first}"
+    return "_".join(map(str, (first, *rest)))

@@ -1,0 +1,128 @@
+"""The batch as a flat list of tensors, and the model's output as a tree.
+
+Enters: what the user passes to the model (a dict, a tuple, a tensor; anything nested inside).
+Leaves: `Call`, which knows every tensor's path and can rebuild the call from other tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError
+
+Path = tuple[str | int, ...]
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the model: its leaves in order, their paths, and how they nest."""
+
+    kind: str  # "keywords", "positions" or "single"
+    leaves: tuple[Any, ...]
+    paths: tuple[Path, ...]
+    spec: Any  # pytree.TreeSpec of the batch
+
+    @property
+    def tensors(self) -> tuple[tuple[Path, torch.Tensor], ...]:
+        return tuple(
+            (path, leaf)
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    @property
+    def constants(self) -> tuple[tuple[Path, Any], ...]:
+        return tuple(
+            (path, leaf)
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+            if not isinstance(leaf, torch.Tensor)
+        )
+
+    def batch_with(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The batch with its tensors replaced, in order."""
+        fresh = iter(tensors)
+        leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args, kwargs` of the model's call."""
+        if self.kind == "keywords":
+            return (), dict(batch)
+        return (tuple(batch) if self.kind == "positions" else (batch,)), {}
+
+
+def read_batch(batch: Any) -> Call:
+    """Flatten a batch; dict: keyword arguments, tuple or list: positional, else the only one."""
+    register_dataclasses(batch)
+    if isinstance(batch, Mapping):
+        kind, tree = "keywords", dict(batch)
+    elif isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+        kind, tree = "positions", tuple(batch)
+    else:
+        kind, tree = "single", batch
+    flat, spec = pytree.tree_flatten_with_path(tree)
+    paths = tuple(_path(keys) or (0,) for keys, _ in flat)
+    leaves = tuple(leaf for _, leaf in flat)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise CaptureError(
+                f"the batch's {path_name(path)} is a {type(leaf).__name__}",
+                hint="give tensors, numbers, strings, or containers and dataclasses of them",
+            )
+    return Call(kind=kind, leaves=leaves, paths=paths, spec=spec)
+
+
+def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The batch's tensors by `Input.name`, and its other leaves by name.
+
+    >>> flatten_batch({"x": torch.zeros(2), "n": 3})
+    ({'x': tensor([0., 0.])}, {'n': 3})
+    """
+    call = read_batch(batch)
+    tensors = {path_name(path): leaf for path, leaf in call.tensors}
+    return tensors, {path_name(path): leaf for path, leaf in call.constants}
+
+
+def path_name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def rebuild_output(spec: Any, leaves: Sequence[Any]) -> Any:
+    """The model's own output structure (ModelOutput, dataclass, tuple, dict) around `leaves`."""
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def register_dataclasses(value: Any) -> None:
+    """Make dataclasses inside `value` known to pytree, so that they flatten by field."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            register_dataclasses(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            register_dataclasses(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value) not in pytree.SUPPORTED_NODES:
+            with contextlib.suppress(ValueError):  # registered meanwhile
+                torch.export.register_dataclass(type(value))
+        for field in dataclasses.fields(value):
+            register_dataclasses(getattr(value, field.name))
+
+
+def _path(keys: tuple[Any, ...]) -> Path:
+    parts: list[str | int] = []
+    for key in keys:
+        if isinstance(key, pytree.SequenceKey):
+            parts.append(key.idx)
+        elif isinstance(key, pytree.GetAttrKey):
+            parts.append(key.name)
+        else:
+            parts.append(key.key if isinstance(key.key, int) else str(key.key))
+    return tuple(parts)

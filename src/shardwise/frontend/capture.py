@@ -1,0 +1,211 @@
+"""`capture`: a model and a batch become a `Graph`.
+
+Enters: the user's `nn.Module`, a batch, perhaps a loss function. Leaves: `Graph`.
+The model is copied without its weights, exported on fake tensors, and the exported graph is made
+functional and plain. Nothing of the user's is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from shardwise.errors import CaptureError
+from shardwise.frontend.aliasing import Alias, NotFunctional
+from shardwise.frontend.assemble import Sources, assemble
+from shardwise.frontend.batch import Call, read_batch
+from shardwise.frontend.builder import Builder, Region
+from shardwise.frontend.convert import Converter
+from shardwise.frontend.failures import capture_error
+from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
+from shardwise.frontend.functions import Recorder, recording
+from shardwise.frontend.loss import LossFn
+from shardwise.frontend.random_control import controlled_random
+from shardwise.frontend.step import ROOT, Step
+from shardwise.ir import Graph
+
+
+def capture(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    training: bool | None = None,
+    device: torch.device | str | None = None,
+) -> Graph:
+    """The forward step of `model` on `batch`, up to the loss, as a graph.
+
+    `batch` is a dict (keyword arguments), a tuple (positional) or a tensor. `training` sets the
+    mode of the captured copy; by default the model's own. `device` is the one that tensors are
+    taken to be on (by default the model's; the CPU for meta tensors).
+
+    >>> graph = capture(nn.Linear(2, 1), (torch.zeros(3, 2),), lambda y, batch: y.mean())
+    >>> [node.op for node in graph.nodes]
+    ['aten.linear.default', 'aten.mean.default']
+    """
+    call = read_batch(batch)
+    _check(model, loss_fn)
+    tensors = [tensor for _, tensor in call.tensors]
+    logical = torch.device(device) if device is not None else logical_device(model, tensors)
+    mode = new_fake_mode()
+    copy = fake_copy(model, logical, mode)
+    if training is not None and training != copy.training:
+        copy.train(training)
+    step = Step(copy, call, loss_fn, needs_loss=copy.training)
+    recorder = Recorder()
+    fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
+    program = _export(step, fakes, recorder, type(model).__name__)
+    sources = Sources.of(model, call, _signature_names(model))
+    try:
+        return _convert(program, step, sources, recorder, logical)
+    except NotFunctional as reason:
+        return _convert_decomposed(program, step, sources, recorder, logical, reason)
+
+
+def _check(model: nn.Module, loss_fn: LossFn | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"a model is an nn.Module, not a {type(model).__name__}")
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise CaptureError(
+            "loss_fn has parameters of its own, which nothing would train",
+            hint="make it a submodule of the model and return the loss from forward",
+        )
+
+
+def _export(
+    step: Step, fakes: tuple[torch.Tensor, ...], recorder: Recorder, name: str
+) -> torch.export.ExportedProgram:
+    try:
+        with _quiet(), recording(recorder), controlled_random(), torch.enable_grad():
+            return torch.export.export(step, fakes, strict=False)
+    except Exception as error:
+        raise capture_error(error, name) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without export's warnings and log lines: what matters is in the graph or an error."""
+    loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _convert(
+    program: torch.export.ExportedProgram,
+    step: Step,
+    sources: Sources,
+    recorder: Recorder,
+    device: torch.device,
+) -> Graph:
+    """The exported program as a `Graph`."""
+    builder = Builder(device=device, region=Region(autocast=_ambient_autocast(device)))
+    roots = sources.declare(builder)
+    inputs = _placeholders(program, builder, sources, roots)
+    results = Converter(builder, recorder).run(program.graph_module, inputs)
+    results = _apply_mutations(program, builder, roots, results)
+    return assemble(builder, sources, roots, step, results, recorder)
+
+
+def _convert_decomposed(
+    program: torch.export.ExportedProgram,
+    step: Step,
+    sources: Sources,
+    recorder: Recorder,
+    device: torch.device,
+    reason: NotFunctional,
+) -> Graph:
+    """The same through torch's own functionalization, for writes that we cannot express."""
+    from shardwise.frontend.regions import check_regions_can_go
+
+    check_regions_can_go(program.graph_module, reason)
+    try:
+        with _quiet(), recording(recorder):
+            decomposed = program.run_decompositions({})
+        return _convert(decomposed, step, sources, recorder, device)
+    except NotFunctional as second:
+        raise CaptureError(
+            f"the graph cannot be made functional: {second}",
+            hint="replace the in-place write by an operation that returns a new tensor",
+        ) from second
+
+
+def _ambient_autocast(device: torch.device) -> tuple[str, torch.dtype, bool] | None:
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return (device.type, torch.get_autocast_dtype(device.type), True)
+
+
+def _placeholders(
+    program: torch.export.ExportedProgram,
+    builder: Builder,
+    sources: Sources,
+    roots: dict[str, Alias],
+) -> list[Alias]:
+    """An alias for every placeholder of the exported graph."""
+    inputs: list[Alias] = []
+    given = iter(sources.inputs)
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+        target = (spec.target or "").removeprefix(f"{ROOT}.")
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            alias = roots[target]
+        elif spec.kind is InputKind.USER_INPUT:
+            alias = roots[next(given).value]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            alias = sources.constant(builder, program.constants[spec.target], target)
+        else:
+            raise CaptureError(f"{spec.kind} is not supported ({target})")
+        builder.storages.setdefault(node.meta["val"].untyped_storage()._cdata, alias.storage)
+        inputs.append(alias)
+    return inputs
+
+
+def _apply_mutations(
+    program: torch.export.ExportedProgram,
+    builder: Builder,
+    roots: dict[str, Alias],
+    results: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Buffer updates that a functionalized program returns as outputs; the user's outputs."""
+    kept: list[Any] = []
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            target = (spec.target or "").removeprefix(f"{ROOT}.")
+            builder.write(roots[target], builder.read(result))
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            builder.warnings.append(
+                f"forward modifies input {spec.target} in place; the batch stays as given"
+            )
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            kept.append(result)
+        else:
+            raise CaptureError(f"forward modifies {spec.target} in place ({spec.kind})")
+    return tuple(kept)
+
+
+def _signature_names(model: nn.Module) -> list[str]:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in named]
+
+
+__all__ = ["Call", "capture"]

@@ -1,0 +1,224 @@
+"""Calls written in one plain way: no devices, no no-ops, no tracing artefacts.
+
+Enters: one functional call. Leaves: its result's alias, or None to keep the call as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.errors import CaptureError
+from shardwise.frontend.aliasing import Alias
+from shardwise.frontend.builder import Builder, tensor_type
+from shardwise.ir import Ref, TensorType
+
+Rule = Callable[[Builder, Any, tuple[Any, ...], dict[str, Any]], Any]
+BATCH_NORM = "shardwise.batch_norm.default"
+_PLACEMENT = ("device", "layout", "pin_memory")
+
+
+def _call(builder: Builder, op: str, value: Any, args: tuple[Any, ...], **kwargs: Any) -> Any:
+    from shardwise.frontend.convert import append_call
+
+    return append_call(builder, op, value, args, kwargs)
+
+
+def _cast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`to`, `type_as`, `_to_copy`…: a cast, or nothing."""
+    own = builder.types[builder.read(args[0])]
+    if own.dtype == value.dtype:
+        return builder.same(value, args[0])
+    return _call(builder, "aten.to.dtype", value, (args[0], value.dtype))
+
+
+def _contiguous(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Nothing, when memory is shared: it was contiguous already."""
+    if builder.storages.get(value.untyped_storage()._cdata) is args[0].storage:
+        return builder.same(value, args[0])
+    return None
+
+
+def _identity(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return builder.same(value, args[0])
+
+
+def _detach(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if builder.read(args[0]) in builder.differentiable:
+        return None
+    return builder.same(value, args[0])
+
+
+def _dropout(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return None if args[1] > 0 and args[2] else builder.same(value, args[0])
+
+
+def _factory(op: str) -> Rule:
+    """`zeros`, `arange`…: without placement, with an explicit dtype."""
+
+    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kept = {k: v for k, v in kwargs.items() if k not in _PLACEMENT and v is not None}
+        if value.dtype.is_floating_point or value.dtype.is_complex or "dtype" in kept:
+            kept["dtype"] = value.dtype
+        return _call(builder, op, value, args, **kept)
+
+    return rule
+
+
+def _like(op: str) -> Rule:
+    """`zeros_like`, `new_ones`…: without placement, the dtype only where it differs."""
+
+    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dropped = (*_PLACEMENT, "memory_format", "dtype")
+        kept = {k: v for k, v in kwargs.items() if k not in dropped}
+        if value.dtype != builder.types[builder.read(args[0])].dtype:
+            kept["dtype"] = value.dtype
+        return _call(builder, op, value, args, **kept)
+
+    return rule
+
+
+def _sized(op: str) -> Rule:
+    """`expand_as`, `view_as`…: the size instead of the other tensor."""
+
+    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return _call(builder, op, value, (args[0], tensor_type(value).shape))
+
+    return rule
+
+
+def _cat(op: str) -> Rule:
+    """Without the empty tensors that a cache starts from."""
+
+    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        parts = tuple(a for a in args[0] if builder.types[builder.read(a)].shape != (0,))
+        if len(parts) == len(args[0]) or not parts:
+            return None
+        dtypes = {builder.types[builder.read(a)].dtype for a in parts}
+        if dtypes != {value.dtype}:
+            return None
+        if len(parts) == 1:
+            return builder.track(builder.read(parts[0]), value, None)
+        return _call(builder, op, value, (parts, *args[1:]), **kwargs)
+
+    return rule
+
+
+def _batch_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """In training one node with the new running statistics as further results."""
+    data, weight, bias, mean, variance, training, momentum, eps, *_ = args
+    if not training:
+        return None
+    return _update_statistics(builder, value, data, weight, bias, mean, variance, momentum, eps)
+
+
+def _update_statistics(
+    builder: Builder,
+    value: torch.Tensor,
+    data: Alias,
+    weight: Alias | None,
+    bias: Alias | None,
+    mean: Alias | None,
+    variance: Alias | None,
+    momentum: float,
+    eps: float,
+) -> Alias:
+    statistics = [alias for alias in (mean, variance) if alias is not None]
+    operands = tuple(
+        None if a is None else Ref(builder.read(a)) for a in (data, weight, bias, mean, variance)
+    )
+    types = [tensor_type(value), *(builder.types[builder.read(a)] for a in statistics)]
+    outputs = builder.emit(BATCH_NORM, (*operands, momentum, eps), tuple(types))
+    for alias, name in zip(statistics, outputs[1:], strict=True):
+        builder.differentiable.discard(name)
+        builder.write(alias, name)
+    return builder.track(outputs[0], value, None)
+
+
+def _functional_batch_norm(builder: Builder, value: Any, args: Any, kwargs: Any) -> Any:
+    """The same node from torch's own functionalization: (out, mean, rstd, new mean, new var)."""
+    data, weight, bias, mean, variance, training, momentum, eps = args
+    if not training:
+        return None
+    plain = tuple(
+        None if a is None else Ref(builder.read(a)) for a in (data, weight, bias, mean, variance)
+    )
+    values = (value[0], value[3], value[4])
+    types = tuple(map(tensor_type, values))
+    out, new_mean, new_variance = builder.emit(BATCH_NORM, (*plain, momentum, eps), types)
+    builder.differentiable -= {new_mean, new_variance}
+    tracked = [
+        builder.track(name, v, None)
+        for name, v in zip((out, new_mean, new_variance), values, strict=True)
+    ]
+    return (tracked[0], None, None, tracked[1], tracked[2])
+
+
+def _instance_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if args[3] is not None and args[5]:
+        raise CaptureError(
+            "instance norm with running statistics is not supported in training",
+            where=builder.region.origin.source or None,
+            hint="track_running_stats=False",
+        )
+    return None
+
+
+def _constant(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A literal's copy: the constant itself; writes go to the copy's own memory."""
+    return builder.track(builder.read(args[0]), value, None)
+
+
+def fill_with_constant(
+    builder: Builder, operator: Any, plain: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """`x[...] = 3.0` is traced as a fill with a lifted tensor; make it a number again."""
+    data = builder.constants.get(plain[1].name)
+    if data is None or data.numel() != 1:
+        return operator, plain
+    return torch.ops.aten.fill.Scalar, (plain[0], data.item(), *plain[2:])
+
+
+def _scalar_type(builder: Builder, name: str) -> TensorType:
+    return builder.types[name]
+
+
+RULES: dict[str, Rule] = {
+    "aten.batch_norm.default": _batch_norm,
+    "aten._native_batch_norm_legit_functional.default": _functional_batch_norm,
+    "aten.instance_norm.default": _instance_norm,
+    "aten.contiguous.default": _contiguous,
+    "aten.detach.default": _detach,
+    "aten.lift_fresh_copy.default": _constant,
+    "aten.expand_as.default": _sized("aten.expand.default"),
+    "aten.broadcast_to.default": _sized("aten.expand.default"),
+    "aten.view_as.default": _sized("aten.view.default"),
+    "aten.reshape_as.default": _sized("aten.reshape.default"),
+}
+for _name in ("alias.default", "lift_fresh.default", "lift.default", "positive.default"):
+    RULES[f"aten.{_name}"] = _identity
+for _name in ("cat.default", "concat.default", "concatenate.default"):
+    RULES[f"aten.{_name}"] = _cat("aten.cat.default")
+for _name in (
+    *("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "to.prim_dtype"),
+    *("to.prim_other", "type_as.default", "_to_copy.default", "float.default"),
+):
+    RULES[f"aten.{_name}"] = _cast
+for _name in ("dropout.default", "feature_dropout.default", "alpha_dropout.default"):
+    RULES[f"aten.{_name}"] = _dropout
+for _name in (
+    *("zeros.default", "ones.default", "full.default", "empty.memory_format", "eye.default"),
+    *("eye.m", "arange.default", "arange.start", "arange.start_step", "linspace.default"),
+    *("rand.default", "randn.default", "randint.default", "randint.low", "scalar_tensor.default"),
+    *("tril_indices.default", "triu_indices.default", "logspace.default", "randperm.default"),
+    *("hann_window.default", "hamming_window.default", "linspace.Tensor_Tensor"),
+):
+    RULES[f"aten.{_name}"] = _factory(f"aten.{_name}")
+for _name in (
+    *("zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default"),
+    *("rand_like.default", "randn_like.default", "new_zeros.default", "new_ones.default"),
+    *("new_full.default", "new_empty.default", "randint_like.default"),
+):
+    RULES[f"aten.{_name}"] = _like(f"aten.{_name}")

@@ -1,0 +1,92 @@
+"""Where a node came from: the user's module and source line.
+
+Enters: an fx node's `nn_module_stack` and `stack_trace`. Leaves: `Origin`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.frontend.step import ROOT
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(?!File ")([^\n]*))?')
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OURS = str(Path(__file__).parent) + "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`module` as in `named_modules()`, its class, `file.py:line` and the line's text."""
+
+    module: str = ""
+    module_class: str = ""
+    source: str = ""
+    source_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack trace."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+def origin_of(meta: dict[str, Any]) -> Origin:
+    """The origin of a node, from its fx meta."""
+    module, module_class = "", ""
+    stack = meta.get("nn_module_stack")
+    if stack:
+        path, qualified = list(stack.values())[-1]
+        module, module_class = _strip_root(path), _class_name(qualified)
+        if path == "":  # the step itself: loss code outside the model
+            module_class = ""
+    frame = user_frame(meta.get("stack_trace") or "")
+    if frame is None:
+        return Origin(module, module_class)
+    return Origin(module, module_class, frame.place, frame.text)
+
+
+@functools.lru_cache(maxsize=65536)
+def user_frame(trace: str) -> Frame | None:
+    """The innermost `forward` outside torch; else the innermost such frame of any name."""
+    frames = [frame for frame in parse_frames(trace) if is_user_file(frame.file)]
+    for frame in reversed(frames):
+        if frame.function.rsplit(".", 1)[-1] == "forward":
+            return frame
+    return frames[-1] if frames else None
+
+
+def parse_frames(trace: str) -> list[Frame]:
+    """The frames of a printed stack, outermost first."""
+    return [
+        Frame(file, int(line), function, (text or "").strip())
+        for file, line, function, text in _FRAME.findall(trace)
+    ]
+
+
+def is_user_file(file: str) -> bool:
+    return not (file.startswith((_TORCH, _OURS, "<frozen")) or file == "<string>")
+
+
+@functools.lru_cache(maxsize=65536)
+def _strip_root(path: str) -> str:
+    path = re.sub(r"@\d+", "", path)
+    return "" if path == ROOT else path.removeprefix(f"{ROOT}.")
+
+
+def _class_name(qualified: Any) -> str:
+    name = qualified if isinstance(qualified, str) else qualified.__qualname__
+    return str(name).rsplit(".", 1)[-1]

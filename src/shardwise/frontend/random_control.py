@@ -1,0 +1,196 @@
+"""Random numbers that would decide Python control flow, as in LayerDrop.
+
+`if torch.rand([]) < p: skip the layer` cannot be in a static graph. While capturing, scalar draws
+are `Draw`s: a comparison that cannot come out another way (p = 0) is answered, one that can is
+refused with the reason; used as a tensor, a `torch.rand` draw is an ordinary random node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import CaptureError
+
+_HINT = "set layerdrop (or the drop probability) to 0, or use torch.where on a drawn tensor"
+
+
+class Draw:
+    """A number drawn uniformly from [low, high) that nobody has looked at yet."""
+
+    def __init__(
+        self, low: float = 0.0, high: float = 1.0, tensor: Callable[[], Any] | None = None
+    ) -> None:
+        self._low, self._high, self._make, self._value = low, high, tensor, None
+
+    def materialize(self) -> Any:
+        """The draw as a tensor of the graph; a Python number cannot be one."""
+        if self._make is None:
+            raise CaptureError(
+                "forward computes with a number drawn by Python's or NumPy's generator; "
+                "the graph would freeze it",
+                hint="draw with torch.rand and keep it a tensor",
+            )
+        if self._value is None:
+            self._value = self._make()
+        return self._value
+
+    def item(self) -> Draw:
+        return Draw(self._low, self._high)
+
+    def to(self, *args: Any, **kwargs: Any) -> Draw:
+        return self
+
+    def __float__(self) -> float:
+        raise _undecided(f"a number in [{self._low}, {self._high})")
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(other, "lt", self._high, self._low)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(other, "le", self._high, self._low)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(other, "gt", self._low, self._high)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(other, "ge", self._low, self._high)
+
+    def _compare(self, other: Any, name: str, sure: float, never: float) -> Any:
+        if not isinstance(other, int | float):
+            return getattr(torch, name)(self.materialize(), other)
+        below = name in ("lt", "le")
+        always = other >= sure if below else other <= sure
+        impossible = other <= never if below else other >= never
+        known = True if always else False if impossible else None
+        return Comparison(self, name, other, known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.materialize(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+
+
+class Comparison:
+    """`draw < p`: a bool when it is certain, a tensor when used as one, else refused."""
+
+    def __init__(self, draw: Draw, name: str, bound: float, known: bool | None) -> None:
+        self._draw, self._name, self._bound, self._known = draw, name, bound, known
+
+    def materialize(self) -> Any:
+        return getattr(torch, self._name)(self._draw.materialize(), self._bound)
+
+    def __bool__(self) -> bool:
+        if self._known is None:
+            raise _undecided(f"a comparison of a random number with {self._bound}")
+        return self._known
+
+    def item(self) -> bool:
+        return bool(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.materialize(), name)
+
+    __torch_function__ = Draw.__torch_function__
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Draw | Comparison):
+        return value.materialize()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def _undecided(what: str) -> CaptureError:
+    return CaptureError(f"{what} decides which code runs; a graph has one path", hint=_HINT)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Draw, *args: Any) -> Any:
+        return getattr(self.materialize(), name)(*map(_plain, args))
+
+    return method
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg"),
+    *("getitem", "floordiv", "mod", "and", "or", "invert"),
+):
+    setattr(Draw, f"__{_name}__", _delegate(f"__{_name}__"))
+    setattr(Comparison, f"__{_name}__", _delegate(f"__{_name}__"))
+
+
+@contextlib.contextmanager
+def controlled_random() -> Iterator[None]:
+    """Patch the scalar draws; refuse any other Python or NumPy draw made without a seed."""
+    states = (random.getstate(), np.random.get_state())
+    seeded: list[int] = []
+    rand = torch.rand
+
+    def draw_tensor(*size: Any, **kwargs: Any) -> Any:
+        shape = tuple(kwargs.get("size", size[0] if _is_shape(size) else size))
+        if any(dim != 1 for dim in shape) or kwargs.get("generator") is not None:
+            return rand(*size, **kwargs)
+        return Draw(tensor=lambda: rand(*size, **kwargs))
+
+    patches = [(torch, "rand", draw_tensor), (random, "random", lambda: Draw())]
+    patches += [(random, "uniform", Draw)]
+    for name in ("rand", "random", "random_sample", "uniform"):
+        patches.append((np.random, name, _numpy_draw(getattr(np.random, name), name)))
+    for owner in (random, np.random):
+        patches.append((owner, "seed", _noting(owner.seed, seeded)))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for owner, name, replacement in patches:
+        setattr(owner, name, replacement)
+    try:
+        yield
+        if not seeded and not _same_state(states, (random.getstate(), np.random.get_state())):
+            raise CaptureError(
+                "forward draws numbers from Python's or NumPy's generator; "
+                "the graph would freeze them",
+                hint="draw with torch, whose random ops stay in the graph",
+            )
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _is_shape(size: tuple[Any, ...]) -> bool:
+    return len(size) == 1 and isinstance(size[0], tuple | list | torch.Size)
+
+
+def _noting(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _numpy_draw(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        sized = kwargs.get("size") is not None or (args if name != "uniform" else args[2:])
+        if sized:
+            return function(*args, **kwargs)
+        low = args[0] if args else kwargs.get("low", 0.0)
+        high = args[1] if len(args) > 1 else kwargs.get("high", 1.0)
+        return Draw(low, high) if name == "uniform" else Draw()
+
+    return draw
+
+
+def _same_state(before: Any, after: Any) -> bool:
+    numpy_same = all(np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+    return bool(before[0] == after[0] and numpy_same)

@@ -1,0 +1,123 @@
+"""The module that is exported: the model's call, its loss, and what forward leaves behind.
+
+Enters: a fake copy of the model and the call. Leaves: flat outputs `(loss, *leaves, *buffers)`
+and a `Layout` that says what they are. Wrapping keeps export away from the user's containers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError, LossError
+from shardwise.frontend.batch import Call, path_name, register_dataclasses
+from shardwise.frontend.loss import LossFn, find_loss
+
+ROOT = "model"  # the attribute that holds the user's model; stripped from every name
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What the flat outputs of the exported step are, filled in while it is traced."""
+
+    has_loss: bool = False
+    leaves: list[Any] = field(default_factory=list)  # a constant, or the marker `TENSOR`
+    spec: Any = None
+    assigned: list[str] = field(default_factory=list)  # buffers that forward reassigned
+    warnings: list[str] = field(default_factory=list)
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+
+
+class Step(nn.Module):
+    """`forward(*tensors)`: the model on the batch rebuilt from `tensors`, then the loss."""
+
+    def __init__(
+        self, model: nn.Module, call: Call, loss_fn: LossFn | None, *, needs_loss: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        # A tuple hides these from export's search for attributes.
+        self._hidden = (call, loss_fn, needs_loss)
+        self.outputs = (StepOutputs(),)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call, loss_fn, needs_loss = self._hidden
+        report = self.outputs[0]
+        before = _state(self.model)
+        args, kwargs = call.arguments(call.batch_with(tensors))
+        output = self.model(*args, **kwargs)
+        register_dataclasses(output)
+        results: list[torch.Tensor] = []
+        try:
+            results.append(find_loss(output, call.batch_with(tensors), loss_fn))
+            report.has_loss = True
+        except LossError:
+            if needs_loss or loss_fn is not None:
+                raise
+        leaves, report.spec = pytree.tree_flatten(output)
+        report.leaves = [_leaf(leaf, results, report) for leaf in leaves]
+        results.extend(_reassigned(self.model, before, report))
+        return tuple(results)
+
+
+def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        results.append(leaf)
+        return TENSOR
+    if isinstance(leaf, bool | int | float | str | type(None)):
+        return leaf
+    report.warnings.append(f"the output's {type(leaf).__name__} is not kept: None in its place")
+    return None
+
+
+def _state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
+    return [
+        (path, module, dict(vars(module)), dict(module._buffers))
+        for path, module in model.named_modules()
+    ]
+
+
+def _reassigned(model: nn.Module, before: Any, report: StepOutputs) -> list[torch.Tensor]:
+    """New contents of buffers bound to another tensor; other attributes are put back."""
+    fresh: list[torch.Tensor] = []
+    for path, module, attributes, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            where = path_name(tuple(filter(None, (path, name))))
+            if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise CaptureError(
+                    f"forward changes the shape or dtype of buffer {where}",
+                    hint="keep the buffer's shape, or pass the state in the batch",
+                )
+            fresh.append(new)
+            report.assigned.append(where)
+            module._buffers[name] = old
+        for name, new in list(vars(module).items()):
+            old = attributes.get(name)
+            if new is old or not isinstance(new, torch.Tensor):
+                continue
+            if isinstance(old, torch.Tensor):
+                where = path_name(tuple(filter(None, (path, name))))
+                raise CaptureError(
+                    f"forward assigns the tensor attribute {where}, which it keeps for later",
+                    hint=f'self.register_buffer("{name}", ...) makes it part of the state',
+                )
+            if name in attributes:
+                vars(module)[name] = old
+            else:
+                del vars(module)[name]
+    return fresh
