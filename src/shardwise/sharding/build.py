@@ -1,0 +1,133 @@
+"""Pieces that rule functions and their local calls are built of.
+
+Enters: a `Call` and dims by argument name. Leaves: operands in the node's order, axes, run-time
+axes and cut patterns for the arguments of local calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shardwise.ir import Ref, iter_refs
+from shardwise.ir.schema import signature
+from shardwise.sharding.dims import Pattern
+from shardwise.sharding.placements import Shard
+from shardwise.sharding.rule import (
+    Axis,
+    Call,
+    Dims,
+    Local,
+    LocalCall,
+    Localize,
+    MeshAxis,
+)
+
+
+def named_arguments(call: Call) -> list[tuple[str, Any]]:
+    """The given arguments with their schema names, in the order of `node.inputs`."""
+    schema = signature(call.node.op)
+    names = [name for name, _ in schema] if schema else list(map(str, range(len(call.node.args))))
+    return [*zip(names, call.node.args, strict=False), *call.node.kwargs]
+
+
+def operand_dims(call: Call, dims: Mapping[str, Dims | Sequence[Dims]]) -> tuple[Dims, ...]:
+    """Dims by argument name as the rule's operands; a list argument has a list of dims."""
+    found: list[Dims] = []
+    for name, value in named_arguments(call):
+        if isinstance(value, Ref):
+            found.append(dims[name])  # type: ignore[arg-type]
+        elif any(True for _ in iter_refs(value)):
+            found.extend(dims[name])  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def positions(call: Call, *names: str) -> frozenset[int]:
+    """The positions in `node.inputs` of those of the tensor arguments that are given."""
+    return frozenset(call.position(name) for name in names if call.has(name))
+
+
+def free_axes(prefix: str, shape: Sequence[int], *, frozen: bool = False) -> dict[str, Axis]:
+    """One axis for each dim: `b0`, `b1`, …"""
+    return {f"{prefix}{i}": Axis(f"{prefix}{i}", n, frozen=frozen) for i, n in enumerate(shape)}
+
+
+def each(names: Iterable[str]) -> Dims:
+    """A dim for each axis.
+
+    >>> each(["n", "c"])
+    (('n',), ('c',))
+    """
+    return tuple((name,) for name in names)
+
+
+def aligned(shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
+    """Dims of a tensor that is broadcast to `full`; `names` are the axes of each full dim.
+
+    >>> aligned((4, 1), (2, 4, 8), each("bhs"))
+    (('h',), ())
+    """
+    offset = len(full) - len(shape)
+    return tuple(
+        names[i + offset] if size != 1 or full[i + offset] == 1 else ()
+        for i, size in enumerate(shape)
+    )
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that these shapes are broadcast to.
+
+    >>> broadcast((4, 1), (2, 1, 8))
+    (2, 4, 8)
+    """
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+def is_float(call: Call) -> bool:
+    """Whether all operands and results can carry partial sums."""
+    dtypes = [call.types[n].dtype for n in (*call.node.inputs, *call.node.outputs)]
+    return all(d.is_floating_point or d.is_complex for d in dtypes)
+
+
+def over(local: Local, names: Iterable[str]) -> MeshAxis | None:
+    """The run-time axis of all mesh axes that cut any of these node axes, in mesh order."""
+    cutting = {mesh for name in names for mesh in local.cuts.get(name, ())}
+    if not cutting:
+        return None
+    layout = (*local.result_layouts, *local.operand_layouts)[0]
+    return MeshAxis(tuple(mesh for mesh, _ in layout.axes if mesh in cutting))
+
+
+def cut_of(local: Local, name: str, operand: int) -> int | Pattern:
+    """How the (once cut) node axis `name` is cut on an operand: a plain size, or the pattern."""
+    (mesh,) = local.cuts[name]
+    shard = local.operand_layouts[operand][mesh]
+    assert isinstance(shard, Shard)
+    if len(shard.of) == 1 and shard.of[0][0] == shard.of[0][2] == 1:
+        return shard.of[0][1]
+    return shard.of
+
+
+def guard_empty(call: Call, local: Local) -> LocalCall | None:
+    """The call of a rank all of whose results are empty, for operators that refuse that."""
+    if not local.results or not all(0 in shape for shape in local.results):
+        return None
+    operands = tuple(Ref(name) for name in dict.fromkeys(call.node.inputs))
+    dtypes = tuple(call.types[name].dtype for name in call.node.outputs)
+    if len(dtypes) == 1:
+        return LocalCall("rt.empty_result", (local.results[0], dtypes[0], *operands))
+    return LocalCall("rt.empty_results", (local.results, dtypes, *operands))
+
+
+def guarded(localize: Localize | None = None) -> Localize:
+    """`localize` (the plain call by default), but for ranks whose results are empty."""
+
+    def run(call: Call, local: Local) -> LocalCall:
+        empty = guard_empty(call, local)
+        if empty is not None:
+            return empty
+        return localize(call, local) if localize else call.replace()
+
+    return run
