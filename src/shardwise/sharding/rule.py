@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.errors import RuleError
 from shardwise.ir import Node, Ref, TensorType, iter_refs
-from shardwise.ir.schema import bind
+from shardwise.ir.schema import bind, signature
 from shardwise.sharding.placements import Coordinate, Layout
 
 
@@ -129,9 +129,8 @@ class Call:
 
     def shape(self, arg: Ref | str) -> tuple[int, ...]:
         """The shape of a `Ref`, or of the tensor argument of this name."""
-        if not isinstance(arg, Ref):
-            arg = self.arguments[arg]
-        return self.types[arg.name].shape
+        ref: Ref = arg if isinstance(arg, Ref) else self.arguments[arg]
+        return self.types[ref.name].shape
 
     def has(self, name: str) -> bool:
         """Whether the argument is a tensor."""
@@ -147,14 +146,14 @@ class Call:
 
     def position(self, name: str) -> int:
         """The index in `node.inputs` of the tensor argument `name` (the first, for a list)."""
-        target = next(iter_refs(self.arguments[name]))
-        given = (*self.node.args, *(v for _, v in self.node.kwargs))
+        names = [n for n, _ in signature(self.node.op) or ()]
+        given = [(names[i] if names else str(i), arg) for i, arg in enumerate(self.node.args)]
         seen = 0
-        for arg in given:
-            if arg is self.arguments[name]:
+        for key, arg in (*given, *self.node.kwargs):
+            if key == name:
                 return seen
             seen += sum(1 for _ in iter_refs(arg))
-        raise RuleError(f"{self.node.op} has no tensor argument {name}", where=str(target))
+        raise RuleError(f"{self.node.op} has no tensor argument {name}", where=self.node.origin)
 
     def replace(self, **changes: Any) -> LocalCall:
         """The same call with some arguments, by schema name, replaced."""
@@ -164,8 +163,6 @@ class Call:
 def replace_arguments(
     node: Node, arguments: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> LocalCall:
-    from shardwise.ir.schema import signature
-
     names = [name for name, _ in signature(node.op) or ()]
     args = list(node.args)
     kwargs = dict(node.kwargs)

@@ -1,5 +1,47 @@
 """The rule table, by family of operators. Importing this package registers all of them."""
 
-from shardwise.sharding.rules import elementwise, matmul, views
+from shardwise.sharding.rules import (
+    attention,
+    concat,
+    convolution,
+    elementwise,
+    embedding,
+    expand,
+    factories,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    ordering,
+    permutations,
+    random,
+    recurrent,
+    reductions,
+    scatter,
+    slices,
+    spatial,
+    views,
+)
 
-__all__ = ["elementwise", "matmul", "views"]
+__all__ = [
+    "attention",
+    "concat",
+    "convolution",
+    "elementwise",
+    "embedding",
+    "expand",
+    "factories",
+    "indexing",
+    "losses",
+    "matmul",
+    "norms",
+    "ordering",
+    "permutations",
+    "random",
+    "recurrent",
+    "reductions",
+    "scatter",
+    "slices",
+    "spatial",
+    "views",
+]

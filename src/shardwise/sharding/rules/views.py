@@ -1,10 +1,12 @@
-"""Operators that only rename positions: factors are found, and the size argument is rewritten."""
+"""Reshapes: dims are regrouped, their common factors are the axes, sizes become local ones."""
 
 from __future__ import annotations
 
 from shardwise.sharding.dims import refine_product
 from shardwise.sharding.registry import rule
-from shardwise.sharding.rule import Axis, Call, Dim, NodeRule
+from shardwise.sharding.rule import Axis, Call, Dim, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rules.axes import axes_of, normalize, passes
+from shardwise.sharding.rules.elementwise import elementwise_rule
 
 
 def regroup(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[range, range]]:
@@ -32,58 +34,139 @@ def regroup(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[rang
     return groups
 
 
-def factor_view(source: tuple[int, ...], target: tuple[int, ...]) -> NodeRule:
+def factor_view(call: Call, *, localize: bool = True) -> NodeRule:
     """The rule of a reshape: each group's axes are the common refinement of both sides."""
+    source, target = call.operands[0], call.results[0]
+    if 0 in source:
+        return whole_rule(call, "a reshape of an empty tensor")
     axes: dict[str, Axis] = {}
     operand: list[Dim] = [()] * len(source)
     result: list[Dim] = [()] * len(target)
-    if 0 in source:
-        return NodeRule(axes={}, operands=(tuple(operand),), results=(tuple(result),), whole="empty")
     for number, (left, right) in enumerate(regroup(source, target)):
         factors = refine_product(
             tuple(source[d] for d in left if source[d] != 1),
             tuple(target[d] for d in right if target[d] != 1),
         )
-        for side, sizes, dims in (("i", source, operand), ("o", target, result)):
-            span = left if side == "i" else right
-            remaining = list(enumerate(factors)) if factors is not None else []
-            for d in span:
-                names: list[str] = []
-                if factors is None and sizes[d] != 1:
-                    names = [f"{side}{number}_{d}"]
-                    axes[names[0]] = Axis(names[0], sizes[d], frozen=True)
-                size = 1
-                while factors is not None and size < sizes[d]:
-                    index, factor = remaining.pop(0)
-                    name = f"g{number}_{index}"
-                    axes[name] = Axis(name, factor)
-                    names.append(name)
-                    size *= factor
-                dims[d] = tuple(names)
+        for side, span, sizes, dims in (
+            ("i", left, source, operand),
+            ("o", right, target, result),
+        ):
+            if factors is None:
+                for d in span:
+                    axes[f"{side}{d}"] = Axis(f"{side}{d}", sizes[d], frozen=True)
+                    dims[d] = (f"{side}{d}",)
+            else:
+                _spread(axes, dims, [(d, sizes[d]) for d in span], f"g{number}_", factors)
     return NodeRule(
         axes=axes,
-        operands=(tuple(operand),),
+        operands=(tuple(operand), *((tuple(result),) * (len(call.operands) - 1))),
         results=(tuple(result),),
-        linear=(frozenset({0}),),
+        linear=passes(call, 0),
+        localize=_reshape if localize else None,
     )
 
 
-@rule("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten")
-@rule("aten.squeeze", "aten.unsqueeze")
+def _spread(
+    axes: dict[str, Axis],
+    dims: list[Dim],
+    span: list[tuple[int, int]],
+    prefix: str,
+    factors: tuple[int, ...],
+) -> None:
+    """Give the dims of a group its factors, in order."""
+    remaining = list(enumerate(factors))
+    for d, target in span:
+        names: list[str] = []
+        size = 1
+        while size < target:
+            index, factor = remaining.pop(0)
+            axes[f"{prefix}{index}"] = Axis(f"{prefix}{index}", factor)
+            names.append(f"{prefix}{index}")
+            size *= factor
+        dims[d] = tuple(names)
+
+
+def _reshape(call: Call, local: Local) -> LocalCall:
+    """A shard may have other strides than the whole, so that `view` becomes `reshape`."""
+    return LocalCall("aten.reshape.default", (call.get("self"), local.results[0]))
+
+
+@rule("aten.view", "aten.reshape", "aten._unsafe_view", "aten._reshape_alias")
 def view(call: Call) -> NodeRule:
-    """Reshapes; `flatten`, `squeeze` and `unsqueeze` need no size argument."""
-    found = factor_view(call.operands[0], call.results[0])
-    name = call.node.op.split(".")[1]
-    size_arg = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "unflatten": "sizes"}
-    if name == "view" and call.node.op != "aten.view.default":
-        size_arg = {}
+    """Any reshape with explicit sizes."""
+    return factor_view(call)
+
+
+@rule("aten.flatten", "aten.unsqueeze", "aten.ravel", "aten.view_as", "aten.reshape_as")
+def flatten(call: Call) -> NodeRule:
+    """Reshapes whose arguments hold for local sizes; `other` of `view_as` is like the result."""
+    return factor_view(call, localize=False)
+
+
+@rule("aten.unflatten")
+def unflatten(call: Call) -> NodeRule:
+    """One dim becomes several: their local sizes are the argument."""
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        dim = normalize(call.get("dim"), len(call.operands[0]))
+        count = len(call.get("sizes"))
+        return call.replace(sizes=local.results[0][dim : dim + count])
+
+    found = factor_view(call)
     return NodeRule(
         axes=found.axes,
         operands=found.operands,
         results=found.results,
         linear=found.linear,
         whole=found.whole,
-        size_arg=size_arg.get(name),
+        localize=localize,
     )
 
 
+@rule("aten.squeeze")
+def squeeze(call: Call) -> NodeRule:
+    """Dims of one vanish; a dim that a cut leaves with one element must not."""
+    source = call.operands[0]
+    rank = len(source)
+    given = call.get("dim", range(rank))
+    chosen = {normalize(d, rank) for d in ([given] if isinstance(given, int) else given)}
+    gone = tuple(d for d in range(rank) if d in chosen and source[d] == 1)
+    axes, dims = axes_of(source)
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        if not gone:
+            return LocalCall("aten.alias.default", (call.get("self"),))
+        return LocalCall("aten.squeeze.dims", (call.get("self"), gone))
+
+    return NodeRule(
+        axes=axes,
+        operands=(dims,),
+        results=(tuple(dims[d] for d in range(rank) if d not in gone),),
+        linear=passes(call, 0),
+        localize=localize,
+    )
+
+
+@rule("aten.view.dtype")
+def view_dtype(call: Call) -> NodeRule:
+    """The same bits as another dtype: the last dim is frozen where its size changes."""
+    if call.operands == call.results:
+        return elementwise_rule(call)
+    rank = len(call.operands[0])
+    axes, dims = axes_of(call.operands[0], frozen=(rank - 1,))
+    axes["last"] = Axis("last", call.results[0][-1], frozen=True)
+    return NodeRule(axes=axes, operands=(dims,), results=((*dims[:-1], ("last",)),))
+
+
+@rule("aten.view_as_complex", "aten.view_as_real")
+def view_as_complex(call: Call) -> NodeRule:
+    """The last dim of two becomes, or comes from, a complex number."""
+    source, target = call.operands[0], call.results[0]
+    longer = source if len(source) > len(target) else target
+    axes, dims = axes_of(longer, frozen=(len(longer) - 1,))
+    return NodeRule(
+        axes=axes,
+        operands=(dims[: len(source)],),
+        results=(dims[: len(target)],),
+        linear=passes(call, 0),
+    )

@@ -1,0 +1,117 @@
+"""Tensors whose values depend on the position: a shard computes its own part.
+
+`of` tells how the dim is cut (see `splits`), `axis` over which mesh axis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.splits import Of, runs, take
+
+__all__ = ["arange", "eye", "linspace", "one_hot", "tril", "triu"]
+
+
+def positions(of: Of, axis: Axis, *, device: torch.device | str | None = None) -> Tensor:
+    """The global positions of this rank's part of a dim."""
+    pieces = [
+        torch.arange(start, start + length, device=device)
+        for start, length in runs(of, axis.size, axis.index)
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else torch.arange(0, device=device)
+
+
+def arange(
+    start: float,
+    step: float,
+    of: Of,
+    axis: Axis,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """This rank's part of `torch.arange(start, …, step)`."""
+    at = positions(of, axis, device=device)
+    if dtype.is_floating_point:
+        at = at.to(torch.float64)
+    return (at * step + start).to(dtype)
+
+
+def linspace(
+    start: float | Tensor,
+    end: float | Tensor,
+    steps: int,
+    of: Of,
+    axis: Axis,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """This rank's part of `torch.linspace`."""
+    whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
+    return take(whole, 0, of, axis)
+
+
+def one_hot(classes: Tensor, of: Of, axis: Axis) -> Tensor:
+    """This rank's classes of `one_hot`: a last dim that is cut."""
+    at = positions(of, axis, device=classes.device)
+    return (classes.unsqueeze(-1) == at).to(torch.int64)
+
+
+def eye(
+    rows: int,
+    columns: int,
+    *,
+    row_of: Of | None = None,
+    row_axis: Axis | None = None,
+    column_of: Of | None = None,
+    column_axis: Axis | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """This rank's part of the identity matrix."""
+    row = _places(rows, row_of, row_axis, device)
+    column = _places(columns, column_of, column_axis, device)
+    return (row.unsqueeze(-1) == column).to(dtype)
+
+
+def tril(
+    matrix: Tensor,
+    diagonal: int = 0,
+    *,
+    row_of: Of | None = None,
+    row_axis: Axis | None = None,
+    column_of: Of | None = None,
+    column_axis: Axis | None = None,
+) -> Tensor:
+    """The lower triangle of a matrix of which this rank holds some rows or columns."""
+    row = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
+    column = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
+    return torch.where(column <= row.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
+
+
+def triu(
+    matrix: Tensor,
+    diagonal: int = 0,
+    *,
+    row_of: Of | None = None,
+    row_axis: Axis | None = None,
+    column_of: Of | None = None,
+    column_axis: Axis | None = None,
+) -> Tensor:
+    """The upper triangle of a matrix of which this rank holds some rows or columns."""
+    row = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
+    column = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
+    return torch.where(column >= row.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
+
+
+def _places(
+    size: int, of: Of | None, axis: Axis | None, device: torch.device | str | None
+) -> Tensor:
+    if of is None or axis is None:
+        return torch.arange(size, device=device)
+    return positions(of, axis, device=device)
