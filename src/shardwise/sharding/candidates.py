@@ -17,7 +17,9 @@ from math import prod
 from shardwise.sharding.dims import (
     Pattern,
     Structure,
+    canonical,
     choices,
+    cut,
     merge,
     section,
     whole,
@@ -77,12 +79,12 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """All candidates, `Same` first. `structures` refine the node's axes (see `factors`)."""
     found = [same(rule)]
+    structures = axis_structures(rule) | dict(structures or {})
     if rule.whole is None:
         for axis in rule.axes.values():
             if axis.frozen or axis.size <= 1:
                 continue
-            structure = (structures or {}).get(axis.name, whole(axis.size))
-            options = choices(structure)
+            options = choices(structures[axis.name])
             if axis.outermost:
                 options = tuple(p for p in options if all(outer == 1 for outer, _, _ in p))[:1]
             for pattern in options:
@@ -92,6 +94,20 @@ def candidates(
         for operands in rule.linear:
             found.append(pass_candidate(rule, operands))
     return tuple(found)
+
+
+def axis_structures(rule: NodeRule) -> dict[str, Structure]:
+    """What a rule itself says of its axes: parts of an axis are segments of it."""
+    bounds: dict[str, set[int]] = {name: set() for name in rule.axes}
+    for dim in (dim for dims in (*rule.operands, *rule.results) for dim in dims):
+        if isinstance(dim, Part):
+            bounds[dim.axis] |= {dim.start, dim.stop}
+    found: dict[str, Structure] = {}
+    for name, positions in bounds.items():
+        segments = cut(whole(rule.axes[name].size), tuple(sorted(positions)))
+        assert segments is not None, "an axis of one factor can be cut anywhere"
+        found[name] = canonical(segments)
+    return found
 
 
 def same(rule: NodeRule) -> Candidate:

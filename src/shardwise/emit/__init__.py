@@ -1,0 +1,5 @@
+"""Program -> Python source."""
+
+from shardwise.emit.source import emit
+
+__all__ = ["emit"]

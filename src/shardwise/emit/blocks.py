@@ -1,0 +1,257 @@
+"""Repeated parts of a program: the steps of one numbered module, written once as a class.
+
+Enters: a `RankProgram`. Leaves: a list of items in order, each a `Step` of the model itself or a
+`BlockCall`. Blocks with the same steps up to names share a `BlockClass`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.ir import Ref, iter_refs
+from shardwise.program import RankProgram, Step
+from shardwise.sharding.rule import MeshAxis
+
+MIN_STEPS = 6
+NUMBERED = re.compile(r"^(.*\.)?\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCall:
+    """One block: its module path, what it takes and returns, and its steps."""
+
+    path: str
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]  # values from outside, in order of first use
+    outputs: tuple[str, ...]  # values used outside
+    own: tuple[str, ...]  # values of its own parameters and buffers
+    key: str = field(default="", compare=False)
+
+
+Item = Step | BlockCall
+
+
+def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
+    """The program's steps with numbered modules folded into blocks.
+
+    `owners` maps parameter and buffer values to their full names.
+    """
+    steps = list(program.steps)
+    paths = _block_paths(steps)
+    steps = _hoist(steps, paths, owners)
+    spans = _spans(steps, paths)
+    kept = {path: span for path, span in spans.items() if _is_block(steps[slice(*span)])}
+    items: list[Item] = []
+    position = 0
+    ends = {*_ends(program)}
+    for path, (first, last) in sorted(kept.items(), key=lambda item: item[1]):
+        items += steps[position:first]
+        items.append(_block(path, steps, first, last, owners, ends))
+        position = last
+    return items + steps[position:]
+
+
+def _ends(program: RankProgram) -> Iterable[str]:
+    """Values needed after the last step."""
+    if program.loss:
+        yield program.loss
+    yield from (name for _, name in program.mutations)
+    yield from (ref.name for ref in iter_refs(program.outputs))
+    for step in program.output_steps:
+        yield from step.inputs
+
+
+def _block_paths(steps: list[Step]) -> list[str]:
+    """Outermost numbered module paths, in order of appearance."""
+    found: dict[str, None] = {}
+    for step in steps:
+        pieces = step.module.split(".")
+        for i in range(1, len(pieces) + 1):
+            path = ".".join(pieces[:i])
+            if pieces[i - 1].isdigit():
+                found.setdefault(path)
+                break
+    return list(found)
+
+
+def _inside(module: str, path: str) -> bool:
+    return module == path or module.startswith(f"{path}.")
+
+
+def _path_of(step: Step, paths: list[str]) -> str | None:
+    return next((p for p in paths if _inside(step.module, p)), None)
+
+
+def _hoist(steps: list[Step], paths: list[str], owners: Mapping[str, str]) -> list[Step]:
+    """Moves of outside values that other blocks use too belong before the block."""
+    where = {step.outputs[0]: _path_of(step, paths) for step in steps if step.outputs}
+    users: dict[str, set[str | None]] = {}
+    for step in steps:
+        for name in step.inputs:
+            users.setdefault(name, set()).add(_path_of(step, paths))
+    first: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        path = _path_of(step, paths)
+        if path is not None:
+            first.setdefault(path, index)
+    early: dict[int, list[Step]] = {}
+    rest: list[tuple[int, Step]] = []
+    for index, step in enumerate(steps):
+        path = _path_of(step, paths)
+        shared = users.get(step.outputs[0], set()) - {path} if step.outputs else set()
+        source = step.inputs[0] if step.is_move else ""
+        outside = where.get(source) != path
+        if step.is_move and path is not None and outside and shared:
+            moved = replace(step, module="", module_class="")
+            early.setdefault(first[path], []).append(moved)
+            where[step.outputs[0]] = None
+        else:
+            rest.append((index, step))
+    ordered: list[Step] = []
+    for index, step in rest:
+        ordered += early.pop(index, [])
+        ordered.append(step)
+    assert not early
+    return ordered
+
+
+def _spans(steps: list[Step], paths: list[str]) -> dict[str, tuple[int, int]]:
+    """Index ranges of blocks whose steps are contiguous."""
+    places: dict[str, list[int]] = {}
+    for index, step in enumerate(steps):
+        path = _path_of(step, paths)
+        if path is not None:
+            places.setdefault(path, []).append(index)
+    return {
+        path: (at[0], at[-1] + 1)
+        for path, at in places.items()
+        if at[-1] - at[0] + 1 == len(at)
+    }
+
+
+def _is_block(steps: list[Step]) -> bool:
+    return sum(not step.is_move for step in steps) >= MIN_STEPS
+
+
+def _block(
+    path: str,
+    steps: list[Step],
+    first: int,
+    last: int,
+    owners: Mapping[str, str],
+    ends: set[str],
+) -> BlockCall:
+    inside = tuple(steps[first:last])
+    made = {out for step in inside for out in step.outputs}
+    used_after = {n for step in steps[last:] for n in step.inputs} | ends
+    inputs: dict[str, None] = {}
+    own: dict[str, None] = {}
+    for step in inside:
+        for name in step.inputs:
+            if name in made:
+                continue
+            mine = name in owners and owners[name].startswith(f"{path}.")
+            (own if mine else inputs).setdefault(name)
+    outputs = tuple(o for step in inside for o in step.outputs if o in used_after)
+    block = BlockCall(
+        path=path, steps=inside, inputs=tuple(inputs), outputs=outputs, own=tuple(own)
+    )
+    return replace(block, key=signature(block, owners))
+
+
+def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
+    """Text that is equal for blocks that differ only in names and weights."""
+    names: dict[str, str] = {}
+    for index, value in enumerate(block.inputs):
+        names[value] = f"in{index}"
+    for value in block.own:
+        names[value] = owners[value].removeprefix(f"{block.path}.")
+    lines = []
+    for step in block.steps:
+        for out in step.outputs:
+            names[out] = f"v{len(names)}"
+        lines.append(
+            f"{[names[o] for o in step.outputs]}={step.fn}"
+            f"({_sign(step.args, names, block.path)},{_sign(step.kwargs, names, block.path)})"
+            f"{step.axes}{step.grad_enabled}{step.autocast}"
+            f"{step.module.removeprefix(block.path)}{step.module_class}"
+        )
+    lines.append(str([names[o] for o in block.outputs]))
+    return "\n".join(lines)
+
+
+def _sign(arg: Any, names: Mapping[str, str], path: str) -> str:
+    if isinstance(arg, Ref):
+        return names[arg.name]
+    if isinstance(arg, MeshAxis):
+        return ".".join(arg.names)
+    if isinstance(arg, tuple | list):
+        return "[" + ",".join(_sign(a, names, path) for a in arg) + "]"
+    if isinstance(arg, str):
+        return repr(arg.replace(f"{path}.", "{path}."))
+    return repr(arg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """Consecutive blocks of one class, each fed by the one before."""
+
+    calls: tuple[BlockCall, ...]
+    carried: tuple[tuple[int, int], ...]  # (input position, output position)
+
+
+def fold_loops(items: list[Item], used: Mapping[str, int]) -> list[Item | Loop]:
+    """Chains of equal blocks as loops. `used` counts the uses of every value in the model."""
+    folded: list[Item | Loop] = []
+    index = 0
+    while index < len(items):
+        item = items[index]
+        chain = [item] if isinstance(item, BlockCall) else []
+        while chain and index + len(chain) < len(items):
+            following = items[index + len(chain)]
+            if not isinstance(following, BlockCall) or not _follows(chain, following, used):
+                break
+            chain.append(following)
+        if len(chain) > 1:
+            blocks = [c for c in chain if isinstance(c, BlockCall)]
+            folded.append(Loop(calls=tuple(blocks), carried=_carried(blocks[0], blocks[1])))
+            index += len(chain)
+        else:
+            folded.append(item)
+            index += 1
+    return folded
+
+
+def _carried(a: BlockCall, b: BlockCall) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (i, a.outputs.index(value)) for i, value in enumerate(b.inputs) if value in a.outputs
+    )
+
+
+def _follows(chain: list[Any], following: BlockCall, used: Mapping[str, int]) -> bool:
+    """Whether the next block continues the chain: same class, next number, fed the same way."""
+    last: BlockCall = chain[-1]
+    if following.key != last.key or not _next_path(last.path, following.path):
+        return False
+    carried = _carried(last, following)
+    if not carried or (len(chain) > 1 and carried != _carried(chain[-2], last)):
+        return False
+    if len({o for _, o in carried}) != len(last.outputs):
+        return False
+    moving = {i for i, _ in carried}
+    fixed = all(
+        a == b
+        for i, (a, b) in enumerate(zip(last.inputs, following.inputs, strict=True))
+        if i not in moving
+    )
+    only_here = all(used[o] == following.inputs.count(o) for o in last.outputs)
+    return fixed and only_here
+
+
+def _next_path(a: str, b: str) -> bool:
+    left, _, first = a.rpartition(".")
+    right, _, second = b.rpartition(".")
+    return left == right and int(second) == int(first) + 1

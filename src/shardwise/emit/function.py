@@ -1,0 +1,300 @@
+"""The body of a `forward`: statements, grouped by the user's modules with their source lines.
+
+Enters: steps, block calls and loops in order. Leaves: lines of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.emit.blocks import BlockCall, Item, Loop
+from shardwise.emit.names import Names, wish_for
+from shardwise.emit.render import Device, literal, render
+from shardwise.ir import Ref
+from shardwise.program import Step
+from shardwise.sharding.rule import MeshAxis
+
+WIDTH = 100
+INLINE = 72
+INDENT = " " * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where a function lives: its module path and how it spells parameters, buffers, constants."""
+
+    path: str
+    attribute: Mapping[str, str]  # value -> "self.attn.qkv.weight"
+    class_of: Callable[[BlockCall], str]
+    probe: bool = False
+
+
+class Body:
+    """Writes one function body."""
+
+    def __init__(self, scope: Scope, arguments: dict[str, str]) -> None:
+        self.scope = scope
+        self.names = Names(tuple(arguments.values()))
+        self.names.of.update(arguments)
+        self.lines: list[str] = []
+        self.inlined: dict[str, str] = {}
+        self.context: tuple[Any, ...] = (True, None)
+        self.group = ""
+
+    def write(self, items: list[Item | Loop], returned: tuple[str, ...]) -> None:
+        """All statements; names are reused after a value's last use."""
+        uses = _uses(items, returned)
+        for index, item in enumerate(items):
+            dying = [v for v, (last, _) in uses.items() if last == index]
+            if isinstance(item, Step):
+                self._step(item, items, index, uses, dying)
+            else:
+                self._flush_context((True, None))
+                self._call(item, dying, uses)
+
+    # ------------------------------------------------------------ statements
+
+    def _step(
+        self, step: Step, items: list[Item | Loop], index: int, uses: Any, dying: list[str]
+    ) -> None:
+        expression = self._expression(step)
+        if self._may_inline(step, items, index, uses, expression):
+            self.inlined[step.outputs[0]] = expression
+            return
+        self._flush_context((step.grad_enabled, step.autocast))
+        self._comment(step)
+        for value in dying:
+            self.names.release(value)
+        leaves = _leaves_module(step, items, index)
+        if step.is_move and step.inputs[0] in self.names:
+            wish = self.names[step.inputs[0]].rstrip("0123456789")
+        else:
+            wish = wish_for(len(step.outputs), step.fn, self._relative(step.module), leaves)
+        targets = [self._target(out, wish, uses) for out in step.outputs]
+        left = ", ".join(targets) if targets else ""
+        if len(targets) == 1 and _returns_sequence(step):
+            left += ","
+        self._line(f"{left} = {expression}")
+        if self.scope.probe and step.node:
+            for out, target in zip(step.outputs, targets, strict=True):
+                if target != "_":
+                    self._line(f"rt.probe({out!r}, {target})")
+        for out in step.outputs:
+            if out not in uses:
+                self.names.release(out)
+
+    def _target(self, out: str, wish: str, uses: Mapping[str, Any]) -> str:
+        if out not in uses and not self.scope.probe:
+            return "_"
+        return self.names.bind(out, wish)
+
+    def _call(self, item: BlockCall | Loop, dying: list[str], uses: Mapping[str, Any]) -> None:
+        self._comment_text("")
+        if isinstance(item, BlockCall):
+            arguments = ", ".join(self._value(Ref(v)) for v in item.inputs)
+            for value in dying:
+                self.names.release(value)
+            wish = item.path.rsplit(".", 2)[-2] if "." in item.path else "x"
+            targets = [self._target(o, self._block_wish(item, i, wish), uses)
+                       for i, o in enumerate(item.outputs)]
+            left = ", ".join(targets)
+            self._line(f"{left} = {attribute_path('self', item.path)}({arguments})")
+            return
+        first, last = item.calls[0], item.calls[-1]
+        carried = dict(item.carried)
+        held = [self._value(Ref(v)) for v in first.inputs]
+        outs = [""] * len(first.outputs)
+        for position, output in carried.items():
+            outs[output] = held[position]
+        entering = {first.inputs[p] for p in carried}
+        ends_here = all(v in dying for v in entering) and all(o.isidentifier() for o in outs)
+        if not ends_here:  # the entering value is still needed: carry a copy of the name
+            for position, output in carried.items():
+                fresh = self.names.bind(f"{last.path}:{output}", "x")
+                self._line(f"{fresh} = {held[position]}")
+                held[position] = outs[output] = fresh
+        parent, _, start = first.path.rpartition(".")
+        stop = int(last.path.rpartition(".")[2]) + 1
+        loop = self._loop_source(parent, int(start), stop)
+        self._line(f"for block in {loop}:")
+        self._line(f"{INDENT}{', '.join(outs)} = block({', '.join(held)})")
+        for value in dying:
+            if value not in entering:
+                self.names.release(value)
+        for name, out in zip(outs, last.outputs, strict=True):
+            self.names.taken.add(name)
+            self.names.of[out] = name
+
+    def _loop_source(self, parent: str, start: int, stop: int) -> str:
+        holder = attribute_path("self", parent)
+        return f"{holder}[{start}:{stop}]" if start else f"{holder}[:{stop}]"
+
+    def _block_wish(self, item: BlockCall, index: int, wish: str) -> str:
+        return "x" if index == 0 else f"{wish}_{index}"
+
+    # ------------------------------------------------------------ expressions
+
+    def _expression(self, step: Step) -> str:
+        kwargs = dict(step.kwargs)
+        if "key" in kwargs:  # a random operator
+            kwargs["key"] = _Key(kwargs["key"])
+            kwargs["rng"] = _Raw("self.rng")
+        if step.fn == "rt.draw" or step.fn.startswith("rt.") and "device" in kwargs:
+            kwargs["device"] = Device()
+        for name in ("of", "to_of"):
+            cut = kwargs.get(name)
+            if cut is not None and len(cut) == 1 and cut[0][0] == cut[0][2] == 1:
+                kwargs[name] = cut[0][1]
+        return render(step.fn, step.args, kwargs, self._value)
+
+    def _value(self, arg: Any) -> str:
+        if isinstance(arg, Ref):
+            if arg.name in self.inlined:
+                return self.inlined[arg.name]
+            if arg.name in self.names:
+                return self.names[arg.name]
+            return self.scope.attribute[arg.name]
+        if isinstance(arg, MeshAxis):
+            return f"self.{'_'.join(arg.names)}"
+        if isinstance(arg, Device):
+            return "self.device"
+        if isinstance(arg, _Raw):
+            return arg.text
+        if isinstance(arg, _Key):
+            prefix = f"{self.scope.path}."
+            if self.scope.path and arg.text.startswith(prefix):
+                return f'f"{{self.path}}.{arg.text.removeprefix(prefix)}"'
+            return repr(arg.text)
+        if isinstance(arg, tuple | list) and any(_has_value(a) for a in arg):
+            inner = ", ".join(self._value(a) for a in arg)
+            return f"({inner},)" if len(arg) == 1 else f"({inner})"
+        return literal(arg)
+
+    def _may_inline(
+        self, step: Step, items: list[Item | Loop], index: int, uses: Any, expression: str
+    ) -> bool:
+        """Short values that only the next statement uses, once, are written inside it."""
+        if self.scope.probe or len(step.outputs) != 1 or step.is_move or index + 1 >= len(items):
+            return False
+        following = items[index + 1]
+        out = step.outputs[0]
+        last, count = uses.get(out, (None, 0))
+        return (
+            isinstance(following, Step)
+            and last == index + 1
+            and count == 1
+            and len(expression) <= INLINE
+            and not following.is_move
+            and not following.fn.startswith("rt.")
+            and _returns_tensor(step)
+            and (step.grad_enabled, step.autocast) == (following.grad_enabled, following.autocast)
+            and step.module == following.module
+            and step.recompute == following.recompute
+            and expression.count("(") <= 2
+        )
+
+    # ------------------------------------------------------------ layout of the text
+
+    def _flush_context(self, context: tuple[Any, ...]) -> None:
+        """Open `with` lines where the gradient mode or autocast changes."""
+        if context == self.context:
+            return
+        self.context = context
+        grad, autocast = context
+        if not grad or autocast:
+            managers = [] if grad else ["torch.no_grad()"]
+            if autocast:
+                device, dtype, enabled = autocast
+                managers.append(f'torch.autocast("{device}", dtype={dtype}, enabled={enabled})')
+            self.lines.append(f"with {', '.join(managers)}:")
+
+    def _line(self, text: str) -> None:
+        nested = self.context != (True, None)
+        self.lines.append((INDENT if nested else "") + text)
+
+    def _relative(self, module: str) -> str:
+        path = self.scope.path
+        return module.removeprefix(path).lstrip(".") if path else module
+
+    def _comment(self, step: Step) -> None:
+        module = self._relative(step.module)
+        if module == self.group and step.module:
+            return
+        if not step.module and self.group == "":
+            return
+        label = " ".join(filter(None, (module, step.module_class)))
+        source = f"  ({step.source})" if step.source else ""
+        self.group = module
+        self._comment_text(f"{label}{source}")
+
+    def _comment_text(self, text: str) -> None:
+        if text:
+            self._line(f"# {text}"[: WIDTH - 12])
+        else:
+            self.group = "\0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    text: str
+
+
+def attribute_path(root: str, path: str) -> str:
+    """`self.model.layers[0]` for a dotted path with numbers.
+
+    >>> attribute_path("self", "blocks.0.attn")
+    'self.blocks[0].attn'
+    """
+    text = root
+    for piece in path.split(".") if path else ():
+        text += f"[{piece}]" if piece.isdigit() else f".{piece}"
+    return text
+
+
+def _has_value(arg: Any) -> bool:
+    if isinstance(arg, tuple | list):
+        return any(_has_value(a) for a in arg)
+    return isinstance(arg, Ref | MeshAxis | Device | _Raw | _Key)
+
+
+def _item_inputs(item: Item | Loop) -> list[str]:
+    if isinstance(item, Loop):
+        return [v for call in item.calls for v in call.inputs]
+    return list(item.inputs)
+
+
+def _uses(items: list[Item | Loop], returned: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Value -> (index of its last use, number of uses)."""
+    uses: dict[str, tuple[int, int]] = {}
+    for index, item in enumerate(items):
+        for value in _item_inputs(item):
+            uses[value] = (index, uses.get(value, (0, 0))[1] + 1)
+    for value in returned:
+        uses[value] = (len(items), uses.get(value, (0, 0))[1] + 1)
+    return uses
+
+
+def _leaves_module(step: Step, items: list[Item | Loop], index: int) -> bool:
+    """Whether this is the last step of its module's call."""
+    following = items[index + 1] if index + 1 < len(items) else None
+    return not isinstance(following, Step) or not (
+        following.module == step.module or following.module.startswith(f"{step.module}.")
+    )
+
+
+def _returns_sequence(step: Step) -> bool:
+    """Operators that give a list even when it has one element."""
+    name = step.fn.split(".")[1] if step.fn.count(".") else ""
+    return name in {"chunk", "split", "split_with_sizes", "unbind", "tensor_split", "meshgrid",
+                    "broadcast_tensors"}
+
+
+def _returns_tensor(step: Step) -> bool:
+    return not _returns_sequence(step) and not step.fn.startswith("rt.")

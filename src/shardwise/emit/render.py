@@ -1,0 +1,239 @@
+"""Steps as Python expressions: the ATen operator in the spelling a person would use.
+
+Enters: a step and the names of its operands. Leaves: text. An operator without a spelling of its own
+is written as `torch.ops.…`, so that nothing is ever left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.ir.schema import signature
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "gt": ">", "ge": ">=", "__and__": "&", "__or__": "|", "bitwise_and": "&", "bitwise_or": "|",
+    "__xor__": "^", "bitwise_xor": "^", "floor_divide": "//", "remainder": "%", "matmul": "@",
+}  # fmt: skip
+# Called as methods of their first tensor, arguments as in the schema.
+METHODS = set(
+    """view reshape transpose permute unsqueeze squeeze expand flatten unflatten chunk split
+    split_with_sizes contiguous clone neg abs exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf
+    square pow sum mean var std amax amin prod masked_fill cumsum detach float type_as expand_as
+    gather index_select scatter scatter_add repeat repeat_interleave argmax argmin any all
+    clamp clamp_min clamp_max tril triu unbind select narrow roll flip topk sort new_zeros new_ones
+    new_full new_empty logical_and logical_or logical_not bitwise_not index_add movedim
+    softmax log_softmax logsumexp round floor ceil t unfold""".split()
+)
+FUNCTIONAL = set(
+    """linear gelu silu relu softplus leaky_relu hardtanh hardsigmoid hardswish log_sigmoid elu
+    mish selu celu relu6 conv1d conv2d conv3d conv_transpose1d conv_transpose2d rms_norm glu
+    avg_pool2d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d bilinear""".split()
+)
+SPELLING = {"split_with_sizes": "split", "log_sigmoid": "logsigmoid"}
+KEYWORDS = {"sum": ("dim", "keepdim"), "mean": ("dim", "keepdim"), "var": ("dim",)}
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def literal(arg: Any) -> str:
+    """A constant as Python source.
+
+    >>> literal((1, float("-inf"), torch.float32))
+    '(1, -math.inf, torch.float32)'
+    """
+    if isinstance(arg, torch.dtype | torch.layout | torch.memory_format):
+        return str(arg)
+    if isinstance(arg, torch.device):
+        return repr(str(arg))
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return "math.nan" if math.isnan(arg) else ("math.inf" if arg > 0 else "-math.inf")
+    if isinstance(arg, tuple | list):
+        inner = ", ".join(literal(item) for item in arg)
+        return f"({inner},)" if len(arg) == 1 else f"({inner})"
+    return repr(arg)
+
+
+Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants
+
+
+def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    """The call as an expression."""
+    namespace, _, rest = fn.partition(".")
+    if namespace == "rt":
+        return f"rt.{rest}({_listed(args, kwargs, value)})"
+    if namespace == "autograd_function":
+        return f"{fn.rsplit('.', 1)[1]}.apply({_listed(args, kwargs, value)})"
+    name = rest.split(".")[0]
+    if namespace == "aten":
+        special = SPECIAL.get(fn) or SPECIAL.get(f"aten.{name}")
+        if special is not None:
+            written = special(args, kwargs, value)
+            if written is not None:
+                return written
+        if name in INFIX and len(args) == 2 and not kwargs:
+            left, right = (_operand(value(a)) for a in args)
+            return f"{left} {INFIX[name]} {right}"
+        if name in METHODS and args:
+            shown = SPELLING.get(name, name)
+            return f"{_operand(value(args[0]))}.{shown}({_method_args(name, args, kwargs, value)})"
+        if name in FUNCTIONAL:
+            return f"F.{SPELLING.get(name, name)}({_listed(args, kwargs, value)})"
+    return f"torch.ops.{fn}({_listed(args, kwargs, value)})"
+
+
+def _operand(text: str) -> str:
+    """Parentheses around anything that is not a name, a call or an index."""
+    depth = 0
+    for character in text:
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if depth == 0 and character == " ":
+            return f"({text})"
+    return f"({text})" if text.startswith("-") else text
+
+
+def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    return ", ".join([*(value(a) for a in args), *(f"{k}={value(v)}" for k, v in kwargs.items())])
+
+
+def _method_args(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    rest = args[1:]
+    if name in {"view", "reshape", "permute", "expand", "repeat"} and len(rest) >= 1:
+        sizes = rest[0]
+        if isinstance(sizes, tuple) and sizes and len(rest) == 1:
+            return _listed(sizes, kwargs, value)
+    if name in KEYWORDS and isinstance(rest[0] if rest else None, tuple | list):
+        named = dict(zip(KEYWORDS[name], rest, strict=False))
+        if len(rest) <= len(named):
+            return _listed((), {**named, **kwargs}, value)
+    return _listed(rest, kwargs, value)
+
+
+def bound(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by schema name, defaults filled in."""
+    found: dict[str, Any] = {}
+    for i, (name, default) in enumerate(signature(op) or ()):
+        found[name] = args[i] if i < len(args) else kwargs.get(name, default)
+    return found
+
+
+def _embedding(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    a = bound("aten.embedding.default", args, kwargs)
+    padding = "" if a["padding_idx"] in (-1, None) else f", {a['padding_idx']}"
+    return f"F.embedding({value(a['indices'])}, {value(a['weight'])}{padding})"
+
+
+def _layer_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    a = bound("aten.layer_norm.default", args, kwargs)
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    return f"F.layer_norm({', '.join(value(a[n]) for n in names)})"
+
+
+def _group_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    a = bound("aten.group_norm.default", args, kwargs)
+    names = ("input", "num_groups", "weight", "bias", "eps")
+    return f"F.group_norm({', '.join(value(a[n]) for n in names)})"
+
+
+def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    op = "aten.scaled_dot_product_attention.default"
+    a = bound(op, args, kwargs)
+    given = [value(a[n]) for n in ("query", "key", "value")]
+    defaults = dict(signature(op) or ())
+    for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
+        if a[name] is not None and a[name] != defaults[name]:
+            given.append(f"{name}={value(a[name])}")
+    return f"F.scaled_dot_product_attention({', '.join(given)})"
+
+
+def _cross_entropy(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    op = "aten.cross_entropy_loss.default"
+    a = bound(op, args, kwargs)
+    given = [value(a["self"]), value(a["target"])]
+    if a["weight"] is not None:
+        given.append(f"weight={value(a['weight'])}")
+    if a["ignore_index"] != -100:
+        given.append(f"ignore_index={a['ignore_index']}")
+    if a["reduction"] != 1:
+        given.append(f'reduction="{REDUCTIONS[a["reduction"]]}"')
+    if a["label_smoothing"]:
+        given.append(f"label_smoothing={value(a['label_smoothing'])}")
+    return f"F.cross_entropy({', '.join(given)})"
+
+
+def _to(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    return f"{_operand(value(args[0]))}.to({value(args[1])})"
+
+
+def _slice(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+    a = bound("aten.slice.Tensor", args, kwargs)
+    dim, start, end, step = a["dim"] or 0, a["start"] or 0, a["end"], a["step"] or 1
+    if dim < 0 or dim > 3:
+        return None
+    first = "" if start == 0 else str(start)
+    last = "" if end is None or end >= 2**62 else str(end)
+    stride = "" if step == 1 else f":{step}"
+    return f"{_operand(value(a['self']))}[{':, ' * dim}{first}:{last}{stride}]"
+
+
+def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+    a = bound("aten.select.int", args, kwargs)
+    if a["dim"] < 0 or a["dim"] > 3:
+        return None
+    return f"{_operand(value(a['self']))}[{':, ' * a['dim']}{a['index']}]"
+
+
+def _sequence(name: str) -> Callable[..., str | None]:
+    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+        items = ", ".join(value(item) for item in args[0])
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return f"torch.{name}([{items}], dim={dim})"
+
+    return written
+
+
+def _where(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+    return f"torch.where({_listed(args, kwargs, value)})" if len(args) == 3 else None
+
+
+def _factory(name: str) -> Callable[..., str | None]:
+    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+        return f"torch.{name}({_listed(args, {**kwargs, 'device': DEVICE}, value)})"
+
+    return written
+
+
+class Device:
+    """Stands for the module's device in arguments."""
+
+
+DEVICE = Device()
+SPECIAL: dict[str, Callable[..., str | None]] = {
+    "aten.embedding": _embedding,
+    "aten.layer_norm": _layer_norm,
+    "aten.group_norm": _group_norm,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "aten.to.dtype": _to,
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.cat": _sequence("cat"),
+    "aten.stack": _sequence("stack"),
+    "aten.where.self": _where,
+    "aten.arange": _factory("arange"),
+    "aten.zeros": _factory("zeros"),
+    "aten.ones": _factory("ones"),
+    "aten.full": _factory("full"),
+    "aten.eye": _factory("eye"),
+    "aten.linspace": _factory("linspace"),
+    "aten.scalar_tensor": _factory("scalar_tensor"),
+    "aten.empty": _factory("empty"),
+    "aten.rand": _factory("rand"),
+    "aten.randn": _factory("randn"),
+    "aten.tril_indices": _factory("tril_indices"),
+    "aten.triu_indices": _factory("triu_indices"),
+}

@@ -1,0 +1,367 @@
+"""A rank program as a Python file that a careful colleague could have written.
+
+Enters: a `Program`. Leaves: source text, one per distinct rank program. The file runs with torch and
+`shardwise.runtime` alone: `Model(mesh)` is the module, `PARAMETERS`, `BUFFERS` and `INPUTS` say what
+it holds and takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
+from shardwise.emit.function import INDENT, Body, Scope, attribute_path
+from shardwise.emit.names import identifier
+from shardwise.emit.render import literal
+from shardwise.emit.wrap import wrap
+from shardwise.ir import Ref, iter_refs
+from shardwise.program import Program, RankProgram, Step, Storage
+from shardwise.sharding.placements import Layout
+from shardwise.sharding.rule import MeshAxis
+
+SMALL_CONSTANT = 16
+
+
+def emit(program: Program, rank: int = 0, *, probe: bool = False) -> str:
+    """The source of the program that `rank` runs."""
+    return _File(program, program.of_rank(rank), probe).text()
+
+
+class _File:
+    """Writes one file."""
+
+    def __init__(self, program: Program, ranks: RankProgram, probe: bool) -> None:
+        self.program, self.ranks, self.probe = program, ranks, probe
+        self.graph = program.graph
+        self.owners = {s.value: s.name for s in ranks.parameters}
+        self.owners |= {b.value: b.name for b in self.graph.buffers}
+        self.storages = {s.value: s for s in ranks.parameters}
+        items: list[Item] = list(ranks.steps) if probe else find_blocks(ranks, self.owners)
+        self.items = fold_loops(items, Counter(v for i in items for v in i.inputs))
+        self.blocks = [c for item in self.items for c in _calls(item)]
+        self.classes = self._name_classes()
+
+    def text(self) -> str:
+        classes = [self._block_class(key, name) for key, name in self.classes.items()]
+        body = "\n\n\n".join([*classes, self._model_class()])
+        head = "\n".join([self._docstring(), *self._imports(body), "", self._tables()])
+        return f"{head}\n\n\n{body}\n"
+
+    # ------------------------------------------------------------ head
+
+    def _docstring(self) -> str:
+        plan, ranks = self.program.plan, self.ranks.ranks
+        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        return (
+            f'"""{self.graph.name} on {plan.mesh}, plan {plan.name}: rank{"s" * (len(ranks) > 1)} '
+            f'{shown}.\n\nWritten by shardwise {shardwise.__version__} for the graph '
+            f'{self.graph.fingerprint} and safe to edit: verify it again afterwards.\n"""\n'
+        )
+
+    def _imports(self, body: str) -> list[str]:
+        lines = ["import math\n"] if "math." in body else []
+        lines.append("import torch")
+        if "F." in body:
+            lines.append("import torch.nn.functional as F")
+        lines += ["from torch import nn", "", "from shardwise import runtime as rt"]
+        for op in dict.fromkeys(s.fn for s in self.ranks.steps):
+            if op.startswith("autograd_function."):
+                lines += _function_import(op, self.graph.functions)
+        return lines
+
+    def _tables(self) -> str:
+        rows = [f"{INDENT}{_parameter_spec(s)}," for s in self.ranks.parameters]
+        text = ["PARAMETERS = (", *rows, ")", "BUFFERS = ("]
+        for buffer in self.graph.buffers:
+            kind = self.graph.values[buffer.value]
+            spec = (
+                f'rt.BufferSpec(name="{buffer.name}", shape={literal(kind.shape)}, '
+                f'dtype="{_dtype(kind.dtype)}"'
+            )
+            if buffer.aliases:
+                spec += f", aliases={literal(buffer.aliases)}"
+            if not buffer.persistent:
+                spec += ", persistent=False"
+            text.append(f"{INDENT}{spec}),")
+        text += [")", "INPUTS = {"]
+        for item in self.ranks.inputs:
+            text.append(f'{INDENT}"{item.name}": {_splits(item.layout)},')
+        text.append("}")
+        return "\n".join(wrap(line) for line in text)
+
+    # ------------------------------------------------------------ classes
+
+    def _name_classes(self) -> dict[str, str]:
+        """Signature of a block -> class name, unique and readable."""
+        names: dict[str, str] = {}
+        taken = {"Model"}
+        for block in self.blocks:
+            if block.key in names:
+                continue
+            stem = identifier(self.graph.module_classes.get(block.path, "Block"))
+            stem = {"ModuleDict": "Block", "Sequential": "Block"}.get(stem, stem)
+            name, count = stem, 1
+            while name in taken:
+                count += 1
+                name = f"{stem}{count}"
+            taken.add(name)
+            names[block.key] = name
+        return names
+
+    def _block_class(self, key: str, name: str) -> str:
+        blocks = [b for b in self.blocks if b.key == key]
+        block = blocks[0]
+        attribute = {
+            v: attribute_path("self", self.owners[v].removeprefix(f"{block.path}."))
+            for v in block.own
+        }
+        arguments = _arguments(block.inputs, self._wishes(block))
+        scope = Scope(block.path, attribute, lambda _: "")
+        body = Body(scope, arguments)
+        body.write(list(block.steps), block.outputs)
+        returned = ", ".join(body.names[o] for o in block.outputs)
+        where = block.path if len(blocks) == 1 else f"{blocks[0].path} … {blocks[-1].path}"
+        source = next((s.source for s in block.steps if s.source), "")
+        init = self._init(block.steps, block.own, block.path, path_argument=True)
+        lines = [
+            f"class {name}(nn.Module):",
+            f'{INDENT}"""{where} ({source})."""' if source else f'{INDENT}"""{where}."""',
+            "",
+            *init,
+            "",
+            *_indented([wrap(f"def forward(self, {', '.join(arguments.values())}):")]),
+            *_indented(map(wrap, [f"{INDENT}{line}" for line in body.lines])),
+            f"{INDENT * 2}return {returned}",
+        ]
+        return "\n".join(lines)
+
+    def _wishes(self, block: BlockCall) -> dict[str, str]:
+        """Argument names: `x` for what the block before gave, else what the value is called."""
+        wishes = {}
+        for value in block.inputs:
+            local = self.ranks.values[value]
+            wishes[value] = self._input_names().get(local.value) or _stem(local.value)
+        previous = {o for b in self.blocks for o in b.outputs}
+        chained = [v for v in block.inputs if v in previous]
+        first = chained[0] if chained else (block.inputs[0] if block.inputs else None)
+        if first is not None:
+            wishes[first] = "x"
+        return wishes
+
+    def _input_names(self) -> dict[str, str]:
+        return {i.value: i.name for i in self.graph.inputs}
+
+    def _model_class(self) -> str:
+        own = [v for v in self.owners if not any(v in b.own for b in self.blocks)]
+        attribute = {v: attribute_path("self", self.owners[v]) for v in self.owners}
+        for index, constant in enumerate(self.graph.constants):
+            attribute[constant.value] = f"self.constant_{index}"
+        arguments = _arguments(
+            tuple(i.value for i in self.graph.inputs), self._input_names()
+        )
+        scope = Scope("", attribute, lambda b: self.classes[b.key], self.probe)
+        body = Body(scope, arguments)
+        kept = tuple(dict.fromkeys(_kept(self.ranks)))
+        body.write(self.items, kept)
+        closing = self._closing(body)
+        signature = ", ".join(["self", *arguments.values(), "outputs=False"])
+        steps = [s for item in self.items if isinstance(item, Step) for s in (item,)]
+        init = self._init((*steps, *self.ranks.output_steps), tuple(own), "", path_argument=False)
+        lines = [
+            "class Model(nn.Module):",
+            f'{INDENT}"""This rank\'s part of {self.graph.name}."""',
+            "",
+            *init,
+            "",
+            *_indented([wrap(f"def forward({signature}):")]),
+            *_indented(map(wrap, [f"{INDENT}{line}" for line in (*body.lines, *closing)])),
+        ]
+        return "\n".join(lines)
+
+    def _closing(self, body: Body) -> list[str]:
+        """Buffer updates, the loss, and the outputs when they are asked for."""
+        body.context = (True, None)
+        body.lines, written = [], body.lines
+        if self.ranks.mutations:
+            body.lines.append("with torch.no_grad():")
+            for name, value in self.ranks.mutations:
+                target = attribute_path("self", name)
+                body.lines.append(f"{INDENT}{target}.copy_({body.names[value]})")
+        loss = self.ranks.loss
+        if loss is not None:
+            body.lines.append(f"if not outputs:\n{INDENT * 3}return {body._value(Ref(loss))}")
+        closing = body.lines
+        body.lines = []
+        if self.ranks.output_steps:
+            body.context = (False, None)
+            body.lines.append("with torch.no_grad():")
+            for step in self.ranks.output_steps:
+                name = body.names.bind(step.outputs[0], "whole")
+                body._line(f"{name} = {body._expression(step)}")
+            body.context = (True, None)
+        leaves = [body._value(leaf) for leaf in self.ranks.outputs]
+        joined = ", ".join(leaves) + ("," if len(leaves) == 1 else "")
+        first = body._value(Ref(loss)) if loss is not None else "None"
+        body.lines.append(f"return {first}, ({joined})")
+        closing += body.lines
+        body.lines = written
+        return closing
+
+    def _init(
+        self, steps: tuple[Step, ...], own: tuple[str, ...], path: str, *, path_argument: bool
+    ) -> list[str]:
+        """`__init__`: mesh axes, parameters, buffers, blocks, constants."""
+        extra = ", path" if path_argument else ", constants=None"
+        lines = [f"def __init__(self, mesh, rng=None, device=\"cpu\"{extra}):"]
+        body = ["super().__init__()"]
+        for names in sorted({a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}):
+            listed = ", ".join(f'"{n}"' for n in names)
+            body.append(f"self.{'_'.join(names)} = mesh.axis({listed})")
+        if any("key" in dict(s.kwargs) for s in steps):
+            body += ["self.rng = rng", *(["self.path = path"] if path_argument else [])]
+        body.append("self.device = device")
+        for value in own:
+            body.append(self._declaration(value, path))
+        if not path_argument:
+            body += self._attachments()
+            body += self._constants()
+        lines += [f"{INDENT}{line}" for line in body]
+        return _indented(map(wrap, lines))
+
+    def _declaration(self, value: str, path: str) -> str:
+        name = self.owners[value].removeprefix(f"{path}.") if path else self.owners[value]
+        storage = self.storages.get(value)
+        if storage is not None:
+            frozen = "" if storage.requires_grad else ", requires_grad=False"
+            shape, dtype = literal(storage.local_shape), _dtype(storage.dtype)
+            return f'rt.declare(self, "{name}", {shape}, "{dtype}"{frozen})'
+        kind = self.graph.values[value]
+        buffer = next(b for b in self.graph.buffers if b.value == value)
+        temporary = "" if buffer.persistent else ", persistent=False"
+        return (
+            f'rt.declare_buffer(self, "{name}", {literal(kind.shape)}, '
+            f'"{_dtype(kind.dtype)}"{temporary})'
+        )
+
+    def _attachments(self) -> list[str]:
+        lines: list[str] = []
+        for item in self.items:
+            calls = _calls(item)
+            if not calls:
+                continue
+            name = self.classes[calls[0].key]
+            if len(calls) == 1:
+                path = calls[0].path
+                lines.append(f'rt.attach(self, "{path}", {name}(mesh, rng, device, "{path}"))')
+                continue
+            parent, _, start = calls[0].path.rpartition(".")
+            prefix = f"{parent}." if parent else ""
+            lines.append(f"for i in range({start}, {int(start) + len(calls)}):")
+            path = f'f"{prefix}{{i}}"'
+            lines.append(f"{INDENT}rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
+        return lines
+
+    def _constants(self) -> list[str]:
+        lines = []
+        for index, constant in enumerate(self.graph.constants):
+            data = constant.data.detach().cpu()
+            if data.numel() <= SMALL_CONSTANT and not data.is_complex():
+                values = literal(_nested(data.tolist()))
+                made = f"torch.tensor({values}, dtype={data.dtype}, device=device)"
+                if data.numel() == 0:
+                    shape = literal(tuple(data.shape))
+                    made = f"torch.zeros({shape}, dtype={data.dtype}, device=device)"
+            else:
+                made = f'constants["{constant.value}"].to(device)'
+            lines.append(f"self.constant_{index} = {made}")
+        return lines
+
+
+def _nested(data: Any) -> Any:
+    return tuple(_nested(d) for d in data) if isinstance(data, list) else data
+
+
+def _calls(item: Item | Loop) -> tuple[BlockCall, ...]:
+    if isinstance(item, Loop):
+        return item.calls
+    return (item,) if isinstance(item, BlockCall) else ()
+
+
+def _kept(ranks: RankProgram) -> list[str]:
+    kept = [ranks.loss] if ranks.loss else []
+    kept += [name for _, name in ranks.mutations]
+    made = {o for step in ranks.output_steps for o in step.outputs}
+    kept += [n for step in ranks.output_steps for n in step.inputs if n not in made]
+    return kept + [r.name for r in iter_refs(ranks.outputs) if r.name not in made]
+
+
+def _arguments(values: tuple[str, ...], wishes: Mapping[str, str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for value in values:
+        stem = identifier(wishes.get(value, value))
+        name, count = stem, 1
+        while name in names.values():
+            count += 1
+            name = f"{stem}{count}"
+        names[value] = name
+    return names
+
+
+def _stem(value: str) -> str:
+    return value.rstrip("0123456789").rstrip("_") or "x"
+
+
+def _mesh_axes(arg: Any) -> list[MeshAxis]:
+    if isinstance(arg, MeshAxis):
+        return [arg]
+    if isinstance(arg, tuple | list):
+        return [a for item in arg for a in _mesh_axes(item)]
+    return []
+
+
+def _indented(lines: Any) -> list[str]:
+    return [f"{INDENT}{piece}" for line in lines for piece in str(line).split("\n")]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _splits(layout: Layout) -> str:
+    cuts = [
+        f'rt.Split(axis="{axis}", dim={shard.dim}, of={literal(shard.of)})'
+        for axis, shard in layout.shards
+    ]
+    return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
+
+
+def _parameter_spec(storage: Storage) -> str:
+    fields = [f'name="{storage.name}"', f"shape={literal(storage.shape)}"]
+    fields.append(f'dtype="{_dtype(storage.dtype)}"')
+    if storage.aliases:
+        fields.append(f"aliases={literal(storage.aliases)}")
+    if storage.layout.shards:
+        fields.append(f"splits={_splits(storage.layout)}")
+    if storage.sync:
+        fields += [f"sync={literal(storage.sync)}", f"zero={storage.zero}"]
+    if storage.unit:
+        fields.append(f'unit="{storage.unit}"')
+    if not storage.requires_grad:
+        fields.append("requires_grad=False")
+    return f"rt.ParameterSpec({', '.join(fields)})"
+
+
+def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:
+    """Import a user's `autograd.Function`; one made inside a function is handed in at load time."""
+    cls = functions.get(op)
+    name = op.rsplit(".", 1)[1]
+    if cls is not None and "<locals>" not in cls.__qualname__ and "." not in cls.__qualname__:
+        return [f"from {cls.__module__} import {name}"]
+    return [f'{name} = FUNCTIONS["{op}"]  # noqa: F821 - defined inside a function, handed in']
+
+

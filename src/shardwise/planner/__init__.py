@@ -1,0 +1,1 @@
+"""Plans from graphs and clusters."""

@@ -1,0 +1,105 @@
+"""From a plan's few decisions to a layout for every node, value and parameter.
+
+Enters: a `Graph` and a `Plan`. Leaves: `Resolved`. Mesh axes are solved in mesh order, each
+with what earlier ones decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardwise.errors import PlanError, RuleError
+from shardwise.ir import Graph
+from shardwise.plans.plan import Plan
+from shardwise.sharding.assign import Assignment, Task, assign
+from shardwise.sharding.factors import Facts, analyze
+from shardwise.sharding.placements import REPLICATE, Layout, Placement, Shard, parse_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A graph with everything decided: one assignment per mesh axis."""
+
+    graph: Graph
+    plan: Plan
+    facts: Facts
+    assignments: tuple[Assignment, ...]
+
+    def parameter_layout(self, value: str) -> Layout:
+        """How a parameter is stored, without the flat sharding of ZeRO."""
+        return Layout(tuple((a.axis, a.parameters[value]) for a in self.assignments))
+
+    def operand_layouts(self, node: str) -> tuple[Layout, ...]:
+        """What a node needs of each operand."""
+        rows = [a.nodes[node].operands for a in self.assignments]
+        count = len(self.facts.rules[node].operands)
+        return tuple(
+            Layout(tuple((a.axis, row[i]) for a, row in zip(self.assignments, rows, strict=True)))
+            for i in range(count)
+        )
+
+    def result_layouts(self, node: str) -> tuple[Layout, ...]:
+        """How a node leaves each result."""
+        rows = [a.nodes[node].results for a in self.assignments]
+        count = len(self.facts.rules[node].results)
+        return tuple(
+            Layout(tuple((a.axis, row[i]) for a, row in zip(self.assignments, rows, strict=True)))
+            for i in range(count)
+        )
+
+
+def resolve(graph: Graph, plan: Plan, facts: Facts | None = None) -> Resolved:
+    """Solve every mesh axis of the plan."""
+    plan.check(graph)
+    facts = facts or analyze(graph)
+    done: tuple[Assignment, ...] = ()
+    for axis, ranks in plan.mesh.axes:
+        task = axis_task(graph, plan, axis, ranks)
+        done = (*done, assign(graph, facts, task, done))
+    return Resolved(graph=graph, plan=plan, facts=facts, assignments=done)
+
+
+def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
+    """What the plan asks of one mesh axis."""
+    batch = plan.roles[axis] == "batch"
+    return Task(
+        axis=axis,
+        ranks=ranks,
+        parameters=fixed_parameters(graph, plan, axis),
+        split=not batch,
+        inputs=input_cuts(graph, plan) if batch else None,
+        choices={node: c[axis] for node, c in plan.nodes.items() if axis in c},
+        beam=24 if batch else 96,
+    )
+
+
+def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement]:
+    """Placements of the parameters for which the plan says one on this axis."""
+    fixed: dict[str, Placement] = {}
+    for parameter in graph.parameters:
+        cut = plan.entry(parameter.name).layout.get(axis)
+        if cut is None:
+            continue
+        shape = graph.values[parameter.value].shape
+        try:
+            fixed[parameter.value] = REPLICATE if cut == "whole" else parse_shard(cut, shape)
+        except RuleError as error:
+            raise PlanError(
+                f"parameter {parameter.name}: {error.message}", where=error.where, hint=error.hint
+            ) from None
+    return fixed
+
+
+def input_cuts(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
+    """The one cut that batch axes may take of each input; None: the plan leaves inputs free."""
+    if not plan.inputs:
+        return None
+    cuts: dict[str, Placement] = {}
+    for source in graph.inputs:
+        shape = graph.values[source.value].shape
+        for glob, dim in plan.inputs.items():
+            if fnmatchcase(source.name, glob) and dim is not None and -len(shape) <= dim < len(shape):
+                cuts[source.value] = Shard(dim % len(shape), ((1, shape[dim], 1),))
+    return cuts

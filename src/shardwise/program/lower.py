@@ -1,0 +1,331 @@
+"""From decisions to a program: local calls, moves between layouts, gradient synchronization.
+
+Enters: `Resolved` (a graph with a choice for every node on every mesh axis). Leaves: `Program`.
+
+1. Decide how sources are held: inputs as the shard all their uses agree on; parameters as the plan
+   stores them, with a partial gradient on an axis where all their uses differ (`sync`).
+2. Walk the nodes: bring every operand into the layout its node needs (one conversion serves all
+   uses), then write the local call.
+3. Bring the loss, changed buffers and outputs into whole values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.ir import Node, Ref, TensorType, map_refs
+from shardwise.plans import Resolved
+from shardwise.program.moves import Move, plan_moves
+from shardwise.program.program import (
+    LocalInput,
+    LocalValue,
+    Program,
+    RankProgram,
+    Step,
+    Storage,
+)
+from shardwise.program.sources import Sources, find_sources
+from shardwise.sharding.candidates import Cut, Pass
+from shardwise.sharding.placements import (
+    REPLICATE,
+    Coordinate,
+    Layout,
+    Shard,
+    local_pattern,
+    local_shape,
+    part,
+)
+from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
+
+
+def lower(resolved: Resolved) -> Program:
+    """The program of every class of ranks."""
+    sources = find_sources(resolved)
+    programs = tuple(
+        _Lowering(resolved, sources, ranks).run() for ranks in rank_classes(resolved, sources)
+    )
+    rules = resolved.facts.rules
+    notes = [
+        f"{node.op} at {node.origin}: rule found by experiment"
+        for node in resolved.graph.nodes
+        if rules[node.name].discovered
+    ]
+    notes += [
+        f"{node.op} at {node.origin} is left whole: {rules[node.name].whole}"
+        for node in resolved.graph.nodes
+        if rules[node.name].whole and resolved.facts.calls[node.name].operands
+    ]
+    program = Program(
+        graph=resolved.graph,
+        plan=resolved.plan,
+        rank_programs=programs,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+    program.verify()
+    return program
+
+
+def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
+    """Ranks with the same local sizes, in rank order."""
+    mesh = resolved.plan.mesh
+    extents: dict[str, set[int]] = {axis: set() for axis in mesh.names}
+    layouts = [sources.layouts[name] for name in sources.layouts]
+    for node in resolved.graph.nodes:
+        layouts += [*resolved.operand_layouts(node.name), *resolved.result_layouts(node.name)]
+    for layout in layouts:
+        for axis, shard in layout.shards:
+            extents[axis] |= {size for _, size, _ in shard.of}
+    known: set[int] = set()
+    for axis, ranks in mesh.axes:  # what earlier axes leave of an extent may be cut again
+        pieces = {part(size, ranks, i)[1] for size in extents[axis] for i in (0, ranks - 1)}
+        extents[axis] |= known
+        known |= pieces
+    classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in range(mesh.size):
+        place = mesh.coordinate(rank)
+        key = tuple(
+            tuple(part(size, ranks, place[axis])[1] for size in sorted(extents[axis]))
+            for axis, ranks in mesh.axes
+        )
+        classes.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in classes.values()]
+
+
+class _Lowering:
+    """One pass over the nodes for one class of ranks."""
+
+    def __init__(self, resolved: Resolved, sources: Sources, ranks: tuple[int, ...]) -> None:
+        self.resolved, self.sources, self.ranks = resolved, sources, ranks
+        self.graph, self.facts = resolved.graph, resolved.facts
+        mesh = resolved.plan.mesh
+        self.sizes = dict(mesh.axes)
+        place = mesh.coordinate(ranks[0])
+        self.coordinate: Coordinate = {a: (place[a], n) for a, n in mesh.axes}
+        self.whole = Layout(tuple((a, REPLICATE) for a in mesh.names))
+        self.values: dict[str, LocalValue] = {}
+        self.steps: list[Step] = []
+        self.converted: dict[tuple[str, Layout], str] = {}
+
+    def run(self) -> RankProgram:
+        for value, layout in self.sources.layouts.items():
+            self._define(value, value, layout)
+        for node in self.graph.nodes:
+            self._compute(node)
+        mutations = tuple(
+            (b.name, self._convert(b.mutation, self.whole, None))
+            for b in self.graph.buffers
+            if b.mutation
+        )
+        loss = None
+        if self.graph.loss:
+            loss = self._convert(self.graph.loss, self.whole, self._last(self.graph.loss))
+        steps, self.steps = tuple(self.steps), []
+        outputs = map_refs(
+            self.graph.outputs, lambda ref: Ref(self._convert(ref.name, self.whole, None))
+        )
+        return RankProgram(
+            ranks=self.ranks,
+            inputs=self._inputs(),
+            parameters=self._parameters(),
+            steps=steps,
+            values=self.values,
+            loss=loss,
+            outputs=outputs,
+            output_steps=tuple(self.steps),
+            mutations=mutations,
+            carries_grad=self.facts.carries_grad,
+        )
+
+    def _last(self, value: str) -> Node | None:
+        return self.graph.producers.get(value)
+
+    def _define(self, name: str, value: str, layout: Layout) -> None:
+        full = self.graph.values[value]
+        shape = local_shape(layout, full.shape, self.coordinate)
+        self.values[name] = LocalValue(
+            value=value, layout=layout, type=TensorType(shape, full.dtype)
+        )
+
+    def _compute(self, node: Node) -> None:
+        needs = self.resolved.operand_layouts(node.name)
+        if not node.grad_enabled:
+            needs = tuple(_as_same(layout) for layout in needs)
+        names = [
+            self._convert(value, needed, node)
+            for value, needed in zip(node.inputs, needs, strict=True)
+        ]
+        for value, layout in zip(
+            node.outputs, self.resolved.result_layouts(node.name), strict=True
+        ):
+            self._define(value, value, self.sources.stored(value, layout))
+        call = self._local_call(node, needs)
+        args, kwargs, order = _bind_operands(node, call, names)
+        self.steps.append(
+            _step(
+                node,
+                outputs=node.outputs,
+                fn=call.fn,
+                args=args,
+                kwargs=kwargs,
+                needs=tuple(needs[i] for i in order),
+            )
+        )
+
+    def _local_call(self, node: Node, needs: tuple[Layout, ...]) -> LocalCall:
+        """The node's call in local sizes; tensor operands keep their order."""
+        rule, call = self.facts.rules[node.name], self.facts.calls[node.name]
+        results = [self.values[name] for name in node.outputs]
+        if rule.localize is not None:
+            return rule.localize(call, self._local(node, needs))
+        if rule.size_arg is not None:
+            return replace_arguments(
+                node, call.arguments, {rule.size_arg: results[0].type.shape}
+            )
+        return LocalCall(node.op, node.args, node.kwargs)
+
+    def _local(self, node: Node, needs: tuple[Layout, ...]) -> Local:
+        cuts: dict[str, tuple[str, ...]] = {}
+        partial: list[str] = []
+        for assignment in self.resolved.assignments:
+            choice = assignment.nodes[node.name].choice
+            if isinstance(choice, Cut):
+                cuts[choice.axis] = (*cuts.get(choice.axis, ()), assignment.axis)
+            if isinstance(choice, Pass):
+                partial.append(assignment.axis)
+        shapes = [self.graph.values[name].shape for name in node.inputs]
+        return Local(
+            cuts=cuts,
+            operands=tuple(
+                local_shape(layout, shape, self.coordinate)
+                for layout, shape in zip(needs, shapes, strict=True)
+            ),
+            results=tuple(self.values[name].type.shape for name in node.outputs),
+            result_layouts=tuple(self.values[name].layout for name in node.outputs),
+            operand_layouts=needs,
+            coordinate=self.coordinate,
+            partial=tuple(partial),
+        )
+
+    def _convert(self, value: str, needed: Layout, node: Node | None) -> str:
+        """The name under which `value` is at hand in the needed layout, moving it if it is not."""
+        name = value
+        carries = value in self.facts.carries_grad
+        for move in plan_moves(self.values[value].layout, needed, self.sizes, carries):
+            key = (value, move.layout)
+            if key not in self.converted:
+                fresh = f"{value}_{move.fn.removeprefix('rt.')}_{'_'.join(move.axes)}"
+                while fresh in self.values:
+                    fresh += "_"
+                self._define(fresh, value, move.layout)
+                self.steps.append(self._move_step(move, name, fresh, node))
+                self.converted[key] = fresh
+            name = self.converted[key]
+        return name
+
+    def _move_step(self, move: Move, source: str, target: str, node: Node | None) -> Step:
+        axis = move.axes[0]
+        before, after = move.before[axis], move.layout[axis]
+        kwargs: list[tuple[str, object]] = []
+        if isinstance(before, Shard):
+            kwargs += [("dim", before.dim), ("of", local_pattern(move.before, axis, self.coordinate))]
+            if isinstance(after, Shard):
+                kwargs += [
+                    ("to_dim", after.dim),
+                    ("to_of", local_pattern(move.layout, axis, self.coordinate)),
+                ]
+        elif isinstance(after, Shard):
+            kwargs += [("dim", after.dim), ("of", local_pattern(move.layout, axis, self.coordinate))]
+        elif move.fn == "rt.reduce" and getattr(before, "op", "sum") != "sum":
+            kwargs.append(("op", before.op))  # type: ignore[union-attr]
+        return _step(
+            node,
+            outputs=(target,),
+            fn=move.fn,
+            args=(Ref(source), MeshAxis(move.axes)),
+            kwargs=tuple(kwargs),
+            axes=move.axes,
+            grad_enabled=True,
+            autocast=None,
+        )
+
+    def _inputs(self) -> tuple[LocalInput, ...]:
+        return tuple(
+            LocalInput(
+                value=i.value,
+                name=i.name,
+                path=i.path,
+                layout=self.sources.layouts[i.value],
+                shape=self.graph.values[i.value].shape,
+            )
+            for i in self.graph.inputs
+        )
+
+    def _parameters(self) -> tuple[Storage, ...]:
+        plan = self.resolved.plan
+        storages = []
+        for p in self.graph.parameters:
+            full, local = self.graph.values[p.value], self.values[p.value]
+            sync = self.sources.sync[p.value]
+            storages.append(
+                Storage(
+                    value=p.value,
+                    name=p.name,
+                    aliases=p.aliases,
+                    shape=full.shape,
+                    local_shape=local.type.shape,
+                    dtype=full.dtype,
+                    layout=self.resolved.parameter_layout(p.value),
+                    sync=sync,
+                    zero=(plan.entry(p.name).zero or 0) if sync else 0,
+                    unit=self.sources.units[p.value],
+                    requires_grad=p.requires_grad,
+                )
+            )
+        return tuple(storages)
+
+
+def _bind_operands(
+    node: Node, call: LocalCall, names: list[str]
+) -> tuple[Any, Any, list[int]]:
+    """The local call's arguments over local names, and which operand each tensor argument is.
+
+    A value that a node uses twice may be at hand under two names: uses are matched in order.
+    """
+    waiting: dict[str, list[int]] = {}
+    for index, value in enumerate(node.inputs):
+        waiting.setdefault(value, []).append(index)
+    order: list[int] = []
+
+    def bound(ref: Ref) -> Ref:
+        places = waiting[ref.name]
+        index = places.pop(0) if len(places) > 1 else places[0]
+        order.append(index)
+        return Ref(names[index])
+
+    args, kwargs = map_refs((call.args, call.kwargs), bound)
+    return args, kwargs, order
+
+
+def _as_same(layout: Layout) -> Layout:
+    """Inside `no_grad` both kinds of whole are one."""
+    return Layout(
+        tuple((a, REPLICATE if p == REPLICATE or str(p) == "R*" else p) for a, p in layout.axes)
+    )
+
+
+def _step(node: Node | None, **fields: object) -> Step:
+    """A step with the provenance of the node it serves."""
+    origin: Mapping[str, object] = {}
+    if node is not None:
+        origin = {
+            "node": node.name,
+            "module": node.module,
+            "module_class": node.module_class,
+            "source": node.source,
+            "source_text": node.source_text,
+            "grad_enabled": node.grad_enabled,
+            "autocast": node.autocast,
+            "recompute": node.recompute,
+        }
+    return Step(**{**origin, **fields})  # type: ignore[arg-type]

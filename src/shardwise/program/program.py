@@ -1,0 +1,220 @@
+"""What each rank runs: local calls, explicit moves between layouts, parameters and their sharing.
+
+Enters: lowering. Leaves: `Program`, which is verified, printed, emitted and run. A `RankProgram` holds
+for all ranks with the same local sizes; what depends on the rank beyond that (the first row of a
+vocabulary shard) is asked of the mesh at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.cluster import Mesh
+from shardwise.errors import ProgramError
+from shardwise.ir import Graph, Ref, TensorType, format_arg, iter_refs
+from shardwise.plans import Plan
+from shardwise.sharding.costs import kind, same_placement
+from shardwise.sharding.placements import Layout
+from shardwise.sharding.rule import MeshAxis
+
+# Move -> (kind held, kind given); the table of SHARDING.md, which the runtime implements.
+MOVES = {
+    "rt.gather": ("S", "R"),
+    "rt.gather_fanout": ("S", "R*"),
+    "rt.reduce": ("P", "R"),
+    "rt.reduce_fanout": ("P", "R*"),
+    "rt.reduce_scatter": ("P", "S"),
+    "rt.shard": ("R", "S"),
+    "rt.take": ("R*", "S"),
+    "rt.fanout": ("R", "R*"),
+    "rt.as_partial": ("R", "P"),
+    "rt.pad": ("S", "P"),
+    "rt.all_to_all": ("S", "S"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalValue:
+    """A value as one rank holds it: which graph value, its layout, its local type."""
+
+    value: str
+    layout: Layout
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One statement: a local computation of a node, or a move of a value between layouts."""
+
+    outputs: tuple[str, ...]
+    fn: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    node: str = ""  # the graph node computed, or the one a move serves
+    needs: tuple[Layout, ...] = ()  # of the tensor operands in order, for computations
+    axes: tuple[str, ...] = ()  # mesh axes a move works on
+    module: str = ""
+    module_class: str = ""
+    source: str = ""
+    source_text: str = ""
+    grad_enabled: bool = True
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    recompute: str | None = None
+
+    @property
+    def is_move(self) -> bool:
+        return self.fn in MOVES
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(r.name for r in iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A parameter: how it lies on the mesh and how its gradient is synchronized."""
+
+    value: str
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    sync: tuple[str, ...]  # mesh axes on which the gradient arrives as a partial sum
+    zero: int
+    unit: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalInput:
+    """An input as the program takes it: the rank's part under `layout`."""
+
+    value: str
+    name: str
+    path: tuple[str | int, ...]
+    layout: Layout
+    shape: tuple[int, ...]  # of the whole input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """The program of the ranks in `ranks`."""
+
+    ranks: tuple[int, ...]
+    inputs: tuple[LocalInput, ...]
+    parameters: tuple[Storage, ...]
+    steps: tuple[Step, ...]
+    values: Mapping[str, LocalValue]
+    loss: str | None
+    outputs: tuple[Any, ...]  # leaves: Ref to a local value that is whole, or a constant
+    output_steps: tuple[Step, ...]  # moves that only the outputs need
+    mutations: tuple[tuple[str, str], ...]  # buffer name -> local value with its new content
+    carries_grad: frozenset[str] = frozenset()  # graph values through which gradients flow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The parallel program of all ranks for one graph and one plan."""
+
+    graph: Graph
+    plan: Plan
+    rank_programs: tuple[RankProgram, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    def of_rank(self, rank: int) -> RankProgram:
+        """The program that `rank` runs."""
+        for program in self.rank_programs:
+            if rank in program.ranks:
+                return program
+        raise ProgramError(f"rank {rank} is not in {self.mesh} of {self.mesh.size} ranks")
+
+    def verify(self) -> None:
+        """Raise unless every value is used in the layout it has, and every move is a legal one."""
+        sizes = dict(self.mesh.axes)
+        for program in self.rank_programs:
+            for step in (*program.steps, *program.output_steps):
+                if step.is_move:
+                    _verify_move(program, step, sizes)
+                else:
+                    _verify_needs(program, step, sizes)
+
+    def __str__(self) -> str:
+        return "\n\n".join(format_rank_program(p, self.mesh) for p in self.rank_programs)
+
+
+def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> None:
+    source = program.values[step.inputs[0]]
+    target = program.values[step.outputs[0]]
+    held, given = MOVES[step.fn]
+    for axis, before in source.layout.axes:
+        after = target.layout[axis]
+        if axis not in step.axes:
+            if not same_placement(before, after, sizes[axis]):
+                raise ProgramError(f"{step.fn} changes axis {axis} of %{source.value}: {step}")
+            continue
+        loose = source.value not in program.carries_grad  # without a gradient both R are one
+        expected = {held, "R", "R*"} if loose and held in ("R", "R*") else {held}
+        if kind(before) not in expected or not (kind(after) == given or loose):
+            raise ProgramError(
+                f"{step.fn} of %{source.value} over {axis} is {held} -> {given}, "
+                f"found {before} -> {after}"
+            )
+
+
+def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> None:
+    if not step.needs:
+        return
+    for name, needed in zip(step.inputs, step.needs, strict=True):
+        local = program.values[name]
+        for axis, need in needed.axes:
+            held = local.layout[axis]
+            if same_placement(held, need, sizes[axis]):
+                continue
+            both = {kind(held), kind(need)} == {"R", "R*"}
+            if both and (local.value not in program.carries_grad or not step.grad_enabled):
+                continue
+            raise ProgramError(
+                f"node {step.node} needs %{local.value} as {axis}:{need}, it is {axis}:{held}"
+            )
+
+
+def format_rank_program(program: RankProgram, mesh: Mesh) -> str:
+    """A rank program as text, one line per parameter and step."""
+    lines = [f"program of ranks {', '.join(map(str, program.ranks))} on {mesh}"]
+    for item in program.inputs:
+        lines.append(f"  input {item.name}: {item.layout} of {item.shape}")
+    for storage in program.parameters:
+        sync = f" sync {'.'.join(storage.sync)} zero {storage.zero}" if storage.sync else ""
+        lines.append(f"  parameter {storage.name}: {storage.layout} {storage.local_shape}{sync}")
+    for step in program.steps:
+        lines.append(f"  {format_step(program, step)}")
+    lines.append(f"  loss %{program.loss}")
+    return "\n".join(lines)
+
+
+def format_step(program: RankProgram, step: Step) -> str:
+    """`%y: dp:S(0) tp:R [2, 16] = rt.reduce(%x, tp)`."""
+    outs = ", ".join(
+        f"%{o}: {program.values[o].layout} {list(program.values[o].type.shape)}"
+        for o in step.outputs
+    )
+    args = [_format(a) for a in step.args] + [f"{k}={_format(v)}" for k, v in step.kwargs]
+    return f"{outs} = {step.fn}({', '.join(args)})"
+
+
+def _format(arg: Any) -> str:
+    if isinstance(arg, MeshAxis):
+        return ".".join(arg.names)
+    if isinstance(arg, Ref):
+        return str(arg)
+    return format_arg(arg)

@@ -1,0 +1,260 @@
+"""Layouts for one mesh axis: a choice for every node, found by dynamic programming.
+
+Enters: a graph's `Facts` and a `Task` (what is fixed, what may be cut). Leaves: an `Assignment`.
+
+Nodes are visited in order. A state is the placement of every live value; among states that agree on
+these the cheapest survives, and of all states the `beam` cheapest. A value is stored as its producer
+gives it; other placements it was turned into for a use stay at hand, so a conversion is paid once.
+With a beam as wide as the number of states the answer is optimal for the costs of `costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.errors import InfeasiblePlan, PlanError
+from shardwise.ir import Graph, Node
+from shardwise.sharding.candidates import Candidate, Cut, candidates
+from shardwise.sharding.costs import IMPOSSIBLE, move_cost, same_placement, work
+from shardwise.sharding.factors import Facts
+from shardwise.sharding.placements import REPLICATE, Placement, Shard, compatible
+
+Held = tuple[Placement, ...]  # the stored placement first, then what uses turned it into
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is asked of one mesh axis.
+
+    `parameters` fixes placements by value name; others are whole, or chosen when `split` is set.
+    `inputs` fixes which cut of an input may be taken; None leaves all inputs free. `choices` forces
+    nodes to a candidate, by its text. `weights` is the cost of holding one element of a parameter.
+    """
+
+    axis: str
+    ranks: int
+    parameters: Mapping[str, Placement] = field(default_factory=dict)
+    split: bool = False
+    inputs: Mapping[str, Placement] | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1e4
+    beam: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The choice of every node and the storage of every parameter on one mesh axis."""
+
+    axis: str
+    ranks: int
+    nodes: Mapping[str, Candidate]
+    parameters: Mapping[str, Placement]
+    cost: float
+
+
+@dataclass(slots=True)
+class _State:
+    cost: float
+    held: tuple[Held, ...]
+    chosen: Candidate | None = None
+    stored: tuple[tuple[str, Placement], ...] = ()
+    previous: _State | None = None
+
+
+def assign(graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...] = ()) -> Assignment:
+    """The cheapest choices for one mesh axis, given those of earlier axes."""
+    search = _Search(graph, facts, task, earlier)
+    states = [_State(0.0, ())]
+    for index, node in enumerate(graph.nodes):
+        states = search.step(index, node, states)
+    best = min(states, key=lambda s: s.cost)
+    nodes: dict[str, Candidate] = {}
+    parameters: dict[str, Placement] = {}
+    state: _State | None = best
+    for node in reversed(graph.nodes):
+        assert state is not None and state.chosen is not None
+        nodes[node.name] = state.chosen
+        parameters.update(state.stored)
+        state = state.previous
+    for parameter in graph.parameters:
+        parameters.setdefault(parameter.value, REPLICATE)
+    ordered = {node.name: nodes[node.name] for node in graph.nodes}
+    return Assignment(
+        axis=task.axis, ranks=task.ranks, nodes=ordered, parameters=parameters, cost=best.cost
+    )
+
+
+class _Search:
+    """One run of the dynamic program: the live values, and the transition at each node."""
+
+    def __init__(
+        self, graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...]
+    ) -> None:
+        self.graph, self.facts, self.task, self.earlier = graph, facts, task, earlier
+        self.parameters = {p.value for p in graph.parameters}
+        self.inputs = {i.value for i in graph.inputs}
+        self.free = self.inputs | {c.value for c in graph.constants}
+        self.free |= {b.value for b in graph.buffers}
+        self.last: dict[str, int] = {}
+        for index, node in enumerate(graph.nodes):
+            for name in (*node.inputs, *node.outputs):
+                self.last[name] = max(index, self.last.get(name, -1))
+        self.ends = {graph.loss} if graph.loss else set()
+        self.ends |= {b.mutation for b in graph.buffers if b.mutation}
+        self.live: list[str] = []
+
+    def step(self, index: int, node: Node, states: list[_State]) -> list[_State]:
+        """All states after `node`."""
+        options = self._options(node)
+        operands = list(dict.fromkeys(node.inputs))
+        new = [name for name in operands if name not in self.live]
+        self.live += new
+        where = [self.live.index(name) for name in operands]
+        produced = [n for n in node.outputs if self.last[n] > index]
+        keep = [i for i, name in enumerate(self.live) if self.last[name] > index]
+        groups: dict[tuple[Held | None, ...], list[_State]] = {}
+        for state in states:
+            held = (*state.held, *(None for _ in new))
+            groups.setdefault(tuple(held[i] for i in where), []).append(state)
+        best: dict[tuple[Held, ...], _State] = {}
+        for present, members in groups.items():
+            for candidate in options:
+                moved = self._move(node, candidate, dict(zip(operands, present, strict=True)))
+                if moved is None:
+                    continue
+                cost, after, stored = moved
+                results = dict(zip(node.outputs, candidate.results, strict=True))
+                tail = tuple((results[n],) for n in produced)
+                for state in members:
+                    held_list = [*state.held, *(None for _ in new)]
+                    for i, name in zip(where, operands, strict=True):
+                        held_list[i] = after[name]
+                    key = (*(held_list[i] for i in keep), *tail)
+                    total = state.cost + cost
+                    known = best.get(key)
+                    if known is None or total < known.cost:
+                        best[key] = _State(total, key, candidate, stored, state)
+        self.live = [self.live[i] for i in keep] + produced
+        if not best:
+            raise InfeasiblePlan(
+                f"no way to run {node.op} on mesh axis {self.task.axis} satisfies the plan",
+                where=node.origin,
+                hint="loosen the entries for its parameters or for this node",
+            )
+        return sorted(best.values(), key=lambda s: s.cost)[: self.task.beam]
+
+    def _options(self, node: Node) -> tuple[Candidate, ...]:
+        """The node's candidates that the task and earlier mesh axes allow."""
+        rule = self.facts.rules[node.name]
+        found = candidates(rule, self.facts.structures[node.name])
+        allowed = tuple(c for c in found if self._fits(node, c) and self._holds(node, c))
+        forced = self.task.choices.get(node.name)
+        if forced is None:
+            return allowed
+        chosen = tuple(c for c in found if str(c.choice) == forced and self._fits(node, c))
+        if not chosen:
+            known = ", ".join(f"'{c.choice}'" for c in found)
+            raise PlanError(
+                f"node {node.name} ({node.op}) cannot '{forced}' on mesh axis {self.task.axis}",
+                where=node.origin,
+                hint=f"one of {known}",
+            )
+        return chosen
+
+    def _fits(self, node: Node, candidate: Candidate) -> bool:
+        """Whether the cuts of earlier mesh axes leave room for this one."""
+        for other in self.earlier:
+            theirs = other.nodes[node.name]
+            if isinstance(candidate.choice, Cut) and isinstance(theirs.choice, Cut):
+                axis = self.facts.rules[node.name].axes[candidate.choice.axis]
+                if axis.once and theirs.choice.axis == axis.name:
+                    return False
+            pairs = (*zip(candidate.operands, theirs.operands, strict=True),
+                     *zip(candidate.results, theirs.results, strict=True))
+            for mine, its in pairs:
+                if isinstance(mine, Shard) and isinstance(its, Shard) and mine.dim == its.dim:
+                    if not compatible(mine.of, its.of):
+                        return False
+        return True
+
+    def _holds(self, node: Node, candidate: Candidate) -> bool:
+        """In a parameter split, a node with parameters cuts one of them or does the same work."""
+        if not self.task.split or not isinstance(candidate.choice, Cut):
+            return True
+        mine = [
+            placement
+            for name, placement in zip(node.inputs, candidate.operands, strict=True)
+            if name in self.parameters
+        ]
+        return not mine or any(isinstance(p, Shard) for p in mine)
+
+    def _move(
+        self, node: Node, candidate: Candidate, present: Mapping[str, Held | None]
+    ) -> tuple[float, dict[str, Held], tuple[tuple[str, Placement], ...]] | None:
+        """Cost of feeding a candidate from what is held; the placements then at hand."""
+        task = self.task
+        rule = self.facts.rules[node.name]
+        effort = work(self.facts.calls[node.name], rule)
+        cost = effort / task.ranks if isinstance(candidate.choice, Cut) else effort
+        after = dict(present)
+        stored: list[tuple[str, Placement]] = []
+        for name, needed in zip(node.inputs, candidate.operands, strict=True):
+            held = after[name]
+            if held is None:
+                first = self._store(name, needed)
+                if first is None:
+                    return None
+                held = (first,)
+                if name in self.parameters:
+                    stored.append((name, first))
+                    cost += self._holding(name, first)
+            price = self._price(name, held, needed)
+            if price == IMPOSSIBLE:
+                return None
+            if price > 0 and not any(same_placement(h, needed, task.ranks) for h in held):
+                held = (*held, needed)
+            cost += price
+            after[name] = held
+        for name, given in zip(node.outputs, candidate.results, strict=True):
+            if name in self.ends:
+                value = self.graph.values[name]
+                cost += move_cost(value, given, REPLICATE, task.ranks, False)
+        return cost, {k: v for k, v in after.items() if v is not None}, tuple(stored)
+
+    def _store(self, name: str, needed: Placement) -> Placement | None:
+        """The storage of a value at its first use: inputs are whole, parameters as decided."""
+        if name not in self.parameters:
+            return REPLICATE
+        fixed = self.task.parameters.get(name)
+        if fixed is not None:
+            return fixed
+        if isinstance(needed, Shard):
+            return needed if self.task.split else None
+        return REPLICATE
+
+    def _holding(self, name: str, placement: Placement) -> float:
+        value = self.graph.values[name]
+        share = 1 / self.task.ranks if isinstance(placement, Shard) else 1.0
+        matrix = sum(size > 1 for size in value.shape) > 1
+        return value.numel * share * (self.task.weight if matrix and self.task.split else 1.0)
+
+    def _price(self, name: str, held: Held, needed: Placement) -> float:
+        """The cheapest way to the needed placement from any at hand."""
+        task, value = self.task, self.graph.values[name]
+        if name in self.free:
+            return self._free_price(name, needed)
+        grad = name in self.facts.carries_grad
+        if name in self.parameters and needed != REPLICATE and not isinstance(needed, Shard):
+            grad = False  # a parameter's partial gradient is reduced with the others, in buckets
+        return min(move_cost(value, h, needed, task.ranks, grad) for h in held)
+
+    def _free_price(self, name: str, needed: Placement) -> float:
+        """Inputs, buffers and constants are whole everywhere: cutting them costs nothing."""
+        if not isinstance(needed, Shard):
+            return 0.0
+        if name in self.inputs and self.task.inputs is not None:
+            allowed = self.task.inputs.get(name)
+            if allowed is None or not same_placement(allowed, needed, self.task.ranks):
+                return IMPOSSIBLE
+        return 0.0

@@ -1,0 +1,173 @@
+"""What is known of a graph before any decision: rules, factors of dims, where gradients flow.
+
+Enters: a `Graph`. Leaves: `Facts`. Factorizations are refined across edges to a fixed point, so
+that a weight used only by `linear` knows that a later `view` reads its rows as 3 x heads x 16.
+Factorizations without a common refinement end the propagation; that edge redistributes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.errors import RuleError
+from shardwise.ir import Graph, Node
+from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
+from shardwise.sharding.candidates import compose
+from shardwise.sharding.dims import Structure, refine, replace_section, whole
+from shardwise.sharding.registry import rule_for
+from shardwise.sharding.rule import Call, Dim, NodeRule, Part, whole_rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Rules by node, structures of node axes and of value dims, values that carry a gradient."""
+
+    rules: Mapping[str, NodeRule]
+    calls: Mapping[str, Call]
+    structures: Mapping[str, Mapping[str, Structure]]
+    dims: Mapping[str, tuple[Structure, ...]]
+    carries_grad: frozenset[str]
+
+
+def analyze(graph: Graph) -> Facts:
+    """Rules and the fixed point of factorizations."""
+    calls = {node.name: Call.of(node, graph.values) for node in graph.nodes}
+    table = {name: node_rule(graph, call) for name, call in calls.items()}
+    solver = _Refiner(graph, table)
+    solver.run()
+    return Facts(
+        rules=table,
+        calls=calls,
+        structures=solver.axes,
+        dims={name: tuple(dims) for name, dims in solver.dims.items()},
+        carries_grad=gradient_carriers(graph),
+    )
+
+
+def node_rule(graph: Graph, call: Call) -> NodeRule:
+    """The registered rule; for an unknown operator the one found by experiment."""
+    try:
+        found = rule_for(call)
+    except RuleError:
+        raise
+    except Exception as error:
+        raise RuleError(
+            f"the rule of {call.node.op} failed: {error}", where=call.node.origin
+        ) from error
+    if found is None:
+        run = graph.functions.get(call.node.op)
+        found = discovery.discover(call, run.apply if run is not None else None)
+    if len(found.operands) != len(call.operands) or len(found.results) != len(call.results):
+        return whole_rule(call, f"its rule describes {len(found.operands)} operands")
+    return found
+
+
+def gradient_carriers(graph: Graph) -> frozenset[str]:
+    """Values through which a gradient reaches a parameter."""
+    carriers = {p.value for p in graph.parameters if p.requires_grad}
+    for node in graph.nodes:
+        if not node.grad_enabled or node.op.startswith("aten.detach."):
+            continue
+        if any(name in carriers for name in node.inputs):
+            for name in node.outputs:
+                dtype = graph.values[name].dtype
+                if dtype.is_floating_point or dtype.is_complex:
+                    carriers.add(name)
+    return frozenset(carriers)
+
+
+class _Refiner:
+    """The fixed point: a work list of nodes whose dims or axes changed."""
+
+    def __init__(self, graph: Graph, table: Mapping[str, NodeRule]) -> None:
+        self.table = table
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.dims: dict[str, list[Structure]] = {
+            name: [whole(size) for size in value.shape] for name, value in graph.values.items()
+        }
+        self.axes: dict[str, dict[str, Structure]] = {
+            name: {a.name: whole(a.size) for a in rule.axes.values()}
+            for name, rule in table.items()
+        }
+        self.touching: dict[str, list[str]] = {}
+        for node in graph.nodes:
+            for value in dict.fromkeys((*node.inputs, *node.outputs)):
+                self.touching.setdefault(value, []).append(node.name)
+        self.queue: deque[str] = deque(self.nodes)
+        self.queued = set(self.queue)
+
+    def run(self) -> None:
+        while self.queue:
+            name = self.queue.popleft()
+            self.queued.discard(name)
+            while self._visit(self.nodes[name]):
+                pass
+
+    def _push(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self.queued:
+                self.queued.add(name)
+                self.queue.append(name)
+
+    def _visit(self, node: Node) -> bool:
+        """Unify a node's axes with its values' dims; whether an axis changed."""
+        rule, axes = self.table[node.name], self.axes[node.name]
+        changed = False
+        tensors = (*zip(node.inputs, rule.operands, strict=True),
+                   *zip(node.outputs, rule.results, strict=True))
+        for value, dims in tensors:
+            for index, dim in enumerate(dims):
+                if dim == ():
+                    continue
+                own = compose(dim, axes)
+                refined = None if own is None else refine(self.dims[value][index], own)
+                if refined is None:
+                    continue
+                if refined != self.dims[value][index]:
+                    self.dims[value][index] = refined
+                    self._push([n for n in self.touching[value] if n != node.name])
+                changed |= refined != own and _narrow(dim, refined, axes, rule)
+        return changed
+
+
+def _narrow(dim: Dim, structure: Structure, axes: dict[str, Structure], rule: NodeRule) -> bool:
+    """Give the axes of a dim what is known of the dim; whether that changed any."""
+    if isinstance(dim, Part):
+        new = {dim.axis: replace_section(axes[dim.axis], dim.start, dim.stop, structure)}
+    elif len(dim) == 1:
+        new = {dim[0]: structure}
+    else:
+        split = _divide(structure, [rule.axes[a].size for a in dim])
+        new = dict(zip(dim, split, strict=True)) if split else {}
+    changed = False
+    for name, found in new.items():
+        refined = refine(axes[name], found)
+        if refined is not None and refined != axes[name]:
+            axes[name] = refined
+            changed = True
+    return changed
+
+
+def _divide(structure: Structure, sizes: list[int]) -> list[Structure] | None:
+    """A product's factors handed out to axes of these sizes.
+
+    >>> _divide(((3, 4, 16),), [12, 16])
+    [((3, 4),), ((16,),)]
+    """
+    if len(structure) != 1:
+        return None
+    factors = list(structure[0])
+    parts: list[Structure] = []
+    for size in sizes:
+        own: list[int] = []
+        while factors and prod(own) < size:
+            own.append(factors.pop(0))
+        if prod(own) != size:
+            return None
+        parts.append((tuple(own),))
+    return parts
+
+
