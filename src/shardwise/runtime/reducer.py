@@ -1,0 +1,278 @@
+"""Gradient synchronization: summed over ranks while backward still runs.
+
+Each gradient belongs to a `Reduction`: an all-reduce of one large gradient in place, of a bucket
+of small ones, or a reduce-scatter of a flat group (zero 2 and 3). It starts when its last gradient
+has been accumulated. Gradients are summed, never averaged: the loss is the whole batch's.
+
+Which parameters have gradients is agreed over all ranks in a program's first step, because a rank
+with an empty shard may produce none where others do. There its gradient is zero; and reductions
+with such parameters start at the same fixed points on all ranks instead of on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ProgramError
+from shardwise.runtime.flat import Entry, FlatGroup
+from shardwise.runtime.guards import absent, guard, unguard
+from shardwise.runtime.mesh import Axis, ProcessMesh
+from shardwise.runtime.transport import Pending
+
+__all__ = ["Reducer", "Reduction", "sync_axis"]
+
+ALONE_BYTES = 1 << 20  # a gradient of this size is reduced in place, without a bucket
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+OUTSTANDING_BYTES = 64 << 20  # more than this in flight: wait for the oldest
+
+
+def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:
+    """The axis over which the entry's gradient is a partial sum."""
+    return mesh.axis(*(name for name in mesh.axes if name in entry.spec.sync))
+
+
+class Reduction:
+    """Gradients that are summed together."""
+
+    def __init__(self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None) -> None:
+        self.entries, self.axis, self.group = tuple(entries), axis, group
+        self.early = True
+        self.waiting = len(self.entries)
+        self.launched = False
+        self.bytes = sum(e.numel * e.leaf.element_size() for e in self.entries)
+        self._pending: Pending | None = None
+
+    def launch(self) -> None:
+        """Start the sum of what has arrived; what has not counts as zero."""
+        self.launched = True
+        if self.group is not None and self.group.zero >= 2:
+            used = set(self.entries)
+            flat = _flat([_taken(e) if e in used else None for e in self.group.entries], self.group)
+            self._pending = self.axis.reduce_scatter(flat, self.group.sizes)
+        elif len(self.entries) == 1:
+            entry = self.entries[0]
+            if entry.leaf.grad is None:
+                entry.leaf.grad = torch.zeros_like(entry.leaf)
+            self._pending = self.axis.all_reduce(entry.leaf.grad)
+        else:
+            self._pending = self.axis.all_reduce(self._bucket())
+
+    def _bucket(self) -> Tensor:
+        """All gradients in one buffer, of which they become views."""
+        grads = [e.leaf.grad for e in self.entries]
+        made = [
+            torch.zeros(e.numel, dtype=e.leaf.dtype, device=e.leaf.device)
+            if grad is None
+            else grad.reshape(-1)
+            for e, grad in zip(self.entries, grads, strict=True)
+        ]
+        bucket = torch.cat(made)
+        views = torch.split(bucket, [m.numel() for m in made])
+        for entry, view in zip(self.entries, views, strict=True):
+            entry.leaf.grad = view.view(entry.local_shape)
+        return bucket
+
+    def finish(self) -> None:
+        """Wait for the sum and put it where the optimizer finds it."""
+        assert self._pending is not None
+        result, self._pending = self._pending.wait(), None
+        if self.group is None or self.group.zero < 2:
+            return
+        used = set(self.entries)
+        for entry, grad in zip(self.group.entries, self.group.pieces_of(result), strict=True):
+            if entry in used:
+                before = entry.piece.grad
+                entry.piece.grad = grad if before is None else unguard(before).add_(grad)
+
+    def drop(self) -> None:
+        """Forget everything, after an error."""
+        self._pending, self.launched, self.waiting = None, False, len(self.entries)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one program's gradients are, once agreed."""
+
+    reductions: list[Reduction] = field(default_factory=list)
+    of: dict[Entry, Reduction] = field(default_factory=dict)
+    used: set[Entry] = field(default_factory=set)
+    known: set[Entry] = field(default_factory=set)
+    complete: bool = False
+
+    def add(self, reduction: Reduction) -> None:
+        self.reductions.append(reduction)
+        self.of.update(dict.fromkeys(reduction.entries, reduction))
+
+
+class Reducer:
+    """Synchronizes the gradients of all entries, step after step."""
+
+    def __init__(self, mesh: ProcessMesh, entries: Sequence[Entry]) -> None:
+        self.mesh = mesh
+        self.entries = [e for e in entries if e.spec.requires_grad]
+        self.plans: dict[Hashable, Plan] = {}
+        self.plan = Plan()
+        self._arrived: dict[Entry, None] = {}
+        self._flying: list[Reduction] = []
+        self._stash: dict[Entry, Tensor] = {}
+        self.active = False
+        for entry in self.entries:
+            entry.leaf.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
+
+    def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if self.active:
+                self._on_arrival(entry)
+
+        return arrived
+
+    def begin(self, key: Hashable) -> None:
+        """Prepare for one backward of the program `key`."""
+        self.plan = self.plans.setdefault(key, Plan())
+        self._arrived.clear()
+        for reduction in self.plan.reductions:
+            reduction.drop()
+        for entry in self.entries:
+            grad, entry.leaf.grad = entry.leaf.grad, None
+            if grad is not None and entry.zero < 2:
+                self._stash[entry] = unguard(grad)
+            elif grad is None and entry.zero == 2:
+                entry.piece.grad = None
+        self.active = True
+
+    def _on_arrival(self, entry: Entry) -> None:
+        self._arrived[entry] = None
+        if entry not in self.plan.known:
+            return
+        reduction = self.plan.of.get(entry)
+        if reduction is None:
+            raise ProgramError(
+                f"{entry.spec.name} has a gradient in this step but had none on any rank in the "
+                "program's first step"
+            )
+        if reduction.launched:
+            raise ProgramError(
+                f"the gradient of {entry.spec.name} arrived after the backward of its unit "
+                f"{entry.spec.unit!r}",
+                hint='put parameters that several units use into the root unit ""',
+            )
+        reduction.waiting -= 1
+        if reduction.waiting == 0 and reduction.early:
+            self._launch(reduction)
+
+    def _launch(self, reduction: Reduction) -> None:
+        reduction.launch()
+        self._flying.append(reduction)
+        while len(self._flying) > 1 and sum(r.bytes for r in self._flying) > OUTSTANDING_BYTES:
+            self._flying.pop(0).finish()
+
+    def flush(self, entries: Iterable[Entry]) -> None:
+        """Start what these entries still have to sum; a fixed point of all ranks' programs."""
+        wanted = [e for e in entries if e.spec.requires_grad]
+        unknown = [e for e in wanted if e not in self.plan.known]
+        if unknown:
+            self._agree(unknown)
+        for reduction in dict.fromkeys(self.plan.of[e] for e in wanted if e in self.plan.of):
+            if not reduction.launched:
+                self._launch(reduction)
+
+    def finish(self) -> set[Entry]:
+        """Complete all sums; the entries that now have a gradient."""
+        self.flush(self.entries)
+        for reduction in self._flying:
+            reduction.finish()
+        self._flying.clear()
+        self.active = False
+        for entry, before in self._stash.items():
+            if entry.leaf.grad is not None:
+                before.add_(entry.leaf.grad)
+            entry.leaf.grad = before
+        self._stash.clear()
+        self.install()
+        return self.plan.used
+
+    def install(self) -> None:
+        """Make all gradients visible to the user."""
+        for entry in self.entries:
+            self._install(entry)
+
+    def _install(self, entry: Entry) -> None:
+        """Make the gradient visible, as a type that says whether it is whole."""
+        grad = entry.piece.grad if entry.zero >= 2 else entry.leaf.grad
+        if grad is None:
+            return
+        if entry.zero == 3:
+            entry.piece.grad = guard(unguard(grad))
+        elif entry.zero == 2:
+            entry.leaf.grad = absent(entry.leaf)
+        elif entry.spec.splits:
+            entry.leaf.grad = guard(unguard(grad))
+
+    def abort(self) -> None:
+        """Undo a step that failed."""
+        self.active = False
+        for reduction in self.plan.reductions:
+            reduction.drop()
+        self._flying.clear()
+        for entry in self.entries:
+            entry.leaf.grad = self._stash.pop(entry, None)
+
+    def _agree(self, entries: list[Entry]) -> None:
+        """Learn over all ranks which of these have gradients, and form their reductions."""
+        here = torch.tensor([[e in self._arrived for e in entries]], dtype=torch.int32)
+        place = {e: i for i, e in enumerate(self._arrived)}
+        order = torch.tensor([place.get(e, len(place)) for e in entries], dtype=torch.int64)
+        device = entries[0].leaf.device
+        votes = torch.cat([here, 1 - here]).to(device)
+        some, not_all = self.mesh.world.all_reduce(votes, "max").wait().tolist()
+        order = self.mesh.world.broadcast(order.to(device)).wait()
+        ordered = [entries[i] for i in torch.argsort(order, stable=True).tolist()]
+        used = {e for e, has in zip(entries, some, strict=True) if has}
+        uneven = {e for e, lacks in zip(entries, not_all, strict=True) if lacks}
+        self.plan.known.update(entries)
+        self.plan.used |= used
+        for reduction in self._form([e for e in ordered if e in used]):
+            reduction.early = not any(e in uneven for e in reduction.entries)
+            self.plan.add(reduction)
+
+    def _form(self, entries: list[Entry]) -> list[Reduction]:
+        """The reductions of used entries, in the order in which gradients become ready."""
+        formed: list[Reduction] = []
+        small: dict[tuple[object, ...], list[Entry]] = {}
+        grouped: dict[FlatGroup, list[Entry]] = {}
+        for entry in entries:
+            axis = sync_axis(entry, self.mesh)
+            size = entry.numel * entry.leaf.element_size()
+            if entry.group is not None and entry.zero >= 2:
+                grouped.setdefault(entry.group, []).append(entry)
+            elif axis.size > 1 and size < ALONE_BYTES:
+                bucket = small.setdefault((entry.spec.sync, entry.leaf.dtype), [])
+                bucket.append(entry)
+                limit = BUCKET_BYTES if formed else FIRST_BUCKET_BYTES
+                if sum(e.numel * e.leaf.element_size() for e in bucket) >= limit:
+                    formed.append(Reduction(bucket, axis, None))
+                    del small[entry.spec.sync, entry.leaf.dtype]
+            else:
+                formed.append(Reduction([entry], axis, None))
+        for bucket in small.values():
+            formed.append(Reduction(bucket, sync_axis(bucket[0], self.mesh), None))
+        return formed + [Reduction(members, g.axis, g) for g, members in grouped.items()]
+
+
+def _taken(entry: Entry) -> Tensor | None:
+    grad, entry.leaf.grad = entry.leaf.grad, None
+    return grad
+
+
+def _flat(grads: list[Tensor | None], group: FlatGroup) -> Tensor:
+    """The gradients of a flat group as one tensor, without a copy where it is one gradient."""
+    made = [
+        group.full.new_zeros(entry.numel) if grad is None else grad.reshape(-1)
+        for entry, grad in zip(group.entries, grads, strict=True)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made)

@@ -1,0 +1,245 @@
+"""This rank's part of a model: its memory, its gradients, and the whole model when asked for.
+
+Full tensors enter one at a time (`load_full`), so that no rank ever needs the whole model; full
+tensors leave by `gather_state_dict` and `gather_gradients`, which all ranks call together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import PlanMismatch, did_you_mean
+from shardwise.runtime.flat import Entry, FlatGroup
+from shardwise.runtime.fsdp import Units
+from shardwise.runtime.guards import unguard
+from shardwise.runtime.mesh import ProcessMesh, coordinates
+from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
+from shardwise.runtime.reducer import ALONE_BYTES, Reducer, sync_axis
+from shardwise.runtime.splits import assemble, local_shape, take_local
+
+__all__ = ["ParameterStore"]
+
+
+class ParameterStore:
+    """The parameters and buffers of a generated module on this rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: ProcessMesh,
+        specs: Sequence[ParameterSpec],
+        buffers: Sequence[BufferSpec] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.mesh, self.device = mesh, torch.device(device)
+        self.entries = [self._entry(spec) for spec in specs]
+        self.groups = self._group()
+        self._by_name = {n: e for e in self.entries for n in (e.spec.name, *e.spec.aliases)}
+        self.buffer_specs = tuple(buffers)
+        self.buffers = {
+            spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
+            for spec in buffers
+        }
+        self._aliases = {a: spec.name for spec in buffers for a in (spec.name, *spec.aliases)}
+        self.reducer = Reducer(mesh, self.entries)
+        self.units = Units([g for g in self.groups if g.zero == 3], self.reducer.flush)
+        self.with_gradient: set[Entry] = set()
+        self.attach(module)
+
+    def _entry(self, spec: ParameterSpec) -> Entry:
+        shape = local_shape(spec.shape, spec.splits, self.mesh.coordinates, self.mesh.axes)
+        return Entry(spec, shape)
+
+    def _group(self) -> list[FlatGroup]:
+        """Give every entry memory: alone, or with its like in flat groups."""
+        together: dict[tuple[object, ...], list[Entry]] = {}
+        for entry in self.entries:
+            spec, dtype = entry.spec, torch_dtype(entry.spec.dtype)
+            if spec.zero == 0 or sync_axis(entry, self.mesh).size == 1:
+                entry.own_whole(self.device, dtype)
+                continue
+            alone = spec.name if entry.numel * dtype.itemsize >= ALONE_BYTES else None
+            key = (spec.unit, spec.sync, dtype, spec.zero, spec.requires_grad, alone)
+            together.setdefault(key, []).append(entry)
+        return [
+            FlatGroup(found, sync_axis(found[0], self.mesh), self.device, torch_dtype(dtype))
+            for found in together.values()
+            for dtype in [found[0].spec.dtype]
+        ]
+
+    def attach(self, module: nn.Module) -> None:
+        """Make a generated module use this memory; several may share it."""
+        for entry in self.entries:
+            for name in (entry.spec.name, *entry.spec.aliases):
+                with contextlib.suppress(AttributeError):
+                    owner, last = locate(module, name)
+                    if last in owner._parameters:
+                        entry.slots.append((owner, last))
+            entry.show(entry.shown)
+        for alias, name in self._aliases.items():
+            with contextlib.suppress(AttributeError):
+                owner, last = locate(module, alias)
+                if last in owner._buffers:
+                    owner._buffers[last] = self.buffers[name]
+        self.units.attach(module)
+
+    # --- full tensors in and out ---------------------------------------------------------
+
+    @torch.no_grad()
+    def load_full(self, name: str, tensor: Tensor) -> None:
+        """Copy this rank's part of one full parameter or buffer; no reference is kept."""
+        if name in self._aliases:
+            self.buffers[self._aliases[name]].copy_(tensor)
+            return
+        entry = self._by_name.get(name)
+        if entry is None:
+            known = [*self._by_name, *self._aliases]
+            raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, known)}")
+        if tuple(tensor.shape) != entry.spec.shape:
+            raise PlanMismatch(
+                f"{name} has shape {tuple(tensor.shape)}, the plan was made for {entry.spec.shape}"
+            )
+        target, source = self.storage(entry), self.part_of(entry, tensor)
+        target.copy_(source.view(target.shape))
+
+    def storage(self, entry: Entry) -> Tensor:
+        """The memory that holds the entry between steps: the local tensor, or its piece."""
+        return entry.shown.detach()
+
+    def part_of(self, entry: Entry, full: Tensor) -> Tensor:
+        """What of a full tensor `storage` holds."""
+        local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
+        return local.reshape(-1)[slice(*entry.bounds)] if entry.zero == 3 else local
+
+    def piece_of(self, entry: Entry, full: Tensor) -> Tensor:
+        """What of a full tensor this rank's optimizer sees, in the shape of `entry.piece`."""
+        local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
+        return local.reshape(-1)[slice(*entry.bounds)] if entry.group is not None else local
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of a whole model's state dict; every key must be there."""
+        persistent = [s for s in self.buffer_specs if s.persistent]
+        wanted = {e.spec.name for e in self.entries} | {s.name for s in persistent}
+        missing = sorted(wanted - set(state))
+        if missing:
+            raise PlanMismatch(f"the state has no {', '.join(missing)}")
+        for name, tensor in state.items():
+            self.load_full(name, tensor)
+
+    @torch.no_grad()
+    def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
+        """A full tensor from every rank's local tensor, or from its piece of it."""
+        value = unguard(value).detach()
+        if piece and entry.group is not None:
+            sizes = entry.group.piece_sizes(entry)
+            value = entry.group.axis.all_gather(value.contiguous(), sizes).wait()
+        return self._join_splits(entry, value.reshape(entry.local_shape))
+
+    def _join_splits(self, entry: Entry, local: Tensor) -> Tensor:
+        spec = entry.spec
+        cut = {split.axis for split in spec.splits}
+        axes = {n: size for n, size in self.mesh.axes.items() if n in cut and size > 1}
+        if not axes:
+            return local.clone()
+        all_axes = {**dict.fromkeys(self.mesh.axes, 1), **axes}
+        axis = self.mesh.axis(*axes)
+        places = [coordinates(axes, index) for index in range(axis.size)]
+        zeros = dict.fromkeys(self.mesh.axes, 0)
+        shapes = [local_shape(spec.shape, spec.splits, {**zeros, **p}, all_axes) for p in places]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        parts = torch.split(axis.all_gather(local.contiguous().view(-1), sizes).wait(), sizes)
+        located = {
+            tuple({**zeros, **place}.values()): part.view(shape)
+            for place, part, shape in zip(places, parts, shapes, strict=True)
+        }
+        return assemble(located, spec.shape, spec.splits, all_axes)
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """Full parameters and persistent buffers under all their names, on every rank."""
+        state: dict[str, Tensor] = {}
+        for entry in self.entries:
+            full = self.gather_full(entry, entry.shown, piece=entry.zero == 3)
+            state.update(dict.fromkeys((entry.spec.name, *entry.spec.aliases), full))
+        for spec in self.buffer_specs:
+            if spec.persistent:
+                value = self.buffers[spec.name].clone()
+                state.update(dict.fromkeys((spec.name, *spec.aliases), value))
+        return state
+
+    def gather_gradients(self) -> dict[str, Tensor | None]:
+        """Full gradients by parameter name, on every rank; None where there is none."""
+        return {e.spec.name: self._full_gradient(e) for e in self.entries}
+
+    def _full_gradient(self, entry: Entry) -> Tensor | None:
+        grad = self.gradient(entry)
+        return None if grad is None else self.gather_full(entry, grad, piece=entry.zero >= 2)
+
+    # --- gradients -----------------------------------------------------------------------
+
+    def gradient(self, entry: Entry) -> Tensor | None:
+        """What this rank holds of the gradient, as a plain tensor."""
+        if entry.shown.grad is None:
+            return None
+        grad = entry.piece.grad if entry.zero == 2 else entry.shown.grad
+        return None if grad is None else unguard(grad)
+
+    def link_gradients(self) -> None:
+        """Give the optimizer's pieces plain gradients: what `shown.grad` says."""
+        for entry in self.entries:
+            grad = self.gradient(entry)
+            if entry.zero == 1 and grad is not None:
+                entry.piece.grad = grad.view(-1)[slice(*entry.bounds)]
+            else:
+                entry.piece.grad = grad
+
+    def unlink_gradients(self) -> None:
+        """Guard again what `link_gradients` made plain."""
+        self.reducer.install()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set them to zero."""
+        for entry in self.entries:
+            if set_to_none:
+                entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
+            elif (grad := self.gradient(entry)) is not None:
+                grad.zero_()
+
+    @contextlib.contextmanager
+    def step(self, key: Hashable = None) -> Iterator[None]:
+        """Around the forward and backward of one batch: gradients are added at the end."""
+        self.reducer.begin(key)
+        self.units.begin(("train", key))
+        try:
+            yield
+            self.units.finish()
+            self.with_gradient = self.reducer.finish()
+        except BaseException:
+            self.reducer.abort()
+            self.units.finish(abort=True)
+            raise
+
+    @contextlib.contextmanager
+    def evaluate(self, key: Hashable = None) -> Iterator[None]:
+        """Around a forward without gradients."""
+        self.units.begin(("eval", key))
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.units.finish()
+
+    def gather_updates(self) -> None:
+        """After an optimizer step: give all ranks the ranges that their owners updated."""
+        for pending in [group.gather() for group in self.groups if group.zero in (1, 2)]:
+            pending.wait()
+
+    def load_with(self, load: Callable[[str], Tensor]) -> None:
+        """Fill everything, asking for one full tensor after the other."""
+        for entry in self.entries:
+            self.load_full(entry.spec.name, load(entry.spec.name))
+        for spec in self.buffer_specs:
+            self.load_full(spec.name, load(spec.name))
