@@ -1,1 +1,50 @@
-"""Operators that need communication or the place of a shard: what local calls name `rt.…`."""
+"""Operators for cuts that need communication or care inside them."""
+
+from shardwise.runtime.operators.attention import attention
+from shardwise.runtime.operators.embedding import embedding_rows, grouped_mm
+from shardwise.runtime.operators.empty import empty_result, empty_results, no_channels
+from shardwise.runtime.operators.losses import cross_entropy, nll_loss, partial_loss
+from shardwise.runtime.operators.norms import batch_norm, layer_norm, rms_norm, weight_norm
+from shardwise.runtime.operators.reductions import (
+    all_true,
+    amax,
+    amin,
+    any_true,
+    logsumexp,
+    partial_mean,
+    std,
+    std_mean,
+    var,
+    var_mean,
+    vector_norm,
+)
+from shardwise.runtime.operators.softmax import log_softmax, softmax
+
+__all__ = [
+    "all_true",
+    "amax",
+    "amin",
+    "any_true",
+    "attention",
+    "batch_norm",
+    "cross_entropy",
+    "embedding_rows",
+    "empty_result",
+    "empty_results",
+    "grouped_mm",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "nll_loss",
+    "no_channels",
+    "partial_loss",
+    "partial_mean",
+    "rms_norm",
+    "softmax",
+    "std",
+    "std_mean",
+    "var",
+    "var_mean",
+    "vector_norm",
+    "weight_norm",
+]

@@ -167,7 +167,7 @@ def logical(call: Call) -> NodeRule:
     """Whether any or all elements are true."""
     found = reduction_of(call)
     name = call.node.op.split(".")[1]
-    local = combine("rt.any" if "any" in name else "rt.all", found)
+    local = combine("rt.any_true" if "any" in name else "rt.all_true", found)
     return reduction_rule(call, found, reduce="same", localize=local)
 
 
