@@ -73,6 +73,7 @@ PARENT = Ref("<parent>")
 
 
 def new_root(name: str) -> Alias:
+    """An alias of new memory that holds the value `name`."""
     storage = Storage()
     storage.root = Alias(storage, name)
     return storage.root
@@ -231,7 +232,13 @@ INVERSES: dict[str, Inverse] = {
 }
 for _op in (
     *("view.default", "reshape.default", "flatten.using_ints", "unflatten.int"),
-    *("unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "_unsafe_view.default"),
+    *(
+        "unsqueeze.default",
+        "squeeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "_unsafe_view.default",
+    ),
 ):
     INVERSES[f"aten.{_op}"] = _reshape
 for _op in ("expand.default", "contiguous.default", "alias.default", "detach.default"):

@@ -72,7 +72,8 @@ class Sources:
         """Root aliases by every name: parameters and buffers by theirs, inputs by value."""
         roots: dict[str, Alias] = {}
         self.constants.clear()
-        for source in (*self.parameters, *self.buffers):
+        owned: list[Parameter | Buffer] = [*self.parameters, *self.buffers]
+        for source in owned:
             kind = "parameter" if isinstance(source, Parameter) else "buffer"
             grad = isinstance(source, Parameter) and source.requires_grad
             alias = builder.source(

@@ -62,6 +62,7 @@ class Call:
 def read_batch(batch: Any) -> Call:
     """Flatten a batch; dict: keyword arguments, tuple or list: positional, else the only one."""
     register_dataclasses(batch)
+    tree: Any
     if isinstance(batch, Mapping):
         kind, tree = "keywords", dict(batch)
     elif isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
@@ -92,6 +93,7 @@ def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def path_name(path: Path) -> str:
+    """`("batch", 0)` as `batch.0`."""
     return ".".join(map(str, path))
 
 

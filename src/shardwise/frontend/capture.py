@@ -21,14 +21,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias, NotFunctional
 from shardwise.frontend.assemble import Sources, assemble
-from shardwise.frontend.batch import Call, read_batch
+from shardwise.frontend.batch import read_batch
 from shardwise.frontend.builder import Builder, Region
 from shardwise.frontend.convert import Converter
 from shardwise.frontend.failures import capture_error
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.functions import Recorder, recording
 from shardwise.frontend.loss import LossFn
+from shardwise.frontend.masks import eager_masks
 from shardwise.frontend.random_control import controlled_random
+from shardwise.frontend.regions import check_regions_can_go
 from shardwise.frontend.step import ROOT, Step
 from shardwise.ir import Graph
 
@@ -84,7 +86,13 @@ def _export(
     step: Step, fakes: tuple[torch.Tensor, ...], recorder: Recorder, name: str
 ) -> torch.export.ExportedProgram:
     try:
-        with _quiet(), recording(recorder), controlled_random(), torch.enable_grad():
+        with (
+            _quiet(),
+            recording(recorder),
+            controlled_random(),
+            eager_masks(),
+            torch.enable_grad(),
+        ):
             return torch.export.export(step, fakes, strict=False)
     except Exception as error:
         raise capture_error(error, name) from error
@@ -131,8 +139,6 @@ def _convert_decomposed(
     reason: NotFunctional,
 ) -> Graph:
     """The same through torch's own functionalization, for writes that we cannot express."""
-    from shardwise.frontend.regions import check_regions_can_go
-
     check_regions_can_go(program.graph_module, reason)
     try:
         with _quiet(), recording(recorder):
@@ -206,6 +212,3 @@ def _signature_names(model: nn.Module) -> list[str]:
         return []
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in named]
-
-
-__all__ = ["Call", "capture"]

@@ -66,7 +66,7 @@ class Converter:
     def _dispatch(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
         if isinstance(target, torch._ops.HigherOrderOperator):
-            return self._region(target.name(), args)
+            return self._region(str(target), args)
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._symbolic(str(target), args)
@@ -180,9 +180,7 @@ def _view(
         return None
     for parent in inputs:
         if parent.storage is storage:
-            marked = tuple(
-                PARENT if arg is parent else plain[i] for i, arg in enumerate(args)
-            )
+            marked = tuple(PARENT if arg is parent else plain[i] for i, arg in enumerate(args))
             return View(parent, op, marked, kwargs, index, types, builder.region.grad_enabled)
     return None
 

@@ -41,12 +41,14 @@ def fake_tensor(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode
 
 
 def new_fake_mode() -> FakeTensorMode:
+    """A mode in which numbers read from tensors are symbols, as `torch.export` wants it."""
     return FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True
     )
 
 
 def has_data(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is real: neither fake nor on meta."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
@@ -65,9 +67,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _copy_structure(model: nn.Module, stand_in: StandIn) -> nn.Module:

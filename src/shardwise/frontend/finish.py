@@ -40,7 +40,8 @@ class Namer:
 
 
 def identifier(wish: str) -> str:
-    """
+    """The nearest Python identifier.
+
     >>> identifier("layers.0.weight"), identifier("0"), identifier("__and__")
     ('layers_0_weight', 'v_0', 'and')
     """
@@ -71,7 +72,7 @@ def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
             raise CaptureError(
                 f"a value or shape depends on the data ({what})",
                 where=f"{origin.source}: {origin.source_text}" if origin.source else None,
-                hint='use torch.where and full-size tensors; for Mixture-of-Experts of transformers '
+                hint="use torch.where and full-size tensors; in transformers' mixtures of experts "
                 'config._experts_implementation = "batched_mm"',
             )
 
@@ -84,10 +85,9 @@ def finish_nodes(
     values: dict[str, TensorType] = {}
     for raw in nodes:
         name = namer.name(_short(raw.op))
-        if len(raw.outputs) == 1:
-            outputs = (name,)
-        else:
-            outputs = tuple(namer.name(f"{name}_{i}") for i in range(len(raw.outputs)))
+        outputs: tuple[str, ...] = (name,)
+        if len(raw.outputs) > 1:
+            outputs = tuple(namer.name(f"{name}_out{i}") for i in range(len(raw.outputs)))
         args = map_refs(raw.args, lambda ref: Ref(names[ref.name]))
         kwargs = tuple((k, map_refs(v, lambda ref: Ref(names[ref.name]))) for k, v in raw.kwargs)
         for old, new in zip(raw.outputs, outputs, strict=True):

@@ -22,8 +22,10 @@ from shardwise.ir import Ref, map_refs
 
 RECOMPUTE = "shardwise_recompute"
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-_LIBRARY = torch.library.Library("shardwise_capture", "DEF")
-_LIBRARY.define("function(Tensor[] tensors, int key) -> Tensor[]")
+_LIBRARY = torch.library.Library("shardwise_capture", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "function(Tensor[] tensors, int key) -> Tensor[]"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +76,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     _active.append(recorder)
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    torch_checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    torch_checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
         torch_checkpoint._checkpoint_without_reentrant_generator = generator
         _active.pop()
 
@@ -129,7 +131,6 @@ def _template(cls: type, position: int, arg: Any, tensors: list[torch.Tensor]) -
     )
 
 
-@torch.library.register_fake("shardwise_capture::function", lib=_LIBRARY)
 def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     """Shapes and dtypes of a function's results: its own forward, on fake tensors."""
     recorder = _active[-1]
@@ -149,6 +150,9 @@ def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     kept = tuple(torch.Tensor if isinstance(x, torch.Tensor) else x for x in flat)
     recorder.outputs[key] = kept if several else torch.Tensor
     return [torch.empty_like(x) for x in flat if isinstance(x, torch.Tensor)]
+
+
+torch.library.register_fake("shardwise_capture::function", _run_forward, lib=_LIBRARY)
 
 
 def _forward(cls: Any, context: _Context, args: tuple[Any, ...]) -> Any:

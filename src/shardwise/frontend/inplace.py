@@ -50,7 +50,11 @@ def convert(
         builder.write(alias, _copied(builder, alias, args[1]))
         return alias
     if name == "zero_":
-        _store(builder, alias, "aten.zeros_like.default", (_ref(builder, alias),))
+        own = _ref(builder, alias)
+        if own.name in builder.differentiable:  # gradients are zeros, not None
+            _store(builder, alias, "aten.fill.Scalar", (own, 0))
+        else:
+            _store(builder, alias, "aten.zeros_like.default", (own,))
         return alias
     if name in ("dropout_", "feature_dropout_", "alpha_dropout_") and not _drops(args):
         return alias
@@ -117,6 +121,16 @@ def _copied(builder: Builder, alias: Alias, source: Any) -> str:
     name = builder.read(source)
     if not builder.region.grad_enabled and name in builder.differentiable:
         (name,) = builder.emit("aten.detach.default", (Ref(name),), (builder.types[name],))
+    name = fitted(builder, name, own)
+    if alias.view is None and builder.read(alias) in builder.differentiable:
+        # What is overwritten keeps a gradient: zeros, not None.
+        (zeros,) = builder.emit("aten.fill.Scalar", (_ref(builder, alias), 0), (own,))
+        (name,) = builder.emit("aten.add.Tensor", (Ref(zeros), Ref(name)), (own,))
+    return name
+
+
+def fitted(builder: Builder, name: str, own: TensorType) -> str:
+    """The value `name` cast and broadcast to another type."""
     have = builder.types[name]
     if have.dtype != own.dtype:
         have = TensorType(have.shape, own.dtype)

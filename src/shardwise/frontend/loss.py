@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import LossError
 
 LossFn = Callable[[Any, Any], Any]
-_HINT = 'loss_fn=lambda output, batch: output["..."], or return the loss alone, as .loss or ["loss"]'
+_HINT = (
+    'loss_fn=lambda output, batch: output["..."], or return the loss alone, as .loss or ["loss"]'
+)
 
 
 def find_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
@@ -30,7 +32,7 @@ def find_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
         return _checked(marked, "the model's loss")
     scalars = [leaf for leaf in pytree.tree_leaves(output) if _is_scalar(leaf)]
     if len(scalars) == 1:
-        return scalars[0]
+        return _checked(scalars[0], "the only scalar")
     if scalars:
         raise LossError(
             f"the model returns {len(scalars)} scalars and none is marked as the loss", hint=_HINT

@@ -13,7 +13,7 @@ import torch
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias
 from shardwise.frontend.builder import Builder, tensor_type
-from shardwise.ir import Ref, TensorType
+from shardwise.ir import Ref
 
 Rule = Callable[[Builder, Any, tuple[Any, ...], dict[str, Any]], Any]
 BATCH_NORM = "shardwise.batch_norm.default"
@@ -166,6 +166,24 @@ def _instance_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: 
     return None
 
 
+def _copy(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Functional `copy`, which has no derivative: its source, cast and broadcast."""
+    from shardwise.frontend.inplace import fitted
+
+    return builder.track(fitted(builder, builder.read(args[1]), tensor_type(value)), value, None)
+
+
+def _strided_scatter(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Only without gradients: torch's derivative of it is wrong (2.13)."""
+    if any(builder.read(alias) in builder.differentiable for alias in args[:2]):
+        raise CaptureError(
+            "forward writes in place through as_strided, or a view that torch expresses by it",
+            where=builder.region.origin.source or None,
+            hint="write through slices, or compute a new tensor",
+        )
+    return None
+
+
 def _constant(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """A literal's copy: the constant itself; writes go to the copy's own memory."""
     return builder.track(builder.read(args[0]), value, None)
@@ -181,14 +199,45 @@ def fill_with_constant(
     return torch.ops.aten.fill.Scalar, (plain[0], data.item(), *plain[2:])
 
 
-def _scalar_type(builder: Builder, name: str) -> TensorType:
-    return builder.types[name]
+def _broadcast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`broadcast_tensors`: each one expanded, where that changes anything."""
+    return tuple(
+        builder.same(result, alias)
+        if builder.types[builder.read(alias)] == tensor_type(result)
+        else _call(builder, "aten.expand.default", result, (alias, tensor_type(result).shape))
+        for alias, result in zip(args[0], value, strict=True)
+    )
+
+
+def _unless_same(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Shape operators that keep the shape: nothing."""
+    if builder.types[builder.read(args[0])] == tensor_type(value):
+        return builder.same(value, args[0])
+    return None
+
+
+def _neutral(number: int) -> Rule:
+    """`x + 0`, `x * 1`: nothing."""
+
+    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if kwargs or isinstance(args[1], Alias) or args[1] != number:
+            return None
+        if not isinstance(args[0], Alias):
+            return None
+        return _unless_same(builder, value, args, kwargs)
+
+    return rule
 
 
 RULES: dict[str, Rule] = {
     "aten.batch_norm.default": _batch_norm,
     "aten._native_batch_norm_legit_functional.default": _functional_batch_norm,
     "aten.instance_norm.default": _instance_norm,
+    "aten.broadcast_tensors.default": _broadcast,
+    "aten.add.Tensor": _neutral(0),
+    "aten.mul.Tensor": _neutral(1),
+    "aten.copy.default": _copy,
+    "aten.as_strided_scatter.default": _strided_scatter,
     "aten.contiguous.default": _contiguous,
     "aten.detach.default": _detach,
     "aten.lift_fresh_copy.default": _constant,
@@ -199,6 +248,11 @@ RULES: dict[str, Rule] = {
 }
 for _name in ("alias.default", "lift_fresh.default", "lift.default", "positive.default"):
     RULES[f"aten.{_name}"] = _identity
+for _name in (
+    *("slice.Tensor", "expand.default", "view.default", "reshape.default", "flatten.using_ints"),
+    *("squeeze.dim", "squeeze.default", "squeeze.dims", "_unsafe_view.default"),
+):
+    RULES[f"aten.{_name}"] = _unless_same
 for _name in ("cat.default", "concat.default", "concatenate.default"):
     RULES[f"aten.{_name}"] = _cat("aten.cat.default")
 for _name in (

@@ -78,6 +78,7 @@ def parse_frames(trace: str) -> list[Frame]:
 
 
 def is_user_file(file: str) -> bool:
+    """Whether a source file is neither torch's nor ours."""
     return not (file.startswith((_TORCH, _OURS, "<frozen")) or file == "<string>")
 
 

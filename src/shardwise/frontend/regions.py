@@ -17,7 +17,7 @@ def check_regions_can_go(module: fx.GraphModule, reason: Exception) -> None:
         target = node.target
         if not isinstance(target, torch._ops.HigherOrderOperator):
             continue
-        if target.name() != "wrap_with_set_grad_enabled" or node.args[0]:
+        if str(target) != "wrap_with_set_grad_enabled" or node.args[0]:
             continue
         values = node.meta.get("val") or ()
         returned = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]

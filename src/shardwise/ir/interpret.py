@@ -65,18 +65,16 @@ def batch_norm(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     """Batch norm in training: the result, then the new running statistics, if there are any."""
-    new = [None if s is None else s.detach().clone() for s in (running_mean, running_var)]
-    out = torch.nn.functional.batch_norm(data, *new, weight, bias, True, momentum, eps)
-    return (out, *(statistic for statistic in new if statistic is not None))
+    mean, var = (None if s is None else s.detach().clone() for s in (running_mean, running_var))
+    out = torch.nn.functional.batch_norm(data, mean, var, weight, bias, True, momentum, eps)
+    return (out, *(statistic for statistic in (mean, var) if statistic is not None))
 
 
 @functools.cache
 def _overload(op: str) -> Callable[..., Any]:
     namespace, name, overload = op.split(".")
     try:
-        found: Callable[..., Any] = getattr(
-            getattr(getattr(torch.ops, namespace), name), overload
-        )
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError as error:
         raise ShardwiseError(
             f"operator {op} is not registered in this process",

@@ -1,0 +1,65 @@
+"""Compares a captured graph, run node by node, with the model it came from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.frontend import capture, flatten_batch
+from shardwise.frontend.loss import LossFn, find_loss
+from shardwise.ir import Graph
+from shardwise.ir.interpret import interpret
+
+
+def assert_captured(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    tolerance: float = 1e-10,
+    **options: Any,
+) -> Graph:
+    """The graph has the model's loss, gradients and buffer updates; neither input is changed."""
+    before = copy.deepcopy(model.state_dict())
+    graph = capture(model, batch, loss_fn, **options)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), f"capture changed {name}"
+    if options.get("training") is not None:
+        model.train(options["training"])
+    parameters = dict(model.named_parameters())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(0)
+    values = interpret(graph, parameters, buffers, flatten_batch(batch)[0])
+    assert graph.loss is not None
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    gradients = torch.autograd.grad(
+        values[graph.loss], list(trained.values()), allow_unused=True, retain_graph=True
+    )
+    torch.manual_seed(0)
+    loss = find_loss(_call(model, batch), batch, loss_fn)
+    expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    close(values[graph.loss], loss, "loss", tolerance)
+    for name, mine, theirs in zip(trained, gradients, expected, strict=True):
+        assert (mine is None) == (theirs is None), f"gradient of {name}: {mine} {theirs}"
+        if mine is not None and theirs is not None:
+            close(mine, theirs, f"gradient of {name}", tolerance)
+    for buffer in graph.buffers:
+        now = dict(model.named_buffers(remove_duplicate=False))[buffer.name]
+        mine = values[buffer.mutation] if buffer.mutation else buffers[buffer.name]
+        close(mine.double(), now.double(), f"buffer {buffer.name}", tolerance)
+    return graph
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor, what: str, tolerance: float = 1e-10) -> None:
+    scale = theirs.abs().max().item() if theirs.numel() else 0.0
+    error = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
+    assert error <= tolerance * max(scale, 1e-30), f"{what}: off by {error}, of {scale}"
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -1,0 +1,401 @@
+"""Tiny instances of real architectures with random weights, built without any download.
+
+`build(name)` gives a model in train mode with all dropout at 0, and a batch for `model(**batch)`,
+whose result has a loss. float64 by default, because equality is what the tests look for.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+# ------------------------------------------------ Hugging Face, by configuration alone
+
+TINY = {  # applied where the architecture's configuration has such a field
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "dim": 64,
+    "emb_dim": 64,
+    "embedding_size": 64,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "d_kv": 16,
+    "intermediate_size": 128,
+    "hidden_dim": 128,
+    "d_ff": 128,
+    "ffn_dim": 128,
+    "n_inner": 128,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "ffn_hidden_size": 128,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "max_seq_len": 64,
+    "sliding_window": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+    "num_labels": 5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "use_cache": False,
+}
+DROPOUT = (
+    "dropout",
+    "dropout_rate",
+    "attention_dropout",
+    "hidden_dropout",
+    "activation_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "drop_path_rate",
+    "layerdrop",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+    "summary_first_dropout",
+    "ffn_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "resid_dropout",
+    "attn_dropout",
+    "expert_dropout",
+    "router_jitter_noise",
+    "input_jitter_noise",
+    "classifier_dropout_prob",
+)
+
+
+def _config(model_type: str, overrides: dict):
+    """The tiny configuration; an override of None leaves the architecture's own default."""
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[model_type]
+    default = cls()
+    fields = {k: v for k, v in TINY.items() if hasattr(default, k)}
+    fields |= {k: 0.0 for k in DROPOUT if isinstance(getattr(default, k, None), float)}
+    fields |= overrides
+    config = cls(**{k: v for k, v in fields.items() if v is not None})
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"  # the grouped kernel takes no float64
+    return config
+
+
+def _tokens(batch: int, length: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _labels(tokens: torch.Tensor) -> torch.Tensor:
+    """Each row ignores another number of positions: the mean is not a mean of row means."""
+    labels = tokens.clone()
+    for row in range(labels.shape[0]):
+        labels[row, : 1 + 2 * row] = -100
+    return labels
+
+
+def _text(auto: str, model_type: str, *, batch: int = 4, length: int = 16, **overrides):
+    import transformers
+
+    config = _config(model_type, overrides)
+    model = getattr(transformers, auto).from_config(config)
+    tokens = _tokens(batch, length, 211)
+    data = {"input_ids": tokens, "labels": _labels(tokens)}
+    if auto == "AutoModelForSequenceClassification":
+        data["labels"] = torch.arange(batch) % 5
+    if auto == "AutoModelForSeq2SeqLM":
+        data["labels"] = _labels(_tokens(batch, 12, 211, 1))
+        data["decoder_input_ids"] = _tokens(batch, 12, 211, 2)
+    return model, data
+
+
+def _image(
+    model_type: str,
+    *,
+    batch: int = 4,
+    size: int = 32,
+    auto: str = "AutoModelForImageClassification",
+    **overrides,
+):
+    import transformers
+
+    config = _config(model_type, overrides)
+    model = getattr(transformers, auto).from_config(config)
+    pixels = torch.randn(
+        batch, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    return model, {"pixel_values": pixels, "labels": torch.arange(batch) % 5}
+
+
+def causal(model_type, **kw):
+    return lambda: _text("AutoModelForCausalLM", model_type, **kw)
+
+
+def masked(model_type, **kw):
+    return lambda: _text("AutoModelForMaskedLM", model_type, **kw)
+
+
+def seq2seq(model_type, **kw):
+    return lambda: _text("AutoModelForSeq2SeqLM", model_type, **kw)
+
+
+def classify(model_type, **kw):
+    return lambda: _text("AutoModelForSequenceClassification", model_type, **kw)
+
+
+def image(model_type, **kw):
+    return lambda: _image(model_type, **kw)
+
+
+# ------------------------------------------------ plain PyTorch models of other shapes
+
+
+class MLP(nn.Module):
+    def __init__(self, widths=(20, 64, 64, 7)):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.GELU())][:-1]
+        )
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+class ResNet(nn.Module):
+    """Convolutions, batch norm with running statistics, residuals, pooling, in-place ReLU."""
+
+    def __init__(self, width=16, classes=5):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(width, width, 3, padding=1),
+                )
+                for _ in range(3)
+            ]
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, pixel_values, labels):
+        x = self.stem(pixel_values)
+        for block in self.blocks:
+            x = x + block(x)
+        x = nn.functional.adaptive_avg_pool2d(x, 1).flatten(1)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+class UNet(nn.Module):
+    """Long skip connections: values that outlive many layers."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.down1, self.down2 = (
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        )
+        self.mid = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
+        self.norm = nn.GroupNorm(4, 2 * width)
+        self.out = nn.Conv2d(2 * width, 3, 1)
+
+    def forward(self, x, target):
+        a = nn.functional.silu(self.down1(x))
+        b = nn.functional.silu(self.mid(nn.functional.silu(self.down2(a))))
+        y = self.out(self.norm(torch.cat([a, self.up(b)], 1)))
+        return (y - target).pow(2).mean()
+
+
+class FusedGPT(nn.Module):
+    """Fused QKV by chunk, tied embedding; the loss is a sum over unmasked tokens and a count."""
+
+    def __init__(self, vocab=211, dim=64, heads=4, layers=2, length=32):
+        super().__init__()
+        self.heads = heads
+        self.tok, self.pos = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
+        self.blocks = nn.ModuleList(
+            [
+                nn.ModuleDict(
+                    {
+                        "n1": nn.LayerNorm(dim),
+                        "qkv": nn.Linear(dim, 3 * dim),
+                        "o": nn.Linear(dim, dim),
+                        "n2": nn.LayerNorm(dim),
+                        "up": nn.Linear(dim, 4 * dim),
+                        "down": nn.Linear(4 * dim, dim),
+                    }
+                )
+                for _ in range(layers)
+            ]
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.tok.weight
+        nn.init.normal_(self.tok.weight, std=0.02)
+
+    def forward(self, input_ids, labels):
+        b, t = input_ids.shape
+        x = self.tok(input_ids) + self.pos(torch.arange(t, device=input_ids.device))
+        for p in self.blocks:
+            q, k, v = (
+                u.view(b, t, self.heads, -1).transpose(1, 2)
+                for u in p["qkv"](p["n1"](x)).chunk(3, dim=-1)
+            )
+            a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + p["o"](a.transpose(1, 2).reshape(b, t, -1))
+            x = x + p["down"](nn.functional.gelu(p["up"](p["n2"](x))))
+        logits = self.head(self.norm(x))
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
+        )
+        return losses.sum() / (labels != -100).sum()
+
+
+class DLRM(nn.Module):
+    """Recommendation: embedding tables far larger than the rest, pairwise interactions."""
+
+    def __init__(self, rows=(1009, 503, 97), dim=16):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(r, dim) for r in rows])
+        self.bottom, self.top = nn.Linear(13, dim), nn.Linear(dim + 6, 1)
+
+    def forward(self, dense, sparse, label):
+        x = torch.relu(self.bottom(dense))
+        vectors = torch.stack([x] + [t(sparse[:, i]) for i, t in enumerate(self.tables)], 1)
+        inter = vectors @ vectors.transpose(1, 2)
+        i, j = torch.triu_indices(4, 4, 1)
+        return nn.functional.binary_cross_entropy_with_logits(
+            self.top(torch.cat([x, inter[:, i, j]], 1)).squeeze(1), label
+        )
+
+
+def plain(model_cls, **inputs):
+    def make():
+        g = torch.Generator().manual_seed(0)
+        return model_cls(), {k: f(g) for k, f in inputs.items()}
+
+    return make
+
+
+def _gpt():
+    return FusedGPT(), {"input_ids": _tokens(4, 16, 211), "labels": _labels(_tokens(4, 16, 211, 1))}
+
+
+def _normal(*shape):
+    return lambda g: torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def _ints(high, *shape):
+    return lambda g: torch.randint(0, high, shape, generator=g)
+
+
+ZOO = {
+    "mlp": plain(MLP, x=_normal(12, 20), y=_normal(12, 7)),
+    "resnet": plain(ResNet, pixel_values=_normal(4, 3, 16, 16), labels=_ints(5, 4)),
+    "unet": plain(UNet, x=_normal(4, 3, 16, 16), target=_normal(4, 3, 16, 16)),
+    "fused_gpt": _gpt,
+    "dlrm": plain(
+        DLRM,
+        dense=_normal(8, 13),
+        sparse=_ints(97, 8, 3),
+        label=lambda g: torch.rand(8, generator=g, dtype=torch.float64).round(),
+    ),
+    "gpt2": causal("gpt2"),
+    "gpt_neo": causal("gpt_neo", attention_types=[[["global", "local"], 1]], window_size=4),
+    "gpt_neox": causal("gpt_neox"),
+    "gptj": causal("gptj", rotary_dim=8),
+    "llama": causal("llama"),
+    "mistral": causal("mistral"),
+    "qwen2": causal("qwen2"),
+    "qwen3": causal("qwen3"),
+    "gemma": causal("gemma"),
+    "gemma2": causal("gemma2"),
+    "phi": causal("phi"),
+    "phi3": causal("phi3"),
+    "falcon": causal("falcon", head_dim=None, num_kv_heads=4),
+    "bloom": causal("bloom"),
+    "mpt": causal("mpt"),
+    "opt": causal("opt", word_embed_proj_dim=64),
+    "olmo": causal("olmo"),
+    "olmo2": causal("olmo2"),
+    "starcoder2": causal("starcoder2"),
+    "stablelm": causal("stablelm"),
+    "granite": causal("granite"),
+    "cohere": causal("cohere"),
+    "mixtral": causal("mixtral"),
+    "olmoe": causal("olmoe"),
+    "qwen2_moe": causal("qwen2_moe"),
+    "mamba": causal("mamba"),
+    "bert": masked("bert"),
+    "roberta": masked("roberta"),
+    "distilbert": masked("distilbert"),
+    "electra": masked("electra"),
+    "deberta_v2": masked("deberta-v2"),
+    "bert_classifier": classify("bert"),
+    "t5": seq2seq("t5"),
+    "bart": seq2seq("bart"),
+    "pegasus": seq2seq("pegasus"),
+    "vit": image("vit"),
+    "deit": image("deit", architectures=["DeiTForImageClassification"]),
+    "swin": image(
+        "swin",
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=2,
+        patch_size=2,
+        hidden_size=None,
+        num_attention_heads=None,
+        num_hidden_layers=None,
+        num_layers=None,
+    ),
+    "convnext": image("convnext", hidden_sizes=[16, 32], depths=[2, 2], num_stages=2),
+    "hf_resnet": image("resnet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
+    "beit": image("beit"),
+    "dinov2": image("dinov2"),
+}
+
+
+def names() -> list[str]:
+    return list(ZOO)
+
+
+def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0):
+    torch.manual_seed(seed)
+    model, batch = ZOO[name]()
+    model = model.to(dtype).train()
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    return model, copy.deepcopy(batch)
+
+
+def loss_of(output) -> torch.Tensor:
+    return output.loss if hasattr(output, "loss") else output
