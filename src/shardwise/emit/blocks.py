@@ -6,7 +6,6 @@ Enters: a `RankProgram`. Leaves: a list of items in order, each a `Step` of the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,6 @@ from shardwise.program import RankProgram, Step
 from shardwise.sharding.rule import MeshAxis
 
 MIN_STEPS = 6
-NUMBERED = re.compile(r"^(.*\.)?\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +37,13 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
 
     `owners` maps parameter and buffer values to their full names.
     """
-    steps = list(program.steps)
-    paths = _block_paths(steps)
-    steps = _hoist(steps, paths, owners)
-    spans = _spans(steps, paths)
-    kept = {path: span for path, span in spans.items() if _is_block(steps[slice(*span)])}
+    homes = _absorb(list(program.steps), [_block_path(step) for step in program.steps])
+    steps, homes = _hoist(list(program.steps), homes)
+    spans = {p: s for p, s in _spans(homes).items() if _is_block(steps[slice(*s)])}
     items: list[Item] = []
     position = 0
     ends = {*_ends(program)}
-    for path, (first, last) in sorted(kept.items(), key=lambda item: item[1]):
+    for path, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         items += steps[position:first]
         items.append(_block(path, steps, first, last, owners, ends))
         position = last
@@ -64,71 +60,84 @@ def _ends(program: RankProgram) -> Iterable[str]:
         yield from step.inputs
 
 
-def _block_paths(steps: list[Step]) -> list[str]:
-    """Outermost numbered module paths, in order of appearance."""
-    found: dict[str, None] = {}
-    for step in steps:
-        pieces = step.module.split(".")
-        for i in range(1, len(pieces) + 1):
-            path = ".".join(pieces[:i])
-            if pieces[i - 1].isdigit():
-                found.setdefault(path)
-                break
-    return list(found)
+def _block_path(step: Step) -> str | None:
+    """The outermost numbered module a step is in."""
+    pieces = step.module.split(".")
+    for i, piece in enumerate(pieces):
+        if piece.isdigit():
+            return ".".join(pieces[: i + 1])
+    return None
 
 
-def _inside(module: str, path: str) -> bool:
-    return module == path or module.startswith(f"{path}.")
+def _absorb(steps: list[Step], homes: list[str | None]) -> list[str | None]:
+    """Steps of an enclosing module's own code between those of one block belong to the block.
+
+    A model may keep the layers of a block in a container and write the block's code in its own
+    forward. What follows a block up to the next one's first step is its end; the last block's end
+    is as long as the others'.
+    """
+    homes = list(homes)
+    spans = _extents(homes)
+    ordered = sorted(spans.items(), key=lambda item: item[1])
+    for path, (first, last) in ordered:
+        if any(h not in (None, path) for h in homes[first:last]):
+            return homes
+    if all(None not in homes[first:last] for _, (first, last) in ordered):
+        return homes
+    tail: list[str] = []
+    for (path, (first, last)), following in zip(ordered, [*ordered[1:], None], strict=True):
+        end = last
+        if following is not None and following[0].rpartition(".")[0] == path.rpartition(".")[0]:
+            end = following[1][0]
+            tail = [step.fn for step in steps[last:end]]
+        elif tail and [step.fn for step in steps[last : last + len(tail)]] == tail:
+            end = last + len(tail)
+        homes[first:end] = [path] * (end - first)
+    return homes
 
 
-def _path_of(step: Step, paths: list[str]) -> str | None:
-    return next((p for p in paths if _inside(step.module, p)), None)
+def _extents(homes: list[str | None]) -> dict[str, tuple[int, int]]:
+    """First and last position of every block's own steps."""
+    extents: dict[str, tuple[int, int]] = {}
+    for index, path in enumerate(homes):
+        if path is not None:
+            extents[path] = (extents.get(path, (index, 0))[0], index + 1)
+    return extents
 
 
-def _hoist(steps: list[Step], paths: list[str], owners: Mapping[str, str]) -> list[Step]:
-    """Moves of outside values that other blocks use too belong before the block."""
-    where = {step.outputs[0]: _path_of(step, paths) for step in steps if step.outputs}
+def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list[str | None]]:
+    """Moves of values from outside all blocks, or that others use too, go before the block."""
+    home_of = {out: h for step, h in zip(steps, homes, strict=True) for out in step.outputs}
     users: dict[str, set[str | None]] = {}
-    for step in steps:
+    for step, home in zip(steps, homes, strict=True):
         for name in step.inputs:
-            users.setdefault(name, set()).add(_path_of(step, paths))
-    first: dict[str, int] = {}
-    for index, step in enumerate(steps):
-        path = _path_of(step, paths)
-        if path is not None:
-            first.setdefault(path, index)
-    early: dict[int, list[Step]] = {}
-    rest: list[tuple[int, Step]] = []
-    for index, step in enumerate(steps):
-        path = _path_of(step, paths)
-        shared = users.get(step.outputs[0], set()) - {path} if step.outputs else set()
-        source = step.inputs[0] if step.is_move else ""
-        outside = where.get(source) != path
-        if step.is_move and path is not None and outside and shared:
-            moved = replace(step, module="", module_class="")
-            early.setdefault(first[path], []).append(moved)
-            where[step.outputs[0]] = None
+            users.setdefault(name, set()).add(home)
+    first = {path: extent[0] for path, extent in _extents(homes).items()}
+    order: list[tuple[int, int, int]] = []
+    for index, (step, home) in enumerate(zip(steps, homes, strict=True)):
+        source = home_of.get(step.inputs[0]) if step.is_move else home
+        shared = source != home and bool(users.get(step.outputs[0], set()) - {home})
+        foreign = step.is_move and source is None and step.inputs[0] in home_of
+        if home is not None and step.is_move and (shared or foreign):
+            homes[index] = None
+            home_of[step.outputs[0]] = None
+            order.append((first[home], 0, index))
         else:
-            rest.append((index, step))
-    ordered: list[Step] = []
-    for index, step in rest:
-        ordered += early.pop(index, [])
-        ordered.append(step)
-    assert not early
-    return ordered
+            order.append((index, 1, index))
+    order.sort()
+    moved = [
+        replace(steps[i], module="", module_class="") if kind == 0 else steps[i]
+        for _, kind, i in order
+    ]
+    return moved, [homes[i] for _, _, i in order]
 
 
-def _spans(steps: list[Step], paths: list[str]) -> dict[str, tuple[int, int]]:
+def _spans(homes: list[str | None]) -> dict[str, tuple[int, int]]:
     """Index ranges of blocks whose steps are contiguous."""
-    places: dict[str, list[int]] = {}
-    for index, step in enumerate(steps):
-        path = _path_of(step, paths)
-        if path is not None:
-            places.setdefault(path, []).append(index)
     return {
-        path: (at[0], at[-1] + 1)
-        for path, at in places.items()
-        if at[-1] - at[0] + 1 == len(at)
+        path: (first, last)
+        for path, (first, last) in _extents(homes).items()
+        if all(home == path for home in homes[first:last])
     }
 
 

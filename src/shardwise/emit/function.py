@@ -39,6 +39,7 @@ class Body:
         self.names = Names(tuple(arguments.values()))
         self.names.of.update(arguments)
         self.lines: list[str] = []
+        self.stems: dict[str, str] = dict(arguments)
         self.inlined: dict[str, str] = {}
         self.context: tuple[Any, ...] = (True, None)
         self.group = ""
@@ -68,8 +69,9 @@ class Body:
         for value in dying:
             self.names.release(value)
         leaves = _leaves_module(step, items, index)
-        if step.is_move and step.inputs[0] in self.names:
-            wish = self.names[step.inputs[0]].rstrip("0123456789")
+        if step.is_move:
+            source = step.inputs[0]
+            wish = self.stems.get(source) or self._value(Ref(source)).rsplit(".", 1)[-1]
         else:
             wish = wish_for(len(step.outputs), step.fn, self._relative(step.module), leaves)
         targets = [self._target(out, wish, uses) for out in step.outputs]
@@ -88,6 +90,7 @@ class Body:
     def _target(self, out: str, wish: str, uses: Mapping[str, Any]) -> str:
         if out not in uses and not self.scope.probe:
             return "_"
+        self.stems[out] = wish
         return self.names.bind(out, wish)
 
     def _call(self, item: BlockCall | Loop, dying: list[str], uses: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ is written as `torch.ops.…`, so that nothing is ever left out.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,7 +55,7 @@ def literal(arg: Any) -> str:
     if isinstance(arg, tuple | list):
         inner = ", ".join(literal(item) for item in arg)
         return f"({inner},)" if len(arg) == 1 else f"({inner})"
-    return repr(arg)
+    return json.dumps(arg) if isinstance(arg, str) else repr(arg)
 
 
 Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants
@@ -75,7 +76,8 @@ def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Val
             if written is not None:
                 return written
         if name in INFIX and len(args) == 2 and not kwargs:
-            left, right = (_operand(value(a)) for a in args)
+            left, right = _operand(value(args[0])), value(args[1])
+            right = right if isinstance(args[1], int | float) else _operand(right)
             return f"{left} {INFIX[name]} {right}"
         if name in METHODS and args:
             shown = SPELLING.get(name, name)

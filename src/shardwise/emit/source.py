@@ -194,7 +194,7 @@ class _File:
                 body.lines.append(f"{INDENT}{target}.copy_({body.names[value]})")
         loss = self.ranks.loss
         if loss is not None:
-            body.lines.append(f"if not outputs:\n{INDENT * 3}return {body._value(Ref(loss))}")
+            body.lines += ["if not outputs:", f"{INDENT}return {body._value(Ref(loss))}"]
         closing = body.lines
         body.lines = []
         if self.ranks.output_steps:
@@ -216,8 +216,10 @@ class _File:
         self, steps: tuple[Step, ...], own: tuple[str, ...], path: str, *, path_argument: bool
     ) -> list[str]:
         """`__init__`: mesh axes, parameters, buffers, blocks, constants."""
-        extra = ", path" if path_argument else ", constants=None"
-        lines = [f"def __init__(self, mesh, rng=None, device=\"cpu\"{extra}):"]
+        taken = "mesh, rng, device, path" if path_argument else "mesh, rng=None, device=\"cpu\""
+        constants = any(isinstance(line, str) and "constants[" in line for line in self._constants())
+        taken += ", constants=None" if constants and not path_argument else ""
+        lines = [f"def __init__(self, {taken}):"]
         body = ["super().__init__()"]
         for names in sorted({a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}):
             listed = ", ".join(f'"{n}"' for n in names)

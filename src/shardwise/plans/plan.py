@@ -257,13 +257,13 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
 
 
 def model_fingerprint(graph: Graph) -> str:
-    """Identifies a model by its class, parameters and buffers; batch shapes are left out."""
+    """Identifies a model by its class, parameters and buffers; batch and dtype are left out."""
     import hashlib
 
     lines = [graph.name]
     for parameter in graph.parameters:
         kind = "trained" if parameter.requires_grad else "frozen"
         names = " ".join((parameter.name, *parameter.aliases))
-        lines.append(f"{names} {graph.values[parameter.value]} {kind}")
-    lines += [f"{b.name} {graph.values[b.value]}" for b in graph.buffers]
+        lines.append(f"{names} {graph.values[parameter.value].shape} {kind}")
+    lines += [f"{b.name} {graph.values[b.value].shape}" for b in graph.buffers]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

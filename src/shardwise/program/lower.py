@@ -28,6 +28,7 @@ from shardwise.program.program import (
 from shardwise.program.sources import Sources, find_sources
 from shardwise.sharding.candidates import Cut, Pass
 from shardwise.sharding.placements import (
+    FANOUT,
     REPLICATE,
     Coordinate,
     Layout,
@@ -151,6 +152,7 @@ class _Lowering:
         needs = self.resolved.operand_layouts(node.name)
         if not node.grad_enabled:
             needs = tuple(_as_same(layout) for layout in needs)
+        needs = tuple(self._as_differing(node, layout) for layout in needs)
         names = [
             self._convert(value, needed, node)
             for value, needed in zip(node.inputs, needs, strict=True)
@@ -169,6 +171,16 @@ class _Lowering:
                 args=args,
                 kwargs=kwargs,
                 needs=tuple(needs[i] for i in order),
+            )
+        )
+
+    def _as_differing(self, node: Node, layout: Layout) -> Layout:
+        """The same work whose result counts as different takes its operands as different."""
+        differing = self.sources.differing
+        return Layout(
+            tuple(
+                (a, FANOUT if p == REPLICATE and node.outputs[0] in differing[a] else p)
+                for a, p in layout.axes
             )
         )
 

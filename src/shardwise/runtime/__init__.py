@@ -2,3 +2,15 @@
 
 Nothing here knows the compiler.
 """
+
+from shardwise.runtime.collectives import *  # noqa: F403
+from shardwise.runtime.mesh import *  # noqa: F403
+from shardwise.runtime.operators import *  # noqa: F403
+from shardwise.runtime.operators.factories import *  # noqa: F403
+from shardwise.runtime.optimizer import *  # noqa: F403
+from shardwise.runtime.parameters import *  # noqa: F403
+from shardwise.runtime.probe import *  # noqa: F403
+from shardwise.runtime.processes import *  # noqa: F403
+from shardwise.runtime.splits import Split, take_local  # noqa: F401
+from shardwise.runtime.store import *  # noqa: F403
+from shardwise.runtime.threads import *  # noqa: F403

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
 from shardwise.sharding.candidates import Candidate, Cut, candidates
-from shardwise.sharding.costs import IMPOSSIBLE, move_cost, same_placement, work
+from shardwise.sharding.costs import IMPOSSIBLE, PER_TRANSFER, move_cost, same_placement, work
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import REPLICATE, Placement, Shard, compatible
+from shardwise.sharding.placements import FANOUT, REPLICATE, Placement, Shard, compatible
+
+WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
+MOVED_PARAMETER = 20.0  # parameters are stored as they are used, rather than moved in every step
 
 Held = tuple[Placement, ...]  # the stored placement first, then what uses turned it into
 
@@ -103,6 +106,7 @@ class _Search:
         self.ends = {graph.loss} if graph.loss else set()
         self.ends |= {b.mutation for b in graph.buffers if b.mutation}
         self.live: list[str] = []
+        self.pure = parameter_values(graph, facts)
 
     def step(self, index: int, node: Node, states: list[_State]) -> list[_State]:
         """All states after `node`."""
@@ -142,7 +146,18 @@ class _Search:
                 where=node.origin,
                 hint="loosen the entries for its parameters or for this node",
             )
-        return sorted(best.values(), key=lambda s: s.cost)[: self.task.beam]
+        return self._prune(list(best.values()))
+
+    def _prune(self, states: list[_State]) -> list[_State]:
+        """The cheapest states; each way to store parameters that are still used keeps a share."""
+        if len(states) <= self.task.beam:
+            return states
+        tied = [i for i, name in enumerate(self.live) if name in self.parameters]
+        groups: dict[tuple[Placement, ...], list[_State]] = {}
+        for state in sorted(states, key=lambda s: s.cost):
+            groups.setdefault(tuple(state.held[i][0] for i in tied), []).append(state)
+        share = max(8, self.task.beam // len(groups))
+        return [state for group in groups.values() for state in group[:share]]
 
     def _options(self, node: Node) -> tuple[Candidate, ...]:
         """The node's candidates that the task and earlier mesh axes allow."""
@@ -168,8 +183,11 @@ class _Search:
             theirs = other.nodes[node.name]
             if isinstance(candidate.choice, Cut) and isinstance(theirs.choice, Cut):
                 axis = self.facts.rules[node.name].axes[candidate.choice.axis]
-                if axis.once and theirs.choice.axis == axis.name:
+                twice = theirs.choice.axis == axis.name
+                if twice and axis.once:
                     return False
+                if twice and axis.outermost and axis.size % (self.task.ranks * other.ranks):
+                    return False  # offsets of nested uneven parts
             pairs = (*zip(candidate.operands, theirs.operands, strict=True),
                      *zip(candidate.results, theirs.results, strict=True))
             for mine, its in pairs:
@@ -196,7 +214,9 @@ class _Search:
         task = self.task
         rule = self.facts.rules[node.name]
         effort = work(self.facts.calls[node.name], rule)
-        cost = effort / task.ranks if isinstance(candidate.choice, Cut) else effort
+        cost = effort
+        if isinstance(candidate.choice, Cut):
+            cost = effort / task.ranks + rule.axes[candidate.choice.axis].talks * PER_TRANSFER
         after = dict(present)
         stored: list[tuple[str, Placement]] = []
         for name, needed in zip(node.inputs, candidate.operands, strict=True):
@@ -245,16 +265,34 @@ class _Search:
         if name in self.free:
             return self._free_price(name, needed)
         grad = name in self.facts.carries_grad
-        if name in self.parameters and needed != REPLICATE and not isinstance(needed, Shard):
+        if name in self.pure and needed == FANOUT:
             grad = False  # a parameter's partial gradient is reduced with the others, in buckets
-        return min(move_cost(value, h, needed, task.ranks, grad) for h in held)
+        price = min(move_cost(value, h, needed, task.ranks, grad) for h in held)
+        return price * MOVED_PARAMETER if name in self.parameters else price
 
     def _free_price(self, name: str, needed: Placement) -> float:
         """Inputs, buffers and constants are whole everywhere: cutting them costs nothing."""
-        if not isinstance(needed, Shard):
+        if name not in self.inputs or self.task.inputs is None:
             return 0.0
-        if name in self.inputs and self.task.inputs is not None:
-            allowed = self.task.inputs.get(name)
-            if allowed is None or not same_placement(allowed, needed, self.task.ranks):
-                return IMPOSSIBLE
-        return 0.0
+        allowed = self.task.inputs.get(name)
+        if not isinstance(needed, Shard):
+            return 0.0 if allowed is None else WHOLE_INPUT
+        fits = allowed is not None and same_placement(allowed, needed, self.task.ranks)
+        return 0.0 if fits else IMPOSSIBLE
+
+
+def parameter_values(graph: Graph, facts: Facts) -> frozenset[str]:
+    """Values through which gradients reach parameters alone: parameters, casts of them, …"""
+    pure = {p.value for p in graph.parameters}
+    for node in graph.nodes:
+        carrying = [n for n in node.inputs if n in facts.carries_grad]
+        fed = any(n not in facts.carries_grad for n in node.inputs)
+        if carrying and all(n in pure for n in carrying) and (not fed or _small(graph, node)):
+            pure |= set(node.outputs)
+    return frozenset(pure)
+
+
+def _small(graph: Graph, node: Node) -> bool:
+    """Whether other operands leave the result no larger than what is looked up: no batch in it."""
+    inputs = {i.value for i in graph.inputs}
+    return not any(name in inputs for name in node.inputs)

@@ -15,7 +15,7 @@ from math import prod
 from shardwise.errors import RuleError
 from shardwise.ir import Graph, Node
 from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
-from shardwise.sharding.candidates import compose
+from shardwise.sharding.candidates import axis_structures, compose
 from shardwise.sharding.dims import Structure, refine, replace_section, whole
 from shardwise.sharding.registry import rule_for
 from shardwise.sharding.rule import Call, Dim, NodeRule, Part, whole_rule
@@ -89,8 +89,7 @@ class _Refiner:
             name: [whole(size) for size in value.shape] for name, value in graph.values.items()
         }
         self.axes: dict[str, dict[str, Structure]] = {
-            name: {a.name: whole(a.size) for a in rule.axes.values()}
-            for name, rule in table.items()
+            name: axis_structures(rule) for name, rule in table.items()
         }
         self.touching: dict[str, list[str]] = {}
         for node in graph.nodes:

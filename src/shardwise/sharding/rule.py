@@ -41,7 +41,8 @@ class Axis:
     `reduce` is what results without this axis become when it is cut: "sum", "max" or "min" for a
     partial result, "same" when the local implementation already gives every rank the whole result.
     `frozen` axes may not be cut. `outermost` axes may only be cut at their outermost factor, so
-    that a shard is one contiguous range. `once` axes may be cut by one mesh axis only.
+    that a shard is one contiguous range. `once` axes may be cut by one mesh axis only. `talks` is the
+    number of transfers, forward and backward, inside the local implementation of a cut.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Axis:
     frozen: bool = False
     outermost: bool = False
     once: bool = False
+    talks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ def layer_norm(call: Call) -> NodeRule:
     kept = len(shape) - len(call.get("normalized_shape"))
     axes = _axes(shape)
     inner = tuple(axes)[kept:]
+    axes |= {name: replace(axes[name], talks=4) for name in inner}
     name = call.node.op.split(".")[1]
 
     def localize(call: Call, local: Local) -> LocalCall:

@@ -1,0 +1,81 @@
+"""The original model on one device in float64: what every plan is compared with.
+
+Enters: the user's model, batch and loss function. Leaves: `Reference`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import VerifyError
+from shardwise.frontend.batch import read_batch
+from shardwise.frontend.loss import find_loss
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """One training step of the model: before, after, and what it gave."""
+
+    state: Mapping[str, torch.Tensor]  # before the step, buffers that are not saved included
+    loss: torch.Tensor
+    outputs: tuple[Any, ...]
+    gradients: Mapping[str, torch.Tensor | None]
+    state_after: Mapping[str, torch.Tensor]
+
+
+def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """A float64 copy of the model and the batch on the CPU."""
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise VerifyError(
+            "the model has no weights (meta tensors)",
+            hint="verify a real instance, or a smaller configuration of the same model",
+        )
+    twin = copy.deepcopy(model).cpu()
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.double()
+    call = read_batch(batch)
+    tensors = [
+        t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
+        for _, t in call.tensors
+    ]
+    return twin, call.batch_with(tensors)
+
+
+def run_reference(
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None = None
+) -> Reference:
+    """Forward, backward and one AdamW step of a model that may be changed."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {name: t.detach().clone() for name, t in tensors.items()}
+    args, kwargs = read_batch(batch).arguments(batch)
+    output = model(*args, **kwargs)
+    loss = find_loss(output, batch, loss_fn)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    leaves = torch.utils._pytree.tree_leaves(output)
+    gradients = {
+        name: None if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained:
+        torch.optim.AdamW(trained, lr=LEARNING_RATE).step()
+    return Reference(
+        state=state,
+        loss=loss.detach(),
+        outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in leaves),
+        gradients=gradients,
+        state_after={
+            name: t.detach().clone()
+            for name, t in (*model.named_parameters(), *model.named_buffers())
+        },
+    )
