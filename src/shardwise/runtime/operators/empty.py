@@ -26,7 +26,8 @@ class _Zeros(torch.autograd.Function):
             torch.zeros(tuple(shape), dtype=dtype, device=device)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
-        ctx.mark_non_differentiable(*(r for r in results if not r.dtype.is_floating_point))
+        whole_numbers = [r for r in results if not (r.is_floating_point() or r.is_complex())]
+        ctx.mark_non_differentiable(*whole_numbers)
         return results
 
     @staticmethod

@@ -15,9 +15,9 @@ from shardwise.runtime.operators.support import summed, untraced, wide
 __all__ = ["log_softmax", "softmax"]
 
 
-def _shifted(x: Tensor, axis: Axis, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _shifted(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`x` less the maximum over ranks, its exponentials and their sum over ranks."""
-    values = x.to(wide(x.dtype))
+    values = x.to(wide(dtype))
     shifted = values - moves.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
     exponentials = shifted.exp()
     return shifted, exponentials, summed(exponentials.sum(dim, keepdim=True), axis)
@@ -26,7 +26,7 @@ def _shifted(x: Tensor, axis: Axis, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> Tensor:
-        _, exponentials, total = _shifted(x, axis, dim)
+        _, exponentials, total = _shifted(x, axis, dim, dtype)
         result = (exponentials / total).to(dtype)
         ctx.save_for_backward(result)
         ctx.axis, ctx.dim, ctx.dtype = axis, dim, x.dtype
@@ -43,7 +43,7 @@ class _Softmax(torch.autograd.Function):
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> Tensor:
-        shifted, _, total = _shifted(x, axis, dim)
+        shifted, _, total = _shifted(x, axis, dim, dtype)
         result = (shifted - total.log()).to(dtype)
         ctx.save_for_backward(result)
         ctx.axis, ctx.dim, ctx.dtype = axis, dim, x.dtype
