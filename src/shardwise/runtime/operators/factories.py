@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, runs, take
 
-__all__ = ["arange", "eye", "linspace", "one_hot", "tril", "triu"]
+__all__ = ["arange", "eye", "linspace", "nothing", "one_hot", "tril", "triu"]
 
 
 def positions(of: Of, axis: Axis, *, device: torch.device | str | None = None) -> Tensor:
@@ -115,3 +117,12 @@ def _places(
     if of is None or axis is None:
         return torch.arange(size, device=device)
     return positions(of, axis, device=device)
+
+
+def nothing(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor of some shape, through which gradients of zero still reach `x`.
+
+    Some operators give empty results that are cut off from their operands; a rank with an empty
+    shard would then not come to the collectives of the backward pass.
+    """
+    return x.reshape(-1)[:0].reshape(tuple(shape)).to(dtype)

@@ -64,9 +64,7 @@ def constant_new(call: Call) -> NodeRule:
 
 def placed(call: Call) -> tuple[tuple[str, Any], ...]:
     """The dtype and device arguments of a call that makes a tensor."""
-    dtype = ("dtype", call.types[call.node.outputs[0]].dtype)
-    device = call.get("device")
-    return (dtype, ("device", device)) if device is not None else (dtype,)
+    return (("dtype", call.types[call.node.outputs[0]].dtype), ("device", call.get("device")))
 
 
 def one_axis(call: Call) -> tuple[dict[str, Axis], Dims]:

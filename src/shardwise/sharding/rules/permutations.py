@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from shardwise.ir import map_refs
 from shardwise.ir.schema import operator
 from shardwise.sharding.registry import keep_whole, rule
-from shardwise.sharding.rule import Axis, Call, NodeRule, whole_rule
+from shardwise.sharding.rule import Axis, Call, Local, LocalCall, NodeRule, whole_rule
 from shardwise.sharding.rules.axes import axes_of, normalize, passes
 
 
@@ -95,7 +97,14 @@ def fourier(call: Call) -> NodeRule:
     dims = dims_argument(call)
     if call.get("dim") is None and call.get("s"):
         dims = set(range(rank - len(call.get("s")), rank))
-    return along(call, dims, linear=True)
+    return replace(along(call, dims, linear=True), localize=_unless_empty)
+
+
+def _unless_empty(call: Call, local: Local) -> LocalCall:
+    if 0 not in local.results[0]:
+        return call.replace()
+    dtype = call.types[call.node.outputs[0]].dtype
+    return LocalCall("rt.nothing", (call.get("self"), local.results[0], dtype))
 
 
 @rule("aten.diagonal", "aten.linalg_diagonal")

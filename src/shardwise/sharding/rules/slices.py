@@ -62,6 +62,8 @@ def take_slice(call: Call) -> NodeRule:
 
 def local_bounds(local: Local, dim: int, start: int, stop: int) -> tuple[int, int]:
     """Where positions `start:stop` of the first operand's dim are in the local tensor."""
+    if start >= stop:
+        return 0, 0
     layout, place = local.operand_layouts[0], local.coordinate
     return local_position(layout, dim, start, place), local_position(layout, dim, stop, place)
 
@@ -124,6 +126,22 @@ def select_scatter(call: Call) -> NodeRule:
     )
 
 
+@rule("aten.diagonal_scatter")
+def diagonal_scatter(call: Call) -> NodeRule:
+    """A diagonal of two dims that stay whole is overwritten."""
+    rank = len(call.operands[0])
+    pair = {normalize(call.get("dim1", 0), rank), normalize(call.get("dim2", 1), rank)}
+    axes, dims = axes_of(call.operands[0], frozen=pair)
+    axes["diagonal"] = Axis("diagonal", call.shape("src")[-1], frozen=True)
+    rest = tuple(dims[d] for d in range(rank) if d not in pair)
+    return NodeRule(
+        axes=axes,
+        operands=(dims, (*rest, ("diagonal",))),
+        results=(dims,),
+        linear=passes(call, 0, 1),
+    )
+
+
 @rule("aten.unfold", "aten.unfold_copy")
 def unfold(call: Call) -> NodeRule:
     """Windows along a dim, their elements in a new last dim; cut where windows only touch."""
@@ -140,7 +158,20 @@ def unfold(call: Call) -> NodeRule:
         axes[f"d{dim}"] = Axis(f"d{dim}", target[dim], frozen=True)
         axes["covered"] = Axis("covered", source[dim], frozen=True)
         operand = with_dim(operand, dim, ("covered",))
-    return NodeRule(axes=axes, operands=(operand,), results=(dims,), linear=passes(call, 0))
+    return NodeRule(
+        axes=axes,
+        operands=(operand,),
+        results=(dims,),
+        linear=passes(call, 0),
+        localize=_local_unfold,
+    )
+
+
+def _local_unfold(call: Call, local: Local) -> LocalCall:
+    """An empty shard has no window; it is reshaped, so that its gradient is still connected."""
+    if 0 in local.results[0]:
+        return LocalCall("aten.reshape.default", (call.get("self"), local.results[0]))
+    return call.replace()
 
 
 @rule("aten.im2col", "aten.col2im")

@@ -1,0 +1,67 @@
+"""Every operator of the zoo has a rule that was executed, or says why it has none."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from shardwise.sharding import rules  # noqa: F401 - registers the table
+from shardwise.sharding.registry import find_rule, whole_reason
+from tests.property.rule_examples import EXAMPLES, RANDOM, Arguments
+from tests.property.rule_examples_math import EXAMPLES as MATH
+from tests.support.rules import check_rule
+
+ZOO = Path(__file__).parents[1] / "data" / "ops.csv"
+CASES = [
+    pytest.param(op, arguments, id=f"{op.removeprefix('aten.')}-{number}")
+    for op, calls in EXAMPLES.items()
+    for number, arguments in enumerate(calls)
+]
+
+
+@pytest.mark.parametrize(("op", "arguments"), CASES)
+def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments) -> None:
+    args, kwargs = arguments
+    check_rule(op, args, kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "arguments"), CASES)
+def test_every_pair_of_candidates_equals_the_whole_call(op: str, arguments: Arguments) -> None:
+    args, kwargs = arguments
+    check_rule(op, args, kwargs, ranks=(4, 5), pairs=True)
+
+
+REMOVED = {  # what a captured graph never holds
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten._native_batch_norm_legit_functional.default",  # becomes shardwise.batch_norm
+    "aten.item.default",
+    "aten.sym_size.int",
+    "aten.sym_storage_offset.default",
+}
+
+
+def is_removed(op: str) -> bool:
+    """Removed by capture: in-place variants, symbolic sizes, higher-order and Python operators."""
+    name = op.split(".")[1] if op.startswith("aten.") else ""
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__ior__"
+    return in_place or op in REMOVED or op.startswith(("py:", "HOP:"))
+
+
+def zoo_operators() -> list[str]:
+    with ZOO.open() as file:
+        return [row["op"] for row in csv.DictReader(file)]
+
+
+def test_every_operator_of_the_zoo_has_a_rule_or_a_reason() -> None:
+    known = [op for op in zoo_operators() if not is_removed(op)]
+    assert [op for op in known if not (find_rule(op) or whole_reason(op))] == []
+
+
+def test_every_rule_of_the_zoo_is_executed() -> None:
+    known = [op for op in zoo_operators() if not is_removed(op)]
+    executed = {*EXAMPLES, *RANDOM, *MATH}
+    assert [op for op in known if op not in executed and not whole_reason(op)] == []
