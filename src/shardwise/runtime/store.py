@@ -59,7 +59,7 @@ class ParameterStore:
         together: dict[tuple[object, ...], list[Entry]] = {}
         for entry in self.entries:
             spec, dtype = entry.spec, torch_dtype(entry.spec.dtype)
-            if spec.zero == 0 or sync_axis(entry, self.mesh).size == 1:
+            if spec.zero == 0 or not spec.shape or sync_axis(entry, self.mesh).size == 1:
                 entry.own_whole(self.device, dtype)
                 continue
             alone = spec.name if entry.numel * dtype.itemsize >= ALONE_BYTES else None

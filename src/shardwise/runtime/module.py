@@ -1,0 +1,224 @@
+"""The module that a user trains: this rank's part of the model, and the steps of all ranks.
+
+`ParallelModule` joins the store of parameters with the compiled programs. It knows no compiler:
+it is given a function that makes a program for a batch, and keeps one per signature of batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import BatchError, ProgramError
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.random import Rng
+from shardwise.runtime.store import ParameterStore
+
+__all__ = ["ParallelModule", "StepProgram", "check_same_batch", "leaves", "signature"]
+
+CHECKED_STEPS = 3
+
+
+class StepProgram(Protocol):
+    """A compiled step for batches of one signature."""
+
+    def __call__(self, batch: Any, *, outputs: bool) -> tuple[Tensor | None, Any]:
+        """The loss (None in a program without one), and the model's outputs if asked for."""
+        ...
+
+    def local_batch(self, batch: Any) -> Any:
+        """What of a whole batch this rank reads; the program takes it in the batch's place."""
+        ...
+
+
+Specialize = Callable[[Any, bool], StepProgram]
+
+
+class ParallelModule(nn.Module):
+    """This rank's part of a model that all ranks train together."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        mesh: ProcessMesh,
+        rng: Rng,
+        specialize: Specialize,
+        *,
+        check_batches: bool = True,
+    ) -> None:
+        super().__init__()
+        self.store, self.mesh, self.rng = store, mesh, rng
+        self._specialize = specialize
+        self._programs: dict[Hashable, StepProgram] = {}
+        self._checked: dict[Hashable, int] = {}
+        self._check_batches = check_batches
+
+    def train_step(self, batch: Any, outputs: bool = False, *, local: bool = False) -> Any:
+        """Forward and backward of the whole batch: its loss, the same on every rank.
+
+        Gradients are added to what is there. With `outputs`, the model's outputs too. A batch
+        with `local` is what `local_batch` gave.
+        """
+        key, program = self._program(batch, training=True, local=local)
+        self.rng.step += 1
+        with self.store.step(key):
+            loss, out = program(batch, outputs=outputs)
+            if loss is None or not loss.requires_grad:
+                raise ProgramError("the loss depends on no parameter that is trained")
+            loss.backward()  # type: ignore[no-untyped-call]
+        return (loss.detach(), _detached(out)) if outputs else loss.detach()
+
+    def eval_step(self, batch: Any, *, local: bool = False) -> Any:
+        """The model's outputs in eval mode, without gradients."""
+        key, program = self._program(batch, training=False, local=local)
+        with self.store.evaluate(key):
+            return program(batch, outputs=True)[1]
+
+    def local_batch(self, batch: Any, training: bool = True) -> Any:
+        """This rank's part of a whole batch, for `train_step(…, local=True)`."""
+        return self._get(("whole", training, signature(batch)), batch, training).local_batch(batch)
+
+    def _program(self, batch: Any, *, training: bool, local: bool) -> tuple[Hashable, StepProgram]:
+        key: Hashable = ("whole", training, signature(batch))
+        if local:
+            key = ("local", training, signature(batch))
+            if key not in self._programs:
+                key = next((k for k in self._programs if _trains(k) == training), None)
+            if key is None:
+                raise BatchError("no program yet for a local batch", hint="pm.local_batch(batch)")
+            return key, self._programs[key]
+        if self._check_batches and self._checked.get(key, 0) < CHECKED_STEPS:
+            check_same_batch(batch, self.mesh)
+            self._checked[key] = self._checked.get(key, 0) + 1
+        return key, self._get(key, batch, training)
+
+    def _get(self, key: Hashable, batch: Any, training: bool) -> StepProgram:
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = self._specialize(batch, training)
+        return found
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state dict, on every rank; all ranks call it."""
+        return self.store.gather_state_dict()
+
+    def gather_gradients(self) -> dict[str, Tensor | None]:
+        """The whole model's gradients by parameter name, on every rank; all ranks call it."""
+        return self.store.gather_gradients()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's local tensors under the original names."""
+        dot = prefix + "." if prefix else ""
+        for entry in self.store.entries:
+            yield dot + entry.spec.name, entry.shown
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers under the original names."""
+        dot = prefix + "." if prefix else ""
+        for name, value in self.store.buffers.items():
+            yield dot + name, value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.store.zero_grad(set_to_none)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> None:
+        """Copy this rank's part of a whole model's state dict."""
+        self.store.load_state_dict(state_dict)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A state dict of parts would be mistaken for the model's."""
+        raise ProgramError(
+            "a parallel module's state is spread over ranks", hint="pm.gather_state_dict()"
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A parallel module is run by its steps."""
+        raise ProgramError(
+            "a parallel module is not called", hint="pm.train_step(batch) or pm.eval_step(batch)"
+        )
+
+
+def _trains(key: Hashable) -> bool:
+    return isinstance(key, tuple) and bool(key[1])
+
+
+def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """The leaves of a batch with their paths; containers are dicts, sequences and dataclasses."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
+
+
+def signature(batch: Any) -> Hashable:
+    """Shapes and types of the tensors, and the values of everything else."""
+    return tuple(
+        (path, tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else (path, repr(v))
+        for path, v in leaves(batch)
+    )
+
+
+def check_same_batch(batch: Any, mesh: ProcessMesh) -> None:
+    """Refuse batches that differ between ranks, naming the ranks and the input."""
+    if mesh.size == 1:
+        return
+    found = list(leaves(batch))
+    shape = [len(found), zlib.crc32(repr(signature(batch)).encode())]
+    _compare(shape, ["the batch's shapes, types or plain values"] * 2, mesh)
+    _compare([_checksum(value) for _, value in found], [path for path, _ in found], mesh)
+
+
+def _compare(numbers: list[int], names: list[str], mesh: ProcessMesh) -> None:
+    count = len(numbers)
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    every = mesh.world.all_gather(mine, [count] * mesh.size).wait().view(mesh.size, count)
+    for column, name in enumerate(names):
+        values = every[:, column].tolist()
+        different = [rank for rank, value in enumerate(values) if value != values[0]]
+        if different:
+            raise BatchError(
+                f"ranks {different} have other data than rank 0",
+                where=name,
+                hint="give every rank the same whole batch (seed the data loader alike), or each "
+                "its part with train_step(pm.local_batch(batch), local=True)",
+            )
+
+
+def _checksum(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return zlib.crc32(repr(value).encode())
+    flat = value.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _detached(value[key])
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_detached(item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_detached(item) for item in value)
+    return value
