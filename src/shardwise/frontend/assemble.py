@@ -20,7 +20,7 @@ from shardwise.frontend.fake import has_data
 from shardwise.frontend.finish import Namer, check_static, finish_nodes, live_nodes
 from shardwise.frontend.functions import Recorder
 from shardwise.frontend.step import TENSOR, Step
-from shardwise.ir import Buffer, Constant, Graph, Input, Parameter, Ref, TensorType
+from shardwise.ir import Buffer, Constant, Graph, Input, Parameter, Ref, TensorType, iter_refs
 
 
 @dataclass(slots=True)
@@ -143,6 +143,7 @@ def assemble(
     namer = sources.namer
     used = {ref for node in raw for ref in _used(node)} | set(wanted)
     constants = _constants(sources, used, names, namer)
+    _check_replaced(constants, report.replaced)
     nodes, types = finish_nodes(raw, builder.types, names, namer)
     types = {
         **sources.types,
@@ -174,8 +175,6 @@ def assemble(
 
 
 def _used(node: Any) -> Iterable[str]:
-    from shardwise.ir import iter_refs
-
     yield from (ref.name for ref in iter_refs(node.args))
     yield from (ref.name for _, value in node.kwargs for ref in iter_refs(value))
 
@@ -189,6 +188,18 @@ def _constants(
             names[value] = namer.name(f"c_{len(kept)}")
             kept.append(Constant(value=names[value], data=data))
     return tuple(kept)
+
+
+def _check_replaced(
+    constants: tuple[Constant, ...], replaced: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse a plain tensor that forward reads and replaces: state that nobody keeps."""
+    for where, old in replaced:
+        if has_data(old) and any(c.data.data_ptr() == old.data_ptr() for c in constants):
+            raise CaptureError(
+                f"forward assigns the tensor attribute {where}, which it also reads",
+                hint=f'self.register_buffer("{where.rsplit(".", 1)[-1]}", ...) makes it state',
+            )
 
 
 def _mutation(builder: Builder, root: Alias) -> str | None:

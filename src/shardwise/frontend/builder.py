@@ -17,7 +17,7 @@ from shardwise.errors import CaptureError
 from shardwise.frontend import aliasing
 from shardwise.frontend.aliasing import Alias, Storage, View
 from shardwise.frontend.provenance import Origin
-from shardwise.ir import Ref, TensorType, iter_refs
+from shardwise.ir import TensorType, iter_refs
 
 SYMBOLIC = "symbolic"  # op of a pseudo-node: a Python number read from a tensor
 UNKNOWN_SIZE = -1
@@ -177,6 +177,3 @@ def _size(size: Any) -> int:
 
 def _can_differ(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-__all__ = ["SYMBOLIC", "UNKNOWN_SIZE", "Alias", "Builder", "RawNode", "Ref", "Region", "View"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -100,13 +101,13 @@ def _export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without export's warnings and log lines: what matters is in the graph or an error."""
+    """Without export's warnings, logs and prints: what matters is in the graph or an error."""
     loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -5,7 +5,7 @@ Enters: one mutating call. Leaves: the same alias, holding a new value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,17 +14,15 @@ from shardwise.errors import CaptureError
 from shardwise.frontend import normalize
 from shardwise.frontend.aliasing import Alias, NotFunctional
 from shardwise.frontend.builder import Builder, tensor_type
+from shardwise.frontend.calls import append_call, fitted, refs
 from shardwise.ir import Ref, TensorType
-
-if TYPE_CHECKING:
-    from shardwise.frontend.convert import Converter
 
 _VIEWS = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _REFUSED = {"resize_", "set_", "as_strided_", "resize_as_"}
 
 
 def convert(
-    converter: Converter,
+    builder: Builder,
     node: fx.Node,
     target: torch._ops.OpOverload[Any, Any],
     args: tuple[Any, ...],
@@ -36,12 +34,12 @@ def convert(
     functional = _functional_name(name)
     if len(written) != 1 or functional is None or not isinstance(args[0], Alias):
         raise NotFunctional(f"{target} writes to {', '.join(written)}")
-    builder, alias = converter.builder, args[0]
+    alias = args[0]
     if name in _REFUSED:
         raise CaptureError(f"{name} changes a tensor's memory", where=builder.region.origin.source)
     value = node.meta["val"]
     if name in _VIEWS:
-        return converter.call(f"aten.{functional}.{overload}", value, args, kwargs)
+        return append_call(builder, f"aten.{functional}.{overload}", value, args, kwargs)
     if name == "detach_":
         if builder.read(alias) in builder.differentiable:
             _store(builder, alias, "aten.detach.default", (_ref(builder, alias),))
@@ -58,12 +56,12 @@ def convert(
         return alias
     if name in ("dropout_", "feature_dropout_", "alpha_dropout_") and not _drops(args):
         return alias
-    _compute(converter, node, alias, target, functional, args, kwargs)
+    _compute(builder, node, alias, target, functional, args, kwargs)
     return alias
 
 
 def _compute(
-    converter: Converter,
+    builder: Builder,
     node: fx.Node,
     alias: Alias,
     target: torch._ops.OpOverload[Any, Any],
@@ -72,14 +70,11 @@ def _compute(
     kwargs: dict[str, Any],
 ) -> None:
     """The general case: the functional operator, cast back to the overwritten tensor's dtype."""
-    from shardwise.frontend.convert import refs
-
     namespace = target.namespace
     packet = getattr(getattr(torch.ops, namespace), functional, None)
     operator = getattr(packet, target._overloadname, None)
     if operator is None:
         raise NotFunctional(f"{target} has no functional counterpart")
-    builder = converter.builder
     plain, named = refs(builder, args), {k: refs(builder, v) for k, v in kwargs.items()}
     if functional == "fill" and isinstance(plain[1], Ref):
         operator, plain = normalize.fill_with_constant(builder, operator, plain)
@@ -126,17 +121,6 @@ def _copied(builder: Builder, alias: Alias, source: Any) -> str:
         # What is overwritten keeps a gradient: zeros, not None.
         (zeros,) = builder.emit("aten.fill.Scalar", (_ref(builder, alias), 0), (own,))
         (name,) = builder.emit("aten.add.Tensor", (Ref(zeros), Ref(name)), (own,))
-    return name
-
-
-def fitted(builder: Builder, name: str, own: TensorType) -> str:
-    """The value `name` cast and broadcast to another type."""
-    have = builder.types[name]
-    if have.dtype != own.dtype:
-        have = TensorType(have.shape, own.dtype)
-        (name,) = builder.emit("aten.to.dtype", (Ref(name), own.dtype), (have,))
-    if have.shape != own.shape:
-        (name,) = builder.emit("aten.expand.default", (Ref(name), own.shape), (own,))
     return name
 
 

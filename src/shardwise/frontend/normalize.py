@@ -13,6 +13,7 @@ import torch
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias
 from shardwise.frontend.builder import Builder, tensor_type
+from shardwise.frontend.calls import append_call, fitted
 from shardwise.ir import Ref
 
 Rule = Callable[[Builder, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -21,8 +22,6 @@ _PLACEMENT = ("device", "layout", "pin_memory")
 
 
 def _call(builder: Builder, op: str, value: Any, args: tuple[Any, ...], **kwargs: Any) -> Any:
-    from shardwise.frontend.convert import append_call
-
     return append_call(builder, op, value, args, kwargs)
 
 
@@ -84,7 +83,10 @@ def _sized(op: str) -> Rule:
     """`expand_as`, `view_as`…: the size instead of the other tensor."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        return _call(builder, op, value, (args[0], tensor_type(value).shape))
+        type_ = tensor_type(value)
+        if builder.types[builder.read(args[0])] == type_:
+            return builder.same(value, args[0])
+        return _call(builder, op, value, (args[0], type_.shape))
 
     return rule
 
@@ -168,8 +170,6 @@ def _instance_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: 
 
 def _copy(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Functional `copy`, which has no derivative: its source, cast and broadcast."""
-    from shardwise.frontend.inplace import fitted
-
     return builder.track(fitted(builder, builder.read(args[1]), tensor_type(value)), value, None)
 
 

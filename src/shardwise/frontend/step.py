@@ -28,6 +28,7 @@ class StepOutputs:
     leaves: list[Any] = field(default_factory=list)  # a constant, or the marker `TENSOR`
     spec: Any = None
     assigned: list[str] = field(default_factory=list)  # buffers that forward reassigned
+    replaced: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # plain attributes
     warnings: list[str] = field(default_factory=list)
 
 
@@ -111,11 +112,7 @@ def _reassigned(model: nn.Module, before: Any, report: StepOutputs) -> list[torc
             if new is old or not isinstance(new, torch.Tensor):
                 continue
             if isinstance(old, torch.Tensor):
-                where = path_name(tuple(filter(None, (path, name))))
-                raise CaptureError(
-                    f"forward assigns the tensor attribute {where}, which it keeps for later",
-                    hint=f'self.register_buffer("{name}", ...) makes it part of the state',
-                )
+                report.replaced.append((path_name(tuple(filter(None, (path, name)))), old))
             if name in attributes:
                 vars(module)[name] = old
             else:
