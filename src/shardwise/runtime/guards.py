@@ -16,7 +16,8 @@ from shardwise.errors import OptimizerError
 
 __all__ = ["AbsentGradient", "ShardGradient", "absent", "guard", "unguard"]
 
-_NORM_NAMES = {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "norm_except_dim", "renorm"}
+_NORM_NAMES = {"norm", "_foreach_norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"}
+_NORM_NAMES |= {"frobenius_norm", "nuclear_norm", "vector_norm", "matrix_norm"}
 _METADATA = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "detach", "__repr__"}
 _CLIP_HINT = "sw.clip_grad_norm_(pm, max_norm), which counts every rank's part once"
 

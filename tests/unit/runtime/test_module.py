@@ -1,0 +1,104 @@
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import BatchError, ProgramError
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.module import ParallelModule, signature
+from shardwise.runtime.random import Rng
+from shardwise.runtime.threads import ThreadTransport, run_threads
+from tests.support import toy
+
+
+class Program:
+    def __init__(self, module: toy.Toy) -> None:
+        self.module = module
+
+    def __call__(self, batch: Any, *, outputs: bool) -> tuple[torch.Tensor, Any]:
+        loss = self.module(batch["tokens"], batch["labels"])
+        return loss, {"twice": loss * 2} if outputs else None
+
+    def local_batch(self, batch: Any) -> Any:
+        return batch
+
+
+def make(mesh: ProcessMesh, zero: int = 3) -> tuple[ParallelModule, list[Any]]:
+    module, store = toy.make(mesh, zero)
+    made: list[Any] = []
+
+    def specialize(batch: Any, training: bool) -> Program:
+        made.append((signature(batch), training))
+        return Program(module)
+
+    return ParallelModule(store, mesh, Rng(0, "exact", mesh), specialize), made
+
+
+def batch(rows: int = 7) -> dict[str, torch.Tensor]:
+    tokens, labels = toy.batch(rows)
+    return {"tokens": tokens, "labels": labels}
+
+
+def on_two(fn):  # type: ignore[no-untyped-def]
+    def run(rank: int, transport: ThreadTransport) -> object:
+        return fn(ProcessMesh({"dp": 2, "tp": 1}, rank, transport))
+
+    return run_threads(2, run, timeout=30)
+
+
+def test_steps_of_all_ranks_and_one_program_per_signature() -> None:
+    def run(mesh: ProcessMesh) -> tuple[object, ...]:
+        pm, made = make(mesh)
+        assert [n for n, _ in pm.named_parameters()] == list(toy.shapes())
+        loss = pm.train_step(batch())
+        assert not loss.requires_grad
+        loss, outputs = pm.train_step(batch(), outputs=True)
+        assert not outputs["twice"].requires_grad
+        pm.zero_grad()
+        pm.train_step(batch(3))
+        pm.eval_step(batch())
+        assert pm.rng.step == 3
+        return loss, len(made), pm.eval_step(batch())["twice"]
+
+    want, _ = toy.dense_step(toy.full_state(), *toy.batch())
+    for loss, programs, twice in on_two(run):
+        torch.testing.assert_close(loss, want)
+        torch.testing.assert_close(twice, want * 2)
+        assert programs == 3
+
+
+def test_different_batches_are_refused() -> None:
+    def values(mesh: ProcessMesh) -> None:
+        data = batch()
+        data["labels"][0, 5] += mesh.rank
+        make(mesh)[0].train_step(data)
+
+    with pytest.raises(BatchError, match=r"ranks \[1\] have other data") as caught:
+        on_two(values)
+    assert "batch['labels']" in str(caught.value)
+
+    def shapes(mesh: ProcessMesh) -> None:
+        make(mesh)[0].train_step(batch(5 + mesh.rank))
+
+    with pytest.raises(BatchError, match=r"shapes, types or plain values"):
+        on_two(shapes)
+
+
+def test_states_go_through_all_ranks() -> None:
+    pm, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
+    with pytest.raises(ProgramError, match="gather_state_dict"):
+        pm.state_dict()
+    with pytest.raises(ProgramError, match="train_step"):
+        pm(batch())
+    pm.load_state_dict(toy.full_state(4))
+    got = pm.gather_state_dict()
+    assert all(torch.equal(got[n], t) for n, t in toy.full_state(4).items())
+    pm.train_step(batch())
+    assert pm.gather_gradients()["unused"] is None
+
+
+def test_signatures_see_shapes_types_and_values() -> None:
+    t = torch.ones(2)
+    assert signature({"a": t}) == signature({"a": t + 1})
+    assert signature({"a": t}) != signature({"a": t.double()})
+    assert signature((t, True)) != signature((t, False))
