@@ -17,7 +17,20 @@ from shardwise.runtime import operators
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _generator = torch.Generator().manual_seed(1)
 EXAMPLES: dict[str, list[Arguments]] = {}
-RUN: dict[str, Callable[..., Any]] = {"shardwise.batch_norm.default": operators.batch_norm}
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """What `transformers.grouped_mm_fallback` computes, without that library."""
+    ends = [0, *offs.tolist()]
+    parts = [x[a:b] @ w for a, b, w in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
+
+
+# Operators that torch does not know.
+RUN: dict[str, Callable[..., Any]] = {
+    "shardwise.batch_norm.default": operators.batch_norm,
+    "transformers.grouped_mm_fallback.default": grouped_mm,
+}
 
 # Operands, by position, that the operator has no derivative for.
 CONSTANT: dict[str, tuple[int, ...]] = {
@@ -98,6 +111,9 @@ add("kron.default", f(2, 3), f(4, 2))
 add("cdist.default", f(2, 4, 3), f(2, 6, 3))
 add("cdist.default", f(4, 3), f(6, 3), 1.0)
 add("cdist.default", f(27, 3), f(6, 3))
+
+for _ends in ([2, 2, 5, 7], [0, 3, 3, 6]):
+    add("transformers.grouped_mm_fallback.default", f(7, 6), f(4, 6, 3), offs=torch.tensor(_ends))
 
 # Reductions
 X = (4, 6, 3)
@@ -181,8 +197,18 @@ for _name in ("softmax", "log_softmax"):
 add("embedding.default", f(7, 6), i(7, 4, 3))
 add("embedding.default", f(7, 6), i(7, 4), 5)
 add("embedding.default", f(4, 6), i(4, 3), 1, True)
-add("embedding_bag.padding_idx", f(7, 6), i(7, 8), torch.tensor([0, 3, 5]),
-    False, 0, False, None, False, None)
+add(
+    "embedding_bag.padding_idx",
+    f(7, 6),
+    i(7, 8),
+    torch.tensor([0, 3, 5]),
+    False,
+    0,
+    False,
+    None,
+    False,
+    None,
+)
 add("embedding_bag.default", f(7, 6), i(7, 8), torch.tensor([0, 3, 5]), False, 0, False, f(8))
 add("embedding_bag.default", f(7, 6), i(7, 8), torch.tensor([0, 3, 5]), False, 1)
 for _reduction in (0, 1, 2):
@@ -201,7 +227,8 @@ for _reduction in (0, 1, 2):
     add("cross_entropy_loss.default", f(4, 7), _labels, None, _reduction)
     add("cross_entropy_loss.default", f(4, 7), _labels, u(7), _reduction, -100, 0.2)
     add("cross_entropy_loss.default", f(4, 7, 3), ignoring(i(7, 4, 3), 2, 5), u(7), _reduction, 5)
-    add("cross_entropy_loss.default", f(4, 7, 2), f(4, 7, 2).softmax(1), u(7), _reduction, -100, 0.1)
+    _likely = f(4, 7, 2).softmax(1)
+    add("cross_entropy_loss.default", f(4, 7, 2), _likely, u(7), _reduction, -100, 0.1)
     add("cross_entropy_loss.default", f(7), i(7).squeeze(), None, _reduction)
     add("nll_loss.default", f(4, 7), _labels, u(7), _reduction)
     add("nll_loss_nd.default", f(4, 7, 3), i(7, 4, 3), None, _reduction)
@@ -211,16 +238,48 @@ add("cross_entropy_loss.default", f(4, 5), torch.tensor([-100] * 4))
 
 # Attention
 add("scaled_dot_product_attention.default", f(2, 4, 3, 5), f(2, 4, 6, 5), f(2, 4, 6, 2))
-add("scaled_dot_product_attention.default", f(2, 4, 5, 3), f(2, 4, 5, 3), f(2, 4, 5, 3),
-    None, 0.0, True, scale=0.3)
-add("scaled_dot_product_attention.default", f(2, 4, 3, 5), f(2, 4, 6, 5), f(2, 4, 6, 5),
-    f(1, 4, 3, 6))
-add("scaled_dot_product_attention.default", f(4, 2, 3, 5), f(4, 2, 6, 5), f(4, 2, 6, 5),
-    torch.ones(4, 1, 1, 6, dtype=torch.bool))
-add("scaled_dot_product_attention.default", f(2, 6, 4, 3), f(2, 2, 4, 3), f(2, 2, 4, 3),
-    None, 0.0, True, enable_gqa=True)
-add("scaled_dot_product_attention.default", f(2, 6, 4, 3), f(2, 2, 4, 3), f(2, 2, 4, 3),
-    f(2, 6, 4, 4), enable_gqa=True)
+add(
+    "scaled_dot_product_attention.default",
+    f(2, 4, 5, 3),
+    f(2, 4, 5, 3),
+    f(2, 4, 5, 3),
+    None,
+    0.0,
+    True,
+    scale=0.3,
+)
+add(
+    "scaled_dot_product_attention.default",
+    f(2, 4, 3, 5),
+    f(2, 4, 6, 5),
+    f(2, 4, 6, 5),
+    f(1, 4, 3, 6),
+)
+add(
+    "scaled_dot_product_attention.default",
+    f(4, 2, 3, 5),
+    f(4, 2, 6, 5),
+    f(4, 2, 6, 5),
+    torch.ones(4, 1, 1, 6, dtype=torch.bool),
+)
+add(
+    "scaled_dot_product_attention.default",
+    f(2, 6, 4, 3),
+    f(2, 2, 4, 3),
+    f(2, 2, 4, 3),
+    None,
+    0.0,
+    True,
+    enable_gqa=True,
+)
+add(
+    "scaled_dot_product_attention.default",
+    f(2, 6, 4, 3),
+    f(2, 2, 4, 3),
+    f(2, 2, 4, 3),
+    f(2, 6, 4, 4),
+    enable_gqa=True,
+)
 add("scaled_dot_product_attention.default", f(4, 3, 5), f(4, 6, 5), f(4, 6, 5), f(3, 6))
 
 # Convolutions

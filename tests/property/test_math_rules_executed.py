@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.property.rule_examples_math import CONSTANT, EXAMPLES, RUN, Arguments
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.runtime import operators
+from shardwise.runtime.random import Rng
+from tests.property.rule_examples_math import CONSTANT, EXAMPLES, RUN, Arguments, f
 from tests.support.rules import check_rule
 
 CASES = [
@@ -12,16 +18,42 @@ CASES = [
     for op, calls in EXAMPLES.items()
     for number, arguments in enumerate(calls)
 ]
+TALKING = {  # operators that communicate inside: their first call on two mesh axes, every day
+    "aten.cross_entropy_loss.default",
+    "aten.embedding.default",
+    "aten.layer_norm.default",
+    "aten.softmax.int",
+    "shardwise.batch_norm.default",
+    "transformers.grouped_mm_fallback.default",
+}
+
+
+def check(op: str, arguments: Arguments, **options: Any) -> None:
+    args, kwargs = arguments
+    check_rule(op, args, kwargs, run=RUN.get(op), constant=CONSTANT.get(op, ()), **options)
 
 
 @pytest.mark.parametrize(("op", "arguments"), CASES)
 def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments) -> None:
-    args, kwargs = arguments
-    check_rule(op, args, kwargs, ranks=(2, 5), run=RUN.get(op), constant=CONSTANT.get(op, ()))
+    check(op, arguments, ranks=(2, 5), pairs=op in TALKING and arguments is EXAMPLES[op][0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "arguments"), CASES)
 def test_every_pair_of_candidates_equals_the_whole_call(op: str, arguments: Arguments) -> None:
-    args, kwargs = arguments
-    check_rule(op, args, kwargs, ranks=(3, 4), pairs=True, run=RUN.get(op), constant=CONSTANT.get(op, ()))
+    check(op, arguments, ranks=(3, 4), pairs=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_drops_the_same_weights_on_any_number_of_ranks(causal: bool) -> None:
+    def whole(
+        q: Tensor, k: Tensor, v: Tensor, _: None, p: float, causal: bool, **gqa: Any
+    ) -> Tensor:
+        options = {"rng": Rng(0), "key": "node", "shape": (2, 6, 4, 4), "is_causal": causal, **gqa}
+        return operators.attention(q, k, v, dropout_p=p, **options)
+
+    args = (f(2, 6, 4, 3), f(2, 2, 4, 3), f(2, 2, 4, 5), None, 0.4, causal)
+    op = "aten.scaled_dot_product_attention.default"
+    check_rule(op, args, {"enable_gqa": True}, ranks=(2, 5), pairs=True, run=whole)
+    kept = torch.ops.aten.scaled_dot_product_attention(*args[:4], 0.0, causal, enable_gqa=True)
+    assert not torch.allclose(whole(*args, enable_gqa=True), kept)

@@ -86,7 +86,7 @@ def candidates(
                 continue
             options = choices(structures[axis.name])
             if axis.outermost:
-                options = tuple(p for p in options if all(outer == 1 for outer, _, _ in p))[:1]
+                options = tuple(p for p in options if len(p) == 1 and p[0][0] == 1)[:1]
             for pattern in options:
                 candidate = cut_candidate(rule, axis.name, merge(pattern))
                 if candidate is not None:
@@ -159,7 +159,9 @@ def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement
     return FANOUT
 
 
-def _in_product(rule: NodeRule, dim: tuple[str, ...], axis: str, pattern: Pattern) -> Pattern | None:
+def _in_product(
+    rule: NodeRule, dim: tuple[str, ...], axis: str, pattern: Pattern
+) -> Pattern | None:
     if len(dim) == 1:
         return pattern
     if len(pattern) != 1:
@@ -200,4 +202,3 @@ def compose(dim: Dim, structures: Mapping[str, Structure]) -> Structure | None:
     if any(len(structures[a]) != 1 for a in dim):
         return None
     return (tuple(f for a in dim for f in structures[a][0]),)
-

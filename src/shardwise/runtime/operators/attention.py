@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.support import held
-from shardwise.runtime.splits import Of
+from shardwise.runtime.random import Rng, dropout
+from shardwise.runtime.splits import Of, Split
 
 __all__ = ["attention"]
 
@@ -28,10 +29,10 @@ def attention(
     row_axis: Axis | None = None,
     rows: Of = 0,
     dropout_p: float = 0.0,
-    rng: Any = None,
+    rng: Rng | None = None,
     key: str = "",
     shape: tuple[int, ...] = (),
-    splits: Any = (),
+    splits: Sequence[Split] = (),
 ) -> Tensor:
     """Scaled dot-product attention.
 
@@ -45,11 +46,10 @@ def attention(
         return F.scaled_dot_product_attention(
             query, key_, value, mask, scale=scale, enable_gqa=enable_gqa
         )
-    from shardwise.runtime.random import dropout
-
     if enable_gqa and query.shape[-3] != key_.shape[-3]:
         groups = query.shape[-3] // key_.shape[-3]
         key_, value = (t.repeat_interleave(groups, -3) for t in (key_, value))
+    assert rng is not None, "dropped weights need a source of random numbers"
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     weights = masked_softmax(query @ key_.transpose(-2, -1) * factor, mask)
     return dropout(weights, dropout_p, rng, key, shape, splits) @ value

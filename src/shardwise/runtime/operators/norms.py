@@ -93,7 +93,7 @@ def rms_norm(
 ) -> Tensor:
     """RMS norm over the last `num_dims` dims, `count` elements in all, cut over `axis`."""
     dims = tuple(range(-num_dims, 0))
-    small = torch.finfo(x.dtype).eps if eps is None else eps
+    small = torch.finfo(wide(x.dtype)).eps if eps is None else eps
     result, _, _ = _normalize(x, axis, dims, count, small, center=False)
     if weight is not None:
         result = result * weight

@@ -86,8 +86,10 @@ def class_loss(call: Call) -> NodeRule:
     class_dim = 1 if len(shape) > 1 else 0
     names = [f"n{i}" for i in range(len(shape))]
     names[class_dim] = "c"
-    axes = {n: Axis(n, s) for n, s in zip(names, shape, strict=True)}
-    axes["c"] = Axis("c", shape[class_dim], reduce="same", outermost=True, once=True)
+    counted = int(call.get("reduction") == MEAN)
+    axes = {n: Axis(n, s, talks=counted) for n, s in zip(names, shape, strict=True)}
+    talks = 1 if "nll" in call.node.op else 4
+    axes["c"] = Axis("c", shape[class_dim], "same", outermost=True, once=True, talks=talks)
     kept = each(n for n in names if n != "c")
     probabilities = call.shape("target") == shape and _is_floating(call, "target")
     dims: dict[str, Dims] = {

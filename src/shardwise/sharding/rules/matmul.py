@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwise.ir import Ref
 from shardwise.sharding.build import aligned, cut_of, each, is_float
 from shardwise.sharding.registry import keep_whole, notation, rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, whole_rule
@@ -234,7 +235,7 @@ def grouped_mm(call: Call) -> NodeRule:
             options += [("row_axis", row_axis), ("rows", cut_of(local, "s", 0))]
         if expert_axis is not None:
             options += [("expert_axis", expert_axis), ("experts", cut_of(local, "e", 1))]
-        values = tuple(call.get(name) for name in ("input", "weight", "offs"))
+        values = tuple(Ref(name) for name in call.node.inputs)
         return LocalCall("rt.grouped_mm", values, tuple(options))
 
     return NodeRule(

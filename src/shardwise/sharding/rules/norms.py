@@ -22,8 +22,9 @@ def layer_norm(call: Call) -> NodeRule:
     kept = len(shape) - len(call.get("normalized_shape"))
     axes = _axes(shape)
     inner = tuple(axes)[kept:]
-    axes |= {name: replace(axes[name], talks=4) for name in inner}
     name = call.node.op.split(".")[1]
+    talks = 3 if name == "layer_norm" else 2
+    axes |= {axis: replace(axes[axis], talks=talks) for axis in inner}
 
     def localize(call: Call, local: Local) -> LocalCall:
         axis = over(local, inner)
@@ -152,7 +153,10 @@ def batch_norm_training(call: Call) -> NodeRule:
     """
     x = call.node.args[0]
     shape = call.shape(x)
-    axes = {f"d{i}": Axis(f"d{i}", n, reduce="same") for i, n in enumerate(shape)}
+    axes = {
+        f"d{i}": Axis(f"d{i}", n, reduce="same", talks=3 if i != 1 else 0)
+        for i, n in enumerate(shape)
+    }
     reduced = tuple(name for name in axes if name != "d1")
 
     def localize(call: Call, local: Local) -> LocalCall:
@@ -179,6 +183,7 @@ def weight_norm(call: Call) -> NodeRule:
     kept = call.get("dim", 0) % len(shape)
     axes = _axes(shape)
     reduced = tuple(name for name in axes if name != f"d{kept}")
+    axes |= {name: replace(axes[name], talks=2) for name in reduced}
 
     def localize(call: Call, local: Local) -> LocalCall:
         axis = over(local, reduced)
@@ -205,6 +210,7 @@ def softmax(call: Call) -> NodeRule:
     dim = call.get("dim") % len(shape)
     name = call.node.op.split(".")[1]
     axes = _axes(shape, (dim,) if name == "_safe_softmax" else ())
+    axes[f"d{dim}"] = replace(axes[f"d{dim}"], talks=3)
 
     def localize(call: Call, local: Local) -> LocalCall:
         axis = local.axis(f"d{dim}")

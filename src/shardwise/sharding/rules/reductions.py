@@ -74,11 +74,13 @@ def reduction_rule(
     frozen: bool = False,
     localize: Localize | None = None,
     linear: bool = False,
+    talks: int = 0,
 ) -> NodeRule:
     """The rule of a reduction; `frozen` forbids to cut the reduced dims."""
-    axes = {
-        f"d{i}": Axis(f"d{i}", size, reduce=reduce, frozen=frozen and i in found.dims)
-        for i, size in enumerate(found.shape)
+    axes = {f"d{i}": Axis(f"d{i}", size) for i, size in enumerate(found.shape)}
+    axes |= {
+        name: Axis(name, axes[name].size, reduce=reduce, frozen=frozen, talks=talks)
+        for name in found.names
     }
     return NodeRule(
         axes=axes,
@@ -141,7 +143,8 @@ def variance(call: Call) -> NodeRule:
     found = reduction_of(call)
     fn = "rt." + call.node.op.split(".")[1]
     local = combine(fn, found, correction_of(call), found.count)
-    return reduction_rule(call, found, reduce="same", localize=local)
+    frozen = call.types[call.node.inputs[0]].dtype.is_complex
+    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local, talks=2)
 
 
 @rule("aten.amax", "aten.amin")
@@ -150,7 +153,7 @@ def extreme(call: Call) -> NodeRule:
     found = reduction_of(call)
     frozen = call.types[call.node.inputs[0]].dtype in (torch.bool,)
     local = combine("rt." + call.node.op.split(".")[1], found)
-    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local)
+    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local, talks=2)
 
 
 @rule("aten.max.default", "aten.min.default")
@@ -159,7 +162,7 @@ def extreme_of_all(call: Call) -> NodeRule:
     found = reduction_of(call)
     frozen = call.types[call.node.inputs[0]].dtype in (torch.bool,)
     local = combine("rt.amax" if ".max." in call.node.op else "rt.amin", found)
-    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local)
+    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local, talks=2)
 
 
 @rule("aten.any", "aten.all", "aten._is_all_true", "aten._is_any_true")
@@ -168,14 +171,16 @@ def logical(call: Call) -> NodeRule:
     found = reduction_of(call)
     name = call.node.op.split(".")[1]
     local = combine("rt.any_true" if "any" in name else "rt.all_true", found)
-    return reduction_rule(call, found, reduce="same", localize=local)
+    return reduction_rule(call, found, reduce="same", localize=local, talks=1)
 
 
 @rule("aten.logsumexp")
 def logsumexp(call: Call) -> NodeRule:
     """The maximum and the sum of exponentials over ranks."""
     found = reduction_of(call)
-    return reduction_rule(call, found, reduce="same", localize=combine("rt.logsumexp", found))
+    return reduction_rule(
+        call, found, reduce="same", localize=combine("rt.logsumexp", found), talks=2
+    )
 
 
 @rule("aten.linalg_vector_norm", "aten.norm")
@@ -186,7 +191,7 @@ def vector_norm(call: Call) -> NodeRule:
     known = order in (None, 1, 2)
     local = combine("rt.vector_norm", found, 2 if order is None else order, dtype=call.get("dtype"))
     return reduction_rule(
-        call, found, reduce="same", frozen=not known, localize=local if known else None
+        call, found, reduce="same", frozen=not known, localize=local if known else None, talks=1
     )
 
 
