@@ -56,7 +56,8 @@ def add(examples: Mapping[str, list[Arguments]]) -> None:
 
 UNARY = """
     abs.default alias.default ceil.default clone.default contiguous.default cos.default
-    detach.default erf.default lift_fresh_copy.default exp.default gelu.default hardsigmoid.default hardswish.default
+    detach.default erf.default lift_fresh_copy.default exp.default gelu.default
+    hardsigmoid.default hardswish.default
     hardtanh.default leaky_relu.default log_sigmoid.default nan_to_num.default neg.default
     relu.default sigmoid.default silu.default sin.default softplus.default square.default
     tanh.default real.default
@@ -293,6 +294,10 @@ add(
 RANDOM: dict[str, list[Arguments]] = {
     "aten.dropout.default": [call(f(4, 6), 0.4, True), call(f(4, 6), 0.4, False)],
     "aten.native_dropout.default": [call(f(4, 6), 0.4, True)],
+    "aten.alpha_dropout.default": [call(f(4, 6), 0.4, True)],
+    "aten.feature_dropout.default": [call(f(4, 6, 3), 0.4, True), call(f(4, 6), 0.4, False)],
+    "aten.feature_alpha_dropout.default": [call(f(4, 6, 3), 0.4, True)],
+    "aten.randperm.default": [call(7)],
     "aten.rand.default": [call((4, 6))],
     "aten.randn.default": [call((4, 6), dtype=torch.float64)],
     "aten.randint.default": [call(5, (4, 6))],

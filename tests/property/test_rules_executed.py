@@ -27,6 +27,12 @@ def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments) ->
     check_rule(op, args, kwargs)
 
 
+@pytest.mark.parametrize("op", RANDOM)
+def test_shards_of_random_numbers_equal_one_draw(op: str) -> None:
+    for args, kwargs in RANDOM[op]:
+        check_rule(op, args, kwargs, random=True, pairs=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "arguments"), CASES)
 def test_every_pair_of_candidates_equals_the_whole_call(op: str, arguments: Arguments) -> None:

@@ -8,6 +8,7 @@ again in the same step draws the same again.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,11 +16,21 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.splits import Split, local_shape, take_local
+from shardwise.runtime.splits import Segments, Split, local_shape, take_local
 
-__all__ = ["Rng", "bernoulli", "draw", "dropout", "multinomial"]
+__all__ = [
+    "Rng",
+    "alpha_dropout",
+    "bernoulli",
+    "draw",
+    "draw_like",
+    "dropout",
+    "multinomial",
+    "native_dropout",
+]
 
 MODES = ("exact", "fast")
+Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code writes tuples
 
 
 class Rng:
@@ -48,11 +59,14 @@ class Rng:
         fill: Callable[[tuple[int, ...], torch.Generator], Tensor],
         key: str,
         shape: Sequence[int],
-        splits: Sequence[Split],
+        splits: Splits,
         device: torch.device | str,
     ) -> Tensor:
         """This rank's part of a random tensor of the given whole shape."""
         at, axes = self.mesh.coordinates, self.mesh.axes
+        splits = [
+            s if isinstance(s, Split) else Split(axis=s[0], dim=s[1], of=s[2]) for s in splits
+        ]
         if self.mode == "exact":
             whole = fill(tuple(shape), self.generator(key, device))
             return take_local(whole, splits, at, axes).contiguous()
@@ -67,7 +81,7 @@ def _draw(
     rng: Rng,
     key: str,
     shape: Sequence[int],
-    splits: Sequence[Split],
+    splits: Splits,
     dtype: torch.dtype,
     device: torch.device | str,
     *options: float,
@@ -84,6 +98,8 @@ def _draw(
 
 # Random numbers come from generators of their own, which a compiled program does not trace.
 _draw_eagerly: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]
+
+ALPHA = 1.7580993408473766  # SELU's scale times its alpha
 
 _KINDS: dict[str, Callable[..., Tensor]] = {
     "uniform": lambda t, g, low=0.0, high=1.0: t.uniform_(low, high, generator=g),
@@ -103,8 +119,9 @@ def draw(
     rng: Rng,
     key: str,
     shape: Sequence[int],
-    splits: Sequence[Split] = (),
-    *options: float,
+    splits: Splits = (),
+    *,
+    options: Sequence[float] = (),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
@@ -118,20 +135,61 @@ def draw(
 
 
 def dropout(
-    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Sequence[Split] = ()
+    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> Tensor:
     """Zero elements of x with probability `p` and scale the others; `shape` is the whole's."""
     if p == 0.0:
         return x
     if p == 1.0:
         return x * 0.0
-    kept = draw("bernoulli", rng, key, shape, splits, 1 - p, dtype=torch.bool, device=x.device)
-    return x * kept.to(x.dtype).mul_(1 / (1 - p))
+    return x * _kept(x, p, rng, key, shape, splits).mul_(1 / (1 - p))
 
 
-def bernoulli(
-    p: Tensor, rng: Rng, key: str, shape: Sequence[int], splits: Sequence[Split] = ()
+def native_dropout(
+    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
+) -> tuple[Tensor, Tensor]:
+    """`dropout`, and which elements were kept."""
+    kept = _kept(x, p, rng, key, shape, splits)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return x * (kept * scale), kept.to(torch.bool)
+
+
+def alpha_dropout(
+    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> Tensor:
+    """Dropout that keeps the mean and variance of SELU activations."""
+    if p == 1.0:
+        return x * 0.0
+    a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    kept = _kept(x, p, rng, key, shape, splits)
+    return x * (kept * a) + ((kept - 1) * (ALPHA * a) + ALPHA * a * p)
+
+
+def _kept(x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits) -> Tensor:
+    """Ones with probability 1 - p; fewer dims than x: the same for all of the remaining ones."""
+    kept = draw(
+        "bernoulli", rng, key, shape, splits, options=(1 - p,), dtype=torch.bool, device=x.device
+    )
+    return kept.reshape(kept.shape + (1,) * (x.dim() - kept.dim())).to(x.dtype)
+
+
+def draw_like(
+    x: Tensor,
+    kind: str,
+    rng: Rng,
+    key: str,
+    shape: Sequence[int],
+    splits: Splits = (),
+    *,
+    options: Sequence[float] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """`draw` on the device of a tensor whose values do not matter."""
+    return draw(kind, rng, key, shape, splits, options=options, dtype=dtype, device=x.device)
+
+
+def bernoulli(p: Tensor, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()) -> Tensor:
     """Ones with the probabilities of a local tensor, zeros else."""
     numbers = draw("uniform", rng, key, shape, splits, dtype=p.dtype, device=p.device)
     return (numbers < p).to(p.dtype)

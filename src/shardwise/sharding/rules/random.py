@@ -6,12 +6,13 @@ this rank's part, and the node's name as `key`. The emitter adds the source of n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.ir import Ref
-from shardwise.sharding.registry import keep_whole, rule
-from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule
-from shardwise.sharding.rules.axes import axes_of
+from shardwise.sharding.registry import rule
+from shardwise.sharding.rule import Call, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rules.axes import axes_of, passes
 from shardwise.sharding.rules.elementwise import elementwise_rule
 from shardwise.sharding.rules.factories import placed
 
@@ -25,45 +26,52 @@ def drawn(call: Call, local: Local, result: int = 0) -> tuple[tuple[str, Any], .
     return (("shape", call.results[result]), ("splits", splits), ("key", call.node.name))
 
 
-def random_rule(call: Call, fn: str, *args: Any) -> NodeRule:
+def random_rule(
+    call: Call, fn: str, *args: Any, options: tuple[Any, ...] | None = None
+) -> NodeRule:
     """Any axis of an operator that draws one number for each element may be cut."""
 
     def localize(call: Call, local: Local) -> LocalCall:
-        made = () if fn.endswith("dropout") else placed(call)
+        made = () if options is None else (("options", options), *placed(call))
         return LocalCall(fn, args, (*drawn(call, local), *made))
 
-    found = elementwise_rule(call)
-    return NodeRule(
-        axes=found.axes,
-        operands=found.operands,
-        results=found.results,
-        whole=found.whole,
-        localize=localize,
-    )
+    return replace(elementwise_rule(call), localize=localize)
 
 
-@rule("aten.dropout")
+@rule("aten.dropout", "aten.native_dropout", "aten.alpha_dropout")
 def dropout(call: Call) -> NodeRule:
     """Without training or with p = 0 it is the identity."""
-    if not call.get("train") or call.get("p") == 0:
-        return elementwise_rule(call, (frozenset({0}),))
-    return random_rule(call, "rt.dropout", call.get("input"), call.get("p"))
+    x, p = call.get("input"), call.get("p")
+    if call.get("train") is False or p == 0:
+        return elementwise_rule(call, passes(call, 0) if len(call.results) == 1 else ())
+    return random_rule(call, f"rt.{call.node.op.split('.')[1]}", x, p)
 
 
-@rule("aten.native_dropout")
-def native_dropout(call: Call) -> NodeRule:
-    """The scaled values and the mask."""
-    if call.get("train") is False:
-        return elementwise_rule(call)
-    return random_rule(call, "rt.native_dropout", call.get("input"), call.get("p"))
+@rule("aten.feature_dropout", "aten.feature_alpha_dropout")
+def feature_dropout(call: Call) -> NodeRule:
+    """One number for each feature: the draw has the first two dims only."""
+    x, p = call.get("input"), call.get("p")
+    if not call.get("train") or p == 0:
+        return elementwise_rule(call, passes(call, 0))
+    fn = f"rt.{call.node.op.split('.')[1].removeprefix('feature_')}"
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        given = dict(drawn(call, local))
+        given["shape"] = call.results[0][:2]
+        given["splits"] = tuple(split for split in given["splits"] if split[1] < 2)
+        return LocalCall(fn, (x, p), tuple(given.items()))
+
+    return replace(elementwise_rule(call), localize=localize)
 
 
-def draw(call: Call, kind: str, *parameters: Any) -> NodeRule:
+def draw(call: Call, kind: str, *options: Any) -> NodeRule:
     """`rt.draw(kind, …)`, or `rt.draw_like(x, kind, …)` for an operator with a tensor operand."""
     like = [arg for arg in call.node.args[:1] if isinstance(arg, Ref)]
+    if len(call.operands) > len(like):
+        return whole_rule(call, "parameters of a distribution that are tensors")
     if like:
-        return random_rule(call, "rt.draw_like", *like, kind, *parameters)
-    return random_rule(call, "rt.draw", kind, *parameters)
+        return random_rule(call, "rt.draw_like", *like, kind, options=options)
+    return random_rule(call, "rt.draw", kind, options=options)
 
 
 @rule("aten.rand", "aten.rand_like")
@@ -81,7 +89,7 @@ def randn(call: Call) -> NodeRule:
 @rule("aten.randint", "aten.randint_like")
 def randint(call: Call) -> NodeRule:
     """Integers in [low, high)."""
-    return draw(call, "integer", call.get("low", 0), call.get("high"))
+    return draw(call, "randint", call.get("low", 0), call.get("high"))
 
 
 @rule("aten.uniform")
@@ -112,19 +120,13 @@ def bernoulli(call: Call) -> NodeRule:
 
 @rule("aten.multinomial")
 def multinomial(call: Call) -> NodeRule:
-    """Samples of every row; the categories stay whole."""
-    source = call.operands[0]
-    axes, dims = axes_of(source, frozen=(len(source) - 1,))
-    axes["samples"] = Axis("samples", call.results[0][-1], frozen=True)
-    result: Dims = (*dims[:-1], ("samples",))
+    """Drawn whole, the same on every rank."""
 
     def localize(call: Call, local: Local) -> LocalCall:
         args = (call.get("self"), call.get("num_samples"), call.get("replacement", False))
-        splits = dict(drawn(call, local))["splits"]
-        given = (("shape", source), ("splits", splits), ("key", call.node.name))
-        return LocalCall("rt.multinomial", args, given)
+        return LocalCall("rt.multinomial", args, (("key", call.node.name),))
 
-    return NodeRule(axes=axes, operands=(dims,), results=(result,), localize=localize)
+    return replace(whole_rule(call, "samples of whole distributions"), localize=localize)
 
 
 @rule("aten.randperm")
@@ -133,14 +135,6 @@ def randperm(call: Call) -> NodeRule:
     axes, dims = axes_of(call.results[0], frozen=(0,))
 
     def localize(call: Call, local: Local) -> LocalCall:
-        return LocalCall("rt.draw", ("permutation",), (*drawn(call, local), *placed(call)))
+        return LocalCall("rt.draw", ("randperm",), (*drawn(call, local), *placed(call)))
 
     return NodeRule(axes=axes, operands=(), results=(dims,), localize=localize)
-
-
-keep_whole(
-    "it draws one number for each feature, not for each element",
-    "aten.feature_dropout",
-    "aten.alpha_dropout",
-    "aten.feature_alpha_dropout",
-)
