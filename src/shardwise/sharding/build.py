@@ -91,6 +91,12 @@ def is_float(call: Call) -> bool:
     return all(d.is_floating_point or d.is_complex for d in dtypes)
 
 
+def dtype_change(call: Call) -> tuple[tuple[str, Any], ...]:
+    """`dtype=` where the first result's dtype is not the first operand's (autocast, `dtype`)."""
+    dtype = call.types[call.node.outputs[0]].dtype
+    return () if dtype == call.types[call.node.inputs[0]].dtype else (("dtype", dtype),)
+
+
 def over(local: Local, names: Iterable[str]) -> MeshAxis | None:
     """The run-time axis of all mesh axes that cut any of these node axes, in mesh order."""
     cutting = {mesh for name in names for mesh in local.cuts.get(name, ())}

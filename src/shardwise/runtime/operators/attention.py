@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.support import held
-from shardwise.runtime.random import Rng, dropout
-from shardwise.runtime.splits import Of, Split
+from shardwise.runtime.random import Rng, Splits, dropout
+from shardwise.runtime.splits import Of
 
 __all__ = ["attention"]
 
@@ -32,7 +31,7 @@ def attention(
     rng: Rng | None = None,
     key: str = "",
     shape: tuple[int, ...] = (),
-    splits: Sequence[Split] = (),
+    splits: Splits = (),
 ) -> Tensor:
     """Scaled dot-product attention.
 

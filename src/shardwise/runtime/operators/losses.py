@@ -22,8 +22,9 @@ __all__ = ["cross_entropy", "nll_loss", "partial_loss"]
 
 
 def partial_loss(op: str, *args: Any, count: int, **kwargs: Any) -> Tensor:
-    """This rank's term of the mean over `count` elements of an ATen loss, called as a sum."""
-    return cast(Tensor, getattr(torch.ops.aten, op)(*args, **kwargs)) / count
+    """This rank's term of the mean over `count` elements of an ATen loss called for each."""
+    terms = cast(Tensor, getattr(torch.ops.aten, op)(*args, **kwargs))
+    return (terms.sum(dtype=wide(terms.dtype)) / count).to(terms.dtype)
 
 
 @untraced
@@ -39,6 +40,7 @@ def cross_entropy(
     classes: Of = 0,
     batch_axis: Axis | None = None,
     count: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Cross-entropy of class indices or probabilities; dim 1 (0 of one sample) has the classes.
 
@@ -47,23 +49,33 @@ def cross_entropy(
     """
     dim = _class_dim(scores)
     if class_axis is None:
-        logs = F.log_softmax(scores, dim)
+        terms = F.cross_entropy(
+            scores,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
     else:
-        logs = log_softmax(scores, class_axis, dim)
-    number = scores.shape[dim] if class_axis is None else whole_length(classes)
-    if target.is_floating_point():
-        smooth = target * (1 - label_smoothing) + label_smoothing / number
-        terms = -(_weighted(logs, weight, dim) * smooth).sum(dim, dtype=wide(logs.dtype))
-        total = None if count is None else terms.new_tensor(float(count))
-        total = terms.new_tensor(float(terms.numel())) if total is None else total
-        return _reduced(terms, reduction, total, class_axis).to(scores.dtype)
-    terms, weights = _picked(logs, target, weight, ignore_index, class_axis, classes)
-    if label_smoothing:
-        spread = -_weighted(logs, weight, dim).sum(dim, dtype=terms.dtype)
-        spread = spread.masked_fill(target == ignore_index, 0)
-        terms = terms * (1 - label_smoothing) + spread * (label_smoothing / number)
-    total = _total(weights, weight, class_axis, batch_axis) if reduction == "mean" else None
-    return _reduced(terms, reduction, total, class_axis).to(scores.dtype)
+        logs = log_softmax(scores, class_axis, dim, dtype=dtype)
+        number = whole_length(classes)
+        weighted = logs if weight is None else logs * _along(weight, logs, dim)
+        if target.is_floating_point():
+            smooth = target * (1 - label_smoothing) + label_smoothing / number
+            terms = -(weighted * smooth).sum(dim)
+        else:
+            terms = _picked(weighted, target, ignore_index, class_axis, classes)
+            if label_smoothing:
+                spread = -weighted.sum(dim).masked_fill(target == ignore_index, 0)
+                terms = terms * (1 - label_smoothing) + spread * (label_smoothing / number)
+    divisor: Tensor | int | None = None
+    if reduction == "mean":
+        if target.is_floating_point():
+            divisor = terms.numel() if count is None else count
+        else:
+            divisor = _divisor(target, weight, ignore_index, class_axis, classes, batch_axis)
+    return _reduced(terms, reduction, divisor, class_axis)
 
 
 @untraced
@@ -77,58 +89,71 @@ def nll_loss(
     class_axis: Axis | None = None,
     classes: Of = 0,
     batch_axis: Axis | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Negative log-likelihood of class indices; see `cross_entropy`."""
-    terms, weights = _picked(logs, target, weight, ignore_index, class_axis, classes)
-    total = _total(weights, weight, class_axis, batch_axis) if reduction == "mean" else None
-    return _reduced(terms, reduction, total, class_axis).to(logs.dtype)
+    values = logs if dtype is None else logs.to(dtype)
+    weighted = values if weight is None else values * _along(weight, logs, _class_dim(logs))
+    terms = _picked(weighted, target, ignore_index, class_axis, classes)
+    divisor = None
+    if reduction == "mean":
+        divisor = _divisor(target, weight, ignore_index, class_axis, classes, batch_axis)
+    return _reduced(terms, reduction, divisor, class_axis)
 
 
 def _class_dim(scores: Tensor) -> int:
     return 1 if scores.dim() > 1 else 0
 
 
-def _weighted(logs: Tensor, weight: Tensor | None, dim: int) -> Tensor:
-    if weight is None:
-        return logs
-    return logs * weight.view([-1 if d == dim else 1 for d in range(logs.dim())])
+def _along(weight: Tensor, scores: Tensor, dim: int) -> Tensor:
+    """A tensor of classes, shaped to multiply scores."""
+    return weight.view([-1 if d == dim else 1 for d in range(scores.dim())])
+
+
+def _held_targets(
+    target: Tensor, ignore_index: int, length: int, class_axis: Axis | None, classes: Of
+) -> tuple[Tensor, Tensor]:
+    """The targets as positions among this rank's `length` classes, and which of them are there."""
+    start = 0 if class_axis is None else held(class_axis, classes)[0]
+    here = (target != ignore_index) & (target >= start) & (target < start + length)
+    return (target - start).masked_fill(~here, 0), here
 
 
 def _picked(
-    logs: Tensor,
+    logs: Tensor, target: Tensor, ignore_index: int, class_axis: Axis | None, classes: Of
+) -> Tensor:
+    """The negative logs of the targets; zero for those that are ignored or on other ranks."""
+    dim = _class_dim(logs)
+    if logs.shape[dim] == 0:
+        return -logs.sum(dim)
+    places, here = _held_targets(target, ignore_index, logs.shape[dim], class_axis, classes)
+    return -logs.gather(dim, places.unsqueeze(dim)).squeeze(dim).masked_fill(~here, 0)
+
+
+def _divisor(
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
     class_axis: Axis | None,
     classes: Of,
-) -> tuple[Tensor, Tensor]:
-    """`-weight * log` of the targets that this rank holds, zero for others; and those weights."""
-    dim = _class_dim(logs)
-    start, length = (0, logs.shape[dim]) if class_axis is None else held(class_axis, classes)
-    kept = target != ignore_index
-    mine = kept & (target >= start) & (target < start + length)
-    if length == 0:
-        return logs.sum(dim, dtype=wide(logs.dtype)), kept.to(wide(logs.dtype)) * 0
-    local = (target - start).masked_fill(~mine, 0)
-    found = logs.gather(dim, local.unsqueeze(dim)).squeeze(dim).to(wide(logs.dtype))
-    if weight is None:
-        return -found.masked_fill(~mine, 0), mine.to(found.dtype)
-    weights = weight[local].to(found.dtype).masked_fill(~mine, 0)
-    return -found.masked_fill(~mine, 0) * weights, weights
-
-
-def _total(
-    weights: Tensor, weight: Tensor | None, class_axis: Axis | None, batch_axis: Axis | None
+    batch_axis: Axis | None,
 ) -> Tensor:
-    """The divisor of a mean: the weights of all kept targets, on all ranks."""
-    return summed(summed(weights.detach().sum(), class_axis), batch_axis)
+    """What a mean divides by: the number of kept targets, or the sum of their weights."""
+    if weight is None:
+        return summed((target != ignore_index).sum(), batch_axis)
+    if weight.numel():
+        places, here = _held_targets(target, ignore_index, len(weight), class_axis, classes)
+        own = weight.detach()[places].masked_fill(~here, 0).sum(dtype=wide(weight.dtype))
+    else:
+        own = weight.new_zeros((), dtype=wide(weight.dtype))
+    return summed(summed(own, class_axis), batch_axis)
 
 
 def _reduced(
-    terms: Tensor, reduction: str, total: Tensor | None, class_axis: Axis | None
+    terms: Tensor, reduction: str, divisor: Tensor | int | None, class_axis: Axis | None
 ) -> Tensor:
     """Reduce over positions, and over the ranks that hold other classes."""
-    found = terms if reduction == "none" else terms.sum()
+    found = terms if reduction == "none" else terms.sum(dtype=wide(terms.dtype))
     if class_axis is not None:
         found = reduce(found, class_axis)
-    return found / total if reduction == "mean" and total is not None else found
+    return (found if divisor is None else found / divisor).to(terms.dtype)

@@ -71,6 +71,7 @@ def layer_norm(
     *,
     eps: float,
     count: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Layer norm over the last `num_dims` dims, `count` elements in all, cut over `axis`."""
     result, _, _ = _normalize(x, axis, tuple(range(-num_dims, 0)), count, eps)
@@ -78,7 +79,7 @@ def layer_norm(
         result = result * weight
     if bias is not None:
         result = result + bias
-    return result.to(x.dtype)
+    return result.to(x.dtype if dtype is None else dtype)
 
 
 @untraced
@@ -90,6 +91,7 @@ def rms_norm(
     *,
     eps: float | None,
     count: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMS norm over the last `num_dims` dims, `count` elements in all, cut over `axis`."""
     dims = tuple(range(-num_dims, 0))
@@ -97,7 +99,7 @@ def rms_norm(
     result, _, _ = _normalize(x, axis, dims, count, small, center=False)
     if weight is not None:
         result = result * weight
-    return result.to(x.dtype)
+    return result.to(x.dtype if dtype is None else dtype)
 
 
 @untraced
@@ -158,5 +160,6 @@ def _moved(running: Tensor, value: Tensor, momentum: float) -> Tensor:
 def weight_norm(v: Tensor, axis: Axis, g: Tensor, dim: int) -> Tensor:
     """`v * (g / |v|)`, the norm over all dims but `dim`, some of them cut over `axis`."""
     others = tuple(d for d in range(v.dim()) if d != dim)
-    squares = reduce_fanout(v.square().sum(others, keepdim=True), axis)
-    return v * (g / squares.sqrt())
+    values = v.to(wide(v.dtype))
+    squares = reduce_fanout(values.square().sum(others, keepdim=True), axis)
+    return (values * (g / squares.sqrt())).to(v.dtype)

@@ -99,6 +99,7 @@ def vector_norm(
     dims: Dims,
     keepdim: bool,
     order: float = 2,
+    *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The 1- or 2-norm over dims that are cut over `axis`."""
@@ -136,7 +137,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, found = ctx.saved_tensors
-        attained = (x == found).to(grads[0].dtype)
+        attained = x == found
         number = summed(attained.sum(ctx.dims, keepdim=True), ctx.axis)
         return attained * (grads[0] / number), None, None, None
 
@@ -174,10 +175,13 @@ def _logical(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, op: str) -> Tenso
 
 
 @untraced
-def logsumexp(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
+def logsumexp(
+    x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """The logarithm of the sum of exponentials along dims that are cut over `axis`."""
-    values = x.to(wide(x.dtype))
+    result = x.dtype if dtype is None else dtype
+    values = x.to(wide(result))
     top = moves.all_reduce(local_extreme(values.detach(), dims, "max"), axis, "max")
     top = torch.where(top.isinf(), 0.0, top)
     total = reduce((values - top).exp().sum(dims, keepdim=True), axis)
-    return drop(total.log() + top, dims, keepdim).to(x.dtype)
+    return drop(total.log() + top, dims, keepdim).to(result)

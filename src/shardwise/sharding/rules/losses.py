@@ -9,7 +9,15 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from shardwise.sharding.build import aligned, broadcast, cut_of, each, operand_dims, over
+from shardwise.sharding.build import (
+    aligned,
+    broadcast,
+    cut_of,
+    dtype_change,
+    each,
+    operand_dims,
+    over,
+)
 from shardwise.sharding.registry import keep_whole, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -22,7 +30,7 @@ from shardwise.sharding.rule import (
     whole_rule,
 )
 
-MEAN, SUM = 1, 2
+NONE, MEAN, SUM = 0, 1, 2
 keep_whole("aligns whole sequences", "aten.ctc_loss")
 keep_whole(
     "compares all classes of a sample", "aten.multi_margin_loss", "aten.multilabel_margin_loss"
@@ -52,9 +60,9 @@ def mean_over(names: tuple[str, ...], count: int) -> Localize:
     def localize(call: Call, local: Local) -> LocalCall:
         if call.get("reduction") != MEAN or over(local, names) is None:
             return call.replace()
-        summed = call.replace(reduction=SUM)
+        terms = call.replace(reduction=NONE)
         op = call.node.op.removesuffix(".default").removeprefix("aten.")
-        return LocalCall("rt.partial_loss", (op, *summed.args), (*summed.kwargs, ("count", count)))
+        return LocalCall("rt.partial_loss", (op, *terms.args), (*terms.kwargs, ("count", count)))
 
     return localize
 
@@ -122,7 +130,8 @@ def _localize_class_loss(call: Call, local: Local) -> LocalCall:
     options: list[tuple[str, Any]] = [("reduction", ("none", "mean", "sum")[call.get("reduction")])]
     options += [(k, call.get(k)) for k in ("ignore_index", "label_smoothing") if _given(call, k)]
     if class_axis is not None:
-        options += [("class_axis", class_axis), ("classes", cut_of(local, "c", _scores(call)))]
+        classes = cut_of(local, "c", call.position("self"))
+        options += [("class_axis", class_axis), ("classes", classes), *dtype_change(call)]
     if batch_axis is not None and mean:
         options.append(("batch_axis", batch_axis))
         if _is_floating(call, "target"):
@@ -132,10 +141,6 @@ def _localize_class_loss(call: Call, local: Local) -> LocalCall:
     if call.has("weight"):
         args.append(call.get("weight"))
     return LocalCall(fn, tuple(args), tuple(options))
-
-
-def _scores(call: Call) -> int:
-    return call.position("self")
 
 
 def _given(call: Call, name: str) -> bool:

@@ -228,8 +228,6 @@ def grouped_mm(call: Call) -> NodeRule:
 
     def localize(call: Call, local: Local) -> LocalCall:
         row_axis, expert_axis = local.axis("s"), local.axis("e")
-        if row_axis is None and expert_axis is None:
-            return call.replace()
         options = []
         if row_axis is not None:
             options += [("row_axis", row_axis), ("rows", cut_of(local, "s", 0))]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from shardwise.sharding.build import each, guarded, operand_dims, over
+from shardwise.sharding.build import dtype_change, each, guarded, operand_dims, over
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, whole_rule
 
@@ -34,7 +34,7 @@ def layer_norm(call: Call) -> NodeRule:
         if name == "layer_norm":
             args.append(call.get("bias"))
         options = (("eps", call.get("eps")), ("count", prod(shape[kept:])))
-        return LocalCall(f"rt.{name}", tuple(args), options)
+        return LocalCall(f"rt.{name}", tuple(args), (*options, *dtype_change(call)))
 
     dims: dict[str, Dims] = {"input": each(axes), "weight": each(inner), "bias": each(inner)}
     return NodeRule(
@@ -216,10 +216,7 @@ def softmax(call: Call) -> NodeRule:
         axis = local.axis(f"d{dim}")
         if axis is None:
             return call.replace()
-        dtype = call.get("dtype") or call.types[call.node.outputs[0]].dtype
-        changes = dtype != call.types[call.node.inputs[0]].dtype
         fn = "rt.log_softmax" if "log" in name else "rt.softmax"
-        options = (("dtype", dtype),) if changes else ()
-        return LocalCall(fn, (call.node.args[0], axis, dim), options)
+        return LocalCall(fn, (call.node.args[0], axis, dim), dtype_change(call))
 
     return NodeRule(axes=axes, operands=(each(axes),), results=(each(axes),), localize=localize)

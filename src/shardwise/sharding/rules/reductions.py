@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.sharding.build import aligned, broadcast, each, is_float, over
+from shardwise.sharding.build import aligned, broadcast, dtype_change, each, is_float, over
 from shardwise.sharding.registry import keep_whole, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -91,7 +91,7 @@ def reduction_rule(
     )
 
 
-def combine(fn: str, found: Reduction, *args: Any, **kwargs: Any) -> Localize:
+def combine(fn: str, found: Reduction, *args: Any) -> Localize:
     """Call `fn(x, axis, dims, keepdim, …)` where a reduced axis is cut."""
 
     def localize(call: Call, local: Local) -> LocalCall:
@@ -99,7 +99,7 @@ def combine(fn: str, found: Reduction, *args: Any, **kwargs: Any) -> Localize:
         if axis is None:
             return call.replace()
         x = call.node.args[0]
-        options = tuple((k, v) for k, v in kwargs.items() if v is not None)
+        options = dtype_change(call) if is_float(call) else ()
         return LocalCall(fn, (x, axis, found.dims, found.keepdim, *args), options)
 
     return localize
@@ -120,11 +120,8 @@ def mean(call: Call) -> NodeRule:
     def localize(call: Call, local: Local) -> LocalCall:
         if over(local, found.names) is None:
             return call.replace()
-        options: list[tuple[str, Any]] = [("count", found.count)]
-        if call.get("dtype") is not None:
-            options.append(("dtype", call.get("dtype")))
         args = (call.node.args[0], found.dims, found.keepdim)
-        return LocalCall("rt.partial_mean", args, tuple(options))
+        return LocalCall("rt.partial_mean", args, (("count", found.count), *dtype_change(call)))
 
     return reduction_rule(call, found, localize=localize, linear=True)
 
@@ -189,7 +186,7 @@ def vector_norm(call: Call) -> NodeRule:
     order = call.get("ord", call.get("p", 2))
     found = reduction_of(call)
     known = order in (None, 1, 2)
-    local = combine("rt.vector_norm", found, 2 if order is None else order, dtype=call.get("dtype"))
+    local = combine("rt.vector_norm", found, 2 if order is None else order)
     return reduction_rule(
         call, found, reduce="same", frozen=not known, localize=local if known else None, talks=1
     )
