@@ -79,6 +79,8 @@ def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Val
             left, right = _operand(value(args[0])), value(args[1])
             right = right if isinstance(args[1], int | float) else _operand(right)
             return f"{left} {INFIX[name]} {right}"
+        if name in METHODS and args and isinstance(args[0], int | float):
+            return f"torch.{name}({_listed(args, kwargs, value)})"
         if name in METHODS and args:
             shown = SPELLING.get(name, name)
             return f"{_operand(value(args[0]))}.{shown}({_method_args(name, args, kwargs, value)})"

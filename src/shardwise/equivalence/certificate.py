@@ -60,7 +60,7 @@ class Certificate:
         for comparison in self.comparisons:
             kind = comparison.what.split(" of ")[0]
             kinds[kind] = kinds.get(kind, 0) + 1
-        counted = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in kinds.items())
+        counted = ", ".join(f"{n} {_plural(kind, n)}" for kind, n in kinds.items())
         verdict = "equals" if self.ok else "DIFFERS FROM"
         lines = [
             f"plan {self.plan} on {self.mesh} {verdict} {self.model}: "
@@ -78,8 +78,18 @@ class Certificate:
         return "\n".join(lines)
 
 
-def compare(what: str, found: torch.Tensor | None, expected: torch.Tensor | None) -> Comparison:
-    """Relative to the largest element expected; integers and booleans must be equal."""
+def compare(
+    what: str,
+    found: torch.Tensor | None,
+    expected: torch.Tensor | None,
+    *,
+    floor: float = 0.0,
+) -> Comparison:
+    """Relative to the largest element expected, or to `floor` where that is larger.
+
+    Integers and booleans must be equal. A floor is for tensors that are zero but for rounding, such
+    as the gradient of a key bias: they are measured against the size of their like.
+    """
     if (found is None) != (expected is None):
         missing = "is missing" if found is None else "should be None"
         return Comparison(what, float("inf"), missing)
@@ -88,10 +98,12 @@ def compare(what: str, found: torch.Tensor | None, expected: torch.Tensor | None
     if found.shape != expected.shape:
         shapes = f"has shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
         return Comparison(what, float("inf"), shapes)
-    return Comparison(what, relative_error(found, expected))
+    return Comparison(what, relative_error(found, expected, floor))
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(
+    found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0
+) -> float:
     """Largest difference over the largest magnitude; infinite where one is NaN and one is not."""
     if expected.numel() == 0:
         return 0.0
@@ -107,5 +119,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     if difference == 0:
         return 0.0
     finite = b[b.isfinite()].abs()
-    scale = finite.max().item() if finite.numel() else 0.0
-    return difference / max(scale, 1e-30) if scale else difference
+    scale = max(finite.max().item() if finite.numel() else 0.0, floor)
+    return difference / scale if scale else difference
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"

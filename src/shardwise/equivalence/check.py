@@ -22,6 +22,7 @@ from shardwise.frontend.batch import flatten_batch
 from shardwise.program import Program
 
 TIMEOUT_S = 60.0
+NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are measured against this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +140,18 @@ def compare_outcome(program: Program, found: Outcome, expected: Reference) -> li
             result.append(compare(f"output of leaf {index}", a, b))
         elif a != b:
             result.append(Comparison(f"output of leaf {index}", float("inf"), f"{a!r} != {b!r}"))
+    sizes = [g.abs().max().item() for g in expected.gradients.values() if g is not None and g.numel()]
+    floor = NEGLIGIBLE * max(sizes, default=0.0)
     for name, gradient in expected.gradients.items():
-        result.append(compare(f"gradient of {name}", found.gradients[name], gradient))
+        mine = found.gradients.get(name)
+        result.append(compare(f"gradient of {name}", mine, gradient, floor=floor))
     for name in sorted(set(found.gradients) - set(expected.gradients)):
         result.append(Comparison(f"gradient of {name}", float("inf"), "no such parameter"))
     for name, tensor in expected.state_after.items():
-        kind = "parameter" if name in expected.gradients else "buffer"
-        result.append(compare(f"{kind} of {name} after a step", found.state_after[name], tensor))
+        trained = name in expected.gradients
+        what = f"{'parameter' if trained else 'buffer'} of {name} after a step"
+        floor = LEARNING_RATE if trained else 0.0  # how far a step can move a parameter
+        result.append(compare(what, found.state_after[name], tensor, floor=floor))
     return result
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.equivalence.precision import KeepDouble
 from shardwise.errors import VerifyError
 from shardwise.frontend.batch import read_batch
 from shardwise.frontend.loss import find_loss
@@ -57,10 +58,11 @@ def run_reference(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state = {name: t.detach().clone() for name, t in tensors.items()}
     args, kwargs = read_batch(batch).arguments(batch)
-    output = model(*args, **kwargs)
-    loss = find_loss(output, batch, loss_fn)
     model.zero_grad(set_to_none=True)
-    loss.backward()
+    with KeepDouble():
+        output = model(*args, **kwargs)
+        loss = find_loss(output, batch, loss_fn)
+        loss.backward()
     leaves = torch.utils._pytree.tree_leaves(output)
     gradients = {
         name: None if p.grad is None else p.grad.detach().clone()

@@ -71,7 +71,7 @@ def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
         split=not batch,
         inputs=input_cuts(graph, plan) if batch else None,
         choices={node: c[axis] for node, c in plan.nodes.items() if axis in c},
-        beam=24 if batch else 96,
+        beam=48 if batch else 96,
     )
 
 

@@ -5,6 +5,7 @@ Nothing here knows the compiler.
 
 from shardwise.runtime.collectives import *  # noqa: F403
 from shardwise.runtime.mesh import *  # noqa: F403
+from shardwise.runtime.module import *  # noqa: F403
 from shardwise.runtime.operators import *  # noqa: F403
 from shardwise.runtime.operators.factories import *  # noqa: F403
 from shardwise.runtime.optimizer import *  # noqa: F403

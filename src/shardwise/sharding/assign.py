@@ -197,9 +197,15 @@ class _Search:
         return True
 
     def _holds(self, node: Node, candidate: Candidate) -> bool:
-        """In a parameter split, a node with parameters cuts one of them or does the same work."""
-        if not self.task.split or not isinstance(candidate.choice, Cut):
+        """Whether a cut is of the kind this axis is for.
+
+        In a parameter split, a node with parameters cuts one of them or does the same work. Tables
+        made of nothing (positions) are not where a batch cut begins.
+        """
+        if not isinstance(candidate.choice, Cut):
             return True
+        if not self.task.split:
+            return bool(node.inputs)
         mine = [
             placement
             for name, placement in zip(node.inputs, candidate.operands, strict=True)

@@ -16,6 +16,7 @@ from shardwise.sharding.rule import Call, NodeRule
 
 PER_BYTE = 8.0
 PER_TRANSFER = 2_000.0
+PER_SLICE = 500.0  # cutting a whole value moves nothing, but every rank computed all of it
 IMPOSSIBLE = float("inf")
 
 # (all-gather or reduce-scatter, all-reduce) units of the value's size: forward, backward.
@@ -61,8 +62,8 @@ def move_cost(
     units = forward + (backward if carries_grad else 0)
     share = (ranks - 1) / ranks
     transfers = (forward > 0) + (backward > 0 and carries_grad)
-    # Cutting a whole value is free of traffic but wasteful: someone computed all of it.
-    return units * value.num_bytes * share * PER_BYTE + transfers * PER_TRANSFER + 1.0
+    waste = PER_SLICE if isinstance(needed, Shard) and isinstance(held, Replicate) else 1.0
+    return units * value.num_bytes * share * PER_BYTE + transfers * PER_TRANSFER + waste
 
 
 def work(call: Call, rule: NodeRule) -> float:

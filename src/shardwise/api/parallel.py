@@ -1,0 +1,188 @@
+"""A model on this rank of a running job: `parallelize(model, batch, plan)`.
+
+Enters: a model (with weights, or on meta), a batch and a plan, in every process of the default group.
+Leaves: a `ParallelModule` that holds this rank's part and no reference to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import runtime as rt
+from shardwise.api.compiled import Program, compile
+from shardwise.api.weights import load_weights
+from shardwise.emit import load
+from shardwise.errors import BatchError
+from shardwise.frontend import capture, flatten_batch, rebuild_output, skeleton
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+from shardwise.runtime.start import agree, require_ranks
+
+
+def parallelize(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    check_batches: bool = True,
+    timeout: float = 60.0,
+) -> rt.ParallelModule:
+    """This rank's part of `model` under `plan`.
+
+    Every rank calls this with the same model, batch and plan; they agree on the program before the
+    first collective, and a rank that is missing or differs is named within `timeout` seconds. A model
+    on meta is initialized module by module with `seed`, each rank keeping its part.
+    """
+    require_ranks(plan.mesh.size)
+    factory = _Factory(model, plan, loss_fn, device, timeout)
+    graph, program = factory.compile(batch, True)
+    mesh = factory.mesh(program)
+    rng = rt.Rng(plan.seed, plan.rng, mesh)
+    generated = load(program.source(mesh.rank), graph.functions)
+    module = factory.build(generated, mesh, rng, graph)
+    store = rt.ParameterStore(
+        module, mesh, generated.PARAMETERS, generated.BUFFERS, device=factory.device
+    )
+    load_weights(model, store, seed)
+    first = factory.step(graph, generated, module, mesh)
+    key = ("whole", True, rt.signature(batch))
+
+    def specialize(other: Any, training: bool) -> rt.StepProgram:
+        if ("whole", training, rt.signature(other)) == key:
+            return first
+        return factory.specialize(other, training, mesh, rng, store)
+
+    return rt.ParallelModule(store, mesh, rng, specialize, check_batches=check_batches)
+
+
+class _Factory:
+    """Captures, compiles and builds programs of one model for batches as they come."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, loss_fn: Any, device: Any, timeout: float
+    ) -> None:
+        self.skeleton = skeleton(model)
+        self.training = model.training
+        self.plan, self.loss_fn, self.timeout = plan, loss_fn, timeout
+        self.device = torch.device(device) if device is not None else _device_of(model)
+        self.axes: set[tuple[str, ...]] = set()
+
+    def compile(self, batch: Any, training: bool) -> tuple[Graph, Program]:
+        graph = capture(
+            self.skeleton, batch, self.loss_fn, training=training, device=self.device
+        )
+        program = compile(graph, self.plan)
+        agree(program.fingerprint, timeout=self.timeout)
+        return graph, program
+
+    def mesh(self, program: Program) -> rt.ProcessMesh:
+        """This rank's mesh, with a process group for every combination of axes that may talk."""
+        axes = dict(self.plan.mesh.axes)
+        return rt.process_mesh(axes, _combinations(tuple(axes)), timeout=self.timeout)
+
+    def build(
+        self, generated: Any, mesh: rt.ProcessMesh, rng: rt.Rng, graph: Graph
+    ) -> nn.Module:
+        takes = "constants" in generated.Model.__init__.__code__.co_varnames
+        constants = {c.value: c.data for c in graph.constants}
+        extra = {"constants": constants} if takes else {}
+        module: nn.Module = generated.Model(mesh, rng, self.device, **extra)
+        return module
+
+    def step(
+        self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh
+    ) -> rt.StepProgram:
+        return _Step(graph, generated, module, mesh, self.device)
+
+    def specialize(
+        self, batch: Any, training: bool, mesh: rt.ProcessMesh, rng: rt.Rng, store: rt.ParameterStore
+    ) -> rt.StepProgram:
+        """A program for another batch or mode over the same parameters."""
+        graph, program = self.compile(batch, training)
+        generated = load(program.source(mesh.rank), graph.functions)
+        _require_same_storage(store, generated.PARAMETERS, training)
+        module = self.build(generated, mesh, rng, graph)
+        store.attach(module)
+        return _Step(graph, generated, module, mesh, self.device)
+
+
+class _Step:
+    """One compiled step as the parallel module calls it."""
+
+    def __init__(
+        self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh, device: Any
+    ) -> None:
+        self.module, self.mesh, self.device = module, mesh, device
+        self.names = [i.name for i in graph.inputs]
+        self.splits = dict(generated.INPUTS)
+        self.spec = graph.output_spec
+
+    def __call__(self, batch: Any, *, outputs: bool) -> tuple[torch.Tensor | None, Any]:
+        if not isinstance(batch, LocalBatch):
+            batch = self.local_batch(batch)
+        inputs = [batch.tensors[name] for name in self.names]
+        if not outputs:
+            return self.module(*inputs), None
+        loss, leaves = self.module(*inputs, outputs=True)
+        return loss, rebuild_output(self.spec, leaves)
+
+    def local_batch(self, batch: Any) -> LocalBatch:
+        tensors, _ = flatten_batch(batch)
+        parts = {}
+        for name in self.names:
+            part = rt.take_local(
+                tensors[name].detach(), self.splits[name], self.mesh.coordinates, self.mesh.axes
+            )
+            parts[name] = part.to(self.device)
+        return LocalBatch(parts)
+
+
+class LocalBatch:
+    """This rank's part of a batch, by input name."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+def _require_same_storage(
+    store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], training: bool
+) -> None:
+    """A program for another batch must keep parameters as they are."""
+    held = {e.spec.name: e.spec for e in store.entries}
+    for spec in specs:
+        mine = held.get(spec.name)
+        same = mine is not None and mine.splits == spec.splits and mine.shape == spec.shape
+        if same and mine is not None and training:
+            same = mine.sync == spec.sync
+        if not same:
+            raise BatchError(
+                f"this batch needs {spec.name} stored in another way than the first one",
+                hint="parallelize again with this batch, or fix the layout in the plan",
+            )
+
+
+def _combinations(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """All combinations of mesh axes, in mesh order."""
+    found: list[tuple[str, ...]] = []
+    for bits in range(1, 2 ** len(names)):
+        found.append(tuple(n for i, n in enumerate(names) if bits >> i & 1))
+    return found
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            return tensor.device
+    backend = dist.get_backend() if dist.is_initialized() else ""
+    return torch.device("cuda" if "nccl" in backend else "cpu")
+
+
+
