@@ -177,7 +177,7 @@ add(
 add(
     {
         "stack.default": [call([f(4, 6), f(4, 6)], 1)],
-        "chunk.default": [call(f(4, 12), 3, 1), call(f(7, 2), 3)],
+        "chunk.default": [call(f(4, 12), 3, 1), call(f(7, 2), 3), call(f(6, 2), 4)],
         "split.Tensor": [call(f(4, 12), 4, 1), call(f(7, 2), 3)],
         "split_with_sizes.default": [call(f(4, 12), (8, 2, 2), 1), call(f(6, 2), (6,))],
         "tensor_split.sections": [call(f(7, 3), 3)],
@@ -214,6 +214,7 @@ add(
         "index.Tensor": [
             call(f(5, 4, 6), [i(5, 7)]),
             call(f(5, 4, 6), [None, i(4, 3, 2)]),
+            call(f(5, 4), [None, i(4)]),
             call(f(5, 4, 6), [i(5, 7, 1), i(4, 3)]),
             call(f(5, 4, 6), [i(5, 7), None, i(6, 7)]),
             call(f(5, 4, 6), [None, i(4, 2, 1), i(6, 3)]),

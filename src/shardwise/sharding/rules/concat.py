@@ -73,7 +73,7 @@ def split(call: Call) -> NodeRule:
     def localize(call: Call, local: Local) -> LocalCall:
         if f"d{dim}" not in local.cuts:
             return call.replace()
-        if call.node.op == "aten.chunk.default" and len(set(sizes)) == 1:
+        if call.get("chunks") == len(sizes) and len(set(sizes)) == 1:
             return call.replace()
         parts = tuple(shape[dim] for shape in local.results)
         return LocalCall("aten.split_with_sizes.default", (call.get("self"), parts, dim))

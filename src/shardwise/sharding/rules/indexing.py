@@ -29,6 +29,11 @@ class Indexing:
     shape: tuple[int, ...]  # of `x[indices]`
 
 
+def is_mask(call: Call, index: Ref) -> bool:
+    """Whether an index tensor selects by true and false."""
+    return call.types[index.name].dtype in (torch.bool, torch.uint8)
+
+
 def indexing(call: Call, indices: tuple[Any, ...], *, mask_length: int = -1) -> Indexing | None:
     """Axes `d*` are the tensor's dims, `i*` those of the broadcast indices, `m*` of masks.
 
@@ -36,7 +41,7 @@ def indexing(call: Call, indices: tuple[Any, ...], *, mask_length: int = -1) -> 
     """
     source = call.shape("self")
     slots = [i for i in indices if isinstance(i, Ref)]
-    masked = [i for i in slots if call.types[i.name].dtype in (torch.bool, torch.uint8)]
+    masked = [i for i in slots if is_mask(call, i)]
     if masked and (len(slots) > 1 or mask_length < 0):
         return None
     if masked:
@@ -96,10 +101,10 @@ def _index_dims(
 def index(call: Call) -> NodeRule:
     """`x[indices]`."""
     indices = tuple(call.get("indices"))
-    slots = [i for i in indices if isinstance(i, Ref)]
+    masks = [i for i in indices if isinstance(i, Ref) and is_mask(call, i)]
     length = -1
-    if len(slots) == 1:  # the length of a mask's dim is known from the result alone
-        length = call.results[0][sum(1 for i in indices[: indices.index(slots[0])] if i is None)]
+    if masks:  # the length of a mask's dim is known from the result alone
+        length = call.results[0][sum(i is None for i in indices[: indices.index(masks[0])])]
     found = indexing(call, indices, mask_length=length)
     if found is None or found.shape != call.results[0]:
         return whole_rule(call, "a mask among several index tensors")
@@ -117,7 +122,7 @@ def index_put(call: Call) -> NodeRule:
     indices = tuple(call.get("indices"))
     slots = [i for i in indices if isinstance(i, Ref)]
     values = call.shape("values")
-    if any(call.types[i.name].dtype in (torch.bool, torch.uint8) for i in slots):
+    if any(is_mask(call, i) for i in slots):
         return _masked_put(call, indices, slots, values)
     found = indexing(call, indices)
     if found is None or not broadcastable(values, found.shape):
