@@ -93,7 +93,7 @@ class ParallelModule(nn.Module):
                 raise BatchError("no program yet for a local batch", hint="pm.local_batch(batch)")
             return key, self._programs[key]
         if self._check_batches and self._checked.get(key, 0) < CHECKED_STEPS:
-            check_same_batch(batch, self.mesh)
+            check_same_batch(batch, self.mesh, self.store.device)
             self._checked[key] = self._checked.get(key, 0) + 1
         return key, self._get(key, batch, training)
 
@@ -177,19 +177,21 @@ def signature(batch: Any) -> Hashable:
     )
 
 
-def check_same_batch(batch: Any, mesh: ProcessMesh) -> None:
+def check_same_batch(batch: Any, mesh: ProcessMesh, device: torch.device | str = "cpu") -> None:
     """Refuse batches that differ between ranks, naming the ranks and the input."""
     if mesh.size == 1:
         return
     found = list(leaves(batch))
     shape = [len(found), zlib.crc32(repr(signature(batch)).encode())]
-    _compare(shape, ["the batch's shapes, types or plain values"] * 2, mesh)
-    _compare([_checksum(value) for _, value in found], [path for path, _ in found], mesh)
+    _compare(shape, ["the batch's shapes, types or plain values"] * 2, mesh, device)
+    _compare([_checksum(value) for _, value in found], [path for path, _ in found], mesh, device)
 
 
-def _compare(numbers: list[int], names: list[str], mesh: ProcessMesh) -> None:
+def _compare(
+    numbers: list[int], names: list[str], mesh: ProcessMesh, device: torch.device | str
+) -> None:
     count = len(numbers)
-    mine = torch.tensor(numbers, dtype=torch.int64)
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     every = mesh.world.all_gather(mine, [count] * mesh.size).wait().view(mesh.size, count)
     for column, name in enumerate(names):
         values = every[:, column].tolist()

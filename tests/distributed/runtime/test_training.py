@@ -47,6 +47,16 @@ def dense() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     return losses, norms, {n: t.detach() for n, t in params.items()}
 
 
+def compiled(axes: dict[str, int], zero: int) -> dict[str, torch.Tensor | None]:
+    module = Module(axes, zero)
+    model = torch.compile(module.toy, backend="aot_eager")
+    for _ in range(2):
+        module.store.zero_grad()
+        with module.store.step():
+            model(*toy.batch()).backward()
+    return module.store.gather_gradients()
+
+
 CASES = [(2, {"dp": 2, "tp": 1}, z) for z in range(4)] + [
     (3, {"dp": 3, "tp": 1}, 3),
     (4, {"dp": 2, "tp": 2}, 0),
@@ -68,3 +78,12 @@ def test_training_equals_one_device(
         assert got_norms == pytest.approx(norms, rel=1e-10)
         for name, want in params.items():
             torch.testing.assert_close(state[name], want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero", [0, 3])
+def test_compiled_programs(pool: Callable[[int], Pool], zero: int) -> None:
+    _, expected = toy.dense_step(toy.full_state(), *toy.batch())
+    for gradients in pool(2).run(compiled, {"dp": 2, "tp": 1}, zero, timeout=110):
+        for name, want in expected.items():
+            torch.testing.assert_close(gradients[name], want, rtol=1e-11, atol=1e-11)
