@@ -133,7 +133,7 @@ def assemble(
     tensors = [leaf is TENSOR for leaf in report.leaves]
     for name, value in zip(report.assigned, values, strict=True):
         builder.write(roots[name], value)
-    mutations = {b.name: _mutation(builder, roots[b.name]) for b in sources.buffers}
+    mutations = {b.name: _mutation(builder, roots[b.name], b) for b in sources.buffers}
     outputs = [leaf for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
     wanted = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
     raw = live_nodes(builder.nodes, wanted)
@@ -202,9 +202,9 @@ def _check_replaced(
             )
 
 
-def _mutation(builder: Builder, root: Alias) -> str | None:
-    original = builder.read(root)
-    return original if root.storage.version and original.startswith("%") else None
+def _mutation(builder: Builder, root: Alias, buffer: Buffer) -> str | None:
+    now = builder.read(root)
+    return None if now == buffer.value else now
 
 
 def _with_mutation(buffer: Buffer, value: str | None, names: dict[str, str]) -> Buffer:

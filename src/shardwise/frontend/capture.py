@@ -13,6 +13,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,12 +145,16 @@ def _convert_decomposed(
     try:
         with _quiet(), recording(recorder):
             decomposed = program.run_decompositions({})
-        return _convert(decomposed, step, sources, recorder, device)
+        graph = _convert(decomposed, step, sources, recorder, device)
     except NotFunctional as second:
         raise CaptureError(
             f"the graph cannot be made functional: {second}",
             hint="replace the in-place write by an operation that returns a new tensor",
         ) from second
+    if not recorder.num_groups:
+        return graph
+    lost = f"activation checkpointing is not kept as recompute groups ({reason})"
+    return replace(graph, warnings=(*graph.warnings, lost))
 
 
 def _ambient_autocast(device: torch.device) -> tuple[str, torch.dtype, bool] | None:

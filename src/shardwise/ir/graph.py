@@ -126,7 +126,7 @@ class Graph:
     """The forward step of one model for one batch shape, up to and including the loss.
 
     `outputs` are the leaves of the model's output in pytree order: a `Ref` or a constant.
-    `output_spec` is torch's JSON text of the output's structure (None when it has no JSON form).
+    `output_spec` is the output's `TreeSpec`: `frontend.rebuild_output(spec, leaves)` uses it.
     `functions` maps `autograd_function.*` op names to the user's classes, for this process only.
     """
 
@@ -173,7 +173,8 @@ class Graph:
                 raise ShardwiseError(f"value %{name} has no type", where=where)
             defined.add(name)
 
-        sources = (*self.inputs, *self.parameters, *self.buffers, *self.constants)
+        sources: list[Input | Parameter | Buffer | Constant] = []
+        sources += (*self.inputs, *self.parameters, *self.buffers, *self.constants)
         for source in sources:
             define(source.value, f"graph source {source.value}")
         for node in self.nodes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.ir.graph import Graph, Node, Ref, map_refs
+from shardwise.ir.graph import Graph, Node, map_refs
 
 RandomOp = Callable[[Node, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -32,9 +32,13 @@ def interpret(
     replaces the execution of nodes that draw random numbers.
     """
     values = dict(_sources(graph, parameters, buffers or {}, inputs or {}))
+    device = next((t.device for t in values.values()), torch.device("cpu"))
+    values |= {constant.value: constant.data.to(device) for constant in graph.constants}
     for node in graph.nodes:
         args = map_refs(node.args, lambda ref: values[ref.name])
         kwargs = {key: map_refs(arg, lambda ref: values[ref.name]) for key, arg in node.kwargs}
+        if not node.inputs and takes_device(node.op):
+            kwargs["device"] = device
         function = resolve(graph, node.op)
         with _region(node):
             if random is not None and is_random(node):
@@ -83,6 +87,14 @@ def _overload(op: str) -> Callable[..., Any]:
     return found
 
 
+def takes_device(op: str) -> bool:
+    """Whether the operator makes a tensor from nothing: `arange`, `zeros`; graphs omit devices."""
+    if op.startswith(("autograd_function.", "shardwise.")):
+        return False
+    function: Any = _overload(op)
+    return any(argument.name == "device" for argument in function._schema.arguments)
+
+
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers.
 
@@ -117,8 +129,6 @@ def _sources(
             if found is None:
                 raise ShardwiseError(f"no tensor for {kind} {source.name}", where=graph.name)
             yield source.value, found
-    for constant in graph.constants:
-        yield constant.value, constant.data
 
 
 @contextlib.contextmanager
@@ -138,4 +148,4 @@ def _results(node: Node, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(node.outputs, tensors, strict=True)
 
 
-__all__ = ["RandomOp", "Ref", "batch_norm", "interpret", "is_random", "resolve"]
+__all__ = ["RandomOp", "batch_norm", "interpret", "is_random", "resolve", "takes_device"]

@@ -108,6 +108,14 @@ def test_attention_of_hugging_face_is_causal_as_in_eager_mode():
     assert not any("cumsum" in node.op for node in graph.nodes)
 
 
+def test_a_cache_in_the_output_is_dropped_with_a_warning():
+    model, batch = zoo.build("llama")
+    model.config.use_cache = True
+    graph = assert_captured(model, batch)
+    assert not any("empty" in node.op for node in graph.nodes)
+    assert len(graph.nodes) == len(capture(*zoo.build("llama")).nodes)
+
+
 def test_packed_positions_given_by_the_user_are_respected():
     model, batch = zoo.build("llama")
     batch["position_ids"] = torch.tensor([[*range(8), *range(8)]] * 4)

@@ -60,6 +60,34 @@ def test_buffer_updates_are_recorded(kind):
     assert {b.name.removeprefix("inner."): b.persistent for b in graph.buffers}["last"] is False
 
 
+def test_a_buffer_that_becomes_the_input_is_recorded():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, dtype=F64))
+            self.register_buffer("last", torch.zeros(4, 3, dtype=F64))
+
+        def forward(self, x):
+            loss = (self.last.clone() * self.w * x).sum()
+            self.last.copy_(x)
+            return loss
+
+    graph = assert_captured(Model(), x())
+    assert graph.buffers[0].mutation == graph.inputs[0].value
+
+
+def test_one_batch_norm_called_twice_updates_twice():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3, dtype=F64)
+
+        def forward(self, x):
+            return (self.norm(x) * self.norm(x * 2 + 1)).sum()
+
+    assert_captured(Model(), x())
+
+
 def test_batch_norm_in_training_is_one_node():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
     model = model.to(F64)
