@@ -5,6 +5,8 @@ Enters: an exported graph about to be decomposed. Leaves: nothing, or a `Capture
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -39,7 +41,7 @@ def _may_need_grad(node: fx.Node, *, nested: bool) -> bool:
     seen, stack = {node}, [node]
     while stack:
         here = stack.pop()
-        value = here.meta.get("val")
+        value: Any = here.meta.get("val")
         is_input = here.op == "placeholder" and isinstance(value, torch.Tensor)
         if is_input and (value.requires_grad or (nested and value.is_floating_point())):
             return True
