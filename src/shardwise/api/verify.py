@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.api.compiled import compile
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.precision import widen_graph
+from shardwise.equivalence.randomness import draws, run_graph_reference
 from shardwise.frontend import capture
 from shardwise.plans import Plan
 
@@ -28,11 +29,16 @@ def verify(
     """Run the plan's emitted code in float64, a thread per rank, and compare it with the model.
 
     Loss, outputs, every gradient, and parameters and buffers after an AdamW step must agree within
-    1e-9 relative. On failure the certificate names the first node whose value differs.
+    1e-9 relative. A model that draws random numbers is compared with its captured graph on one device
+    under the same draws (`rng="exact"`). On failure the certificate names the first node whose value differs.
     """
     twin, wide_batch = double(model, batch)
     graph = widen_graph(capture(twin, wide_batch, loss_fn))
     plan.check(graph)
     program = compile(graph, plan)
-    reference = run_reference(twin, wide_batch, loss_fn)
+    if draws(graph):
+        state = {n: t.detach() for n, t in (*twin.named_parameters(), *twin.named_buffers())}
+        reference = run_graph_reference(graph, plan, state, wide_batch)
+    else:
+        reference = run_reference(twin, wide_batch, loss_fn)
     return check(program.lowered, reference, wide_batch, timeout=timeout)

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.ir import Node, Ref, TensorType, map_refs
 from shardwise.plans import Resolved
+from shardwise.program.keys import random_keys
 from shardwise.program.moves import Move, plan_moves
 from shardwise.program.program import (
     LocalInput,
@@ -107,6 +108,7 @@ class _Lowering:
         self.values: dict[str, LocalValue] = {}
         self.steps: list[Step] = []
         self.converted: dict[tuple[str, Layout], str] = {}
+        self.keys = random_keys(self.graph)
 
     def run(self) -> RankProgram:
         for value, layout in self.sources.layouts.items():
@@ -189,7 +191,9 @@ class _Lowering:
         rule, call = self.facts.rules[node.name], self.facts.calls[node.name]
         results = [self.values[name] for name in node.outputs]
         if rule.localize is not None:
-            return rule.localize(call, self._local(node, needs))
+            local = rule.localize(call, self._local(node, needs))
+            keyed = ((k, self.keys[node.name] if k == "key" else v) for k, v in local.kwargs)
+            return LocalCall(local.fn, local.args, tuple(keyed))
         if rule.size_arg is not None:
             return replace_arguments(
                 node, call.arguments, {rule.size_arg: results[0].type.shape}

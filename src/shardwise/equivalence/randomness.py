@@ -1,0 +1,101 @@
+"""The reference of a model that draws random numbers: its captured graph, drawing as the plan does.
+
+Enters: a `Graph` in float64 and a state. Leaves: a `Reference` whose random nodes draw by key from
+the same source as every rank's program, on one device and without any cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise import runtime as rt
+from shardwise.equivalence.reference import LEARNING_RATE, Reference
+from shardwise.frontend.batch import flatten_batch
+from shardwise.ir import Graph, Node, Ref, map_refs
+from shardwise.ir.interpret import interpret, is_random
+from shardwise.plans import Plan
+from shardwise.program.keys import random_keys
+from shardwise.sharding.placements import Layout
+from shardwise.sharding.registry import rule_for
+from shardwise.sharding.rule import Call, Local
+
+NOWHERE = Layout(())
+
+
+def draws(graph: Graph) -> bool:
+    """Whether the graph has nodes that draw random numbers."""
+    return any(is_random(node) for node in graph.nodes)
+
+
+def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
+    """For `interpret(random=…)`: runs a random node as one rank would, keyed by its place."""
+    keys = random_keys(graph)
+
+    def run(node: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call.of(node, graph.values)
+        found = rule_for(call)
+        if found is None or found.localize is None:
+            return function(*args, **kwargs)
+        shapes = [graph.values[name].shape for name in node.outputs]
+        local = Local(
+            cuts={},
+            operands=call.operands,
+            results=tuple(shapes),
+            result_layouts=tuple(NOWHERE for _ in shapes),
+            operand_layouts=tuple(NOWHERE for _ in node.inputs),
+            coordinate={},
+        )
+        written = found.localize(call, local)
+        if not written.fn.startswith("rt."):
+            return function(*args, **kwargs)
+        given = dict(_pairs(node.args, args)) | dict(
+            _pairs(tuple(v for _, v in node.kwargs), tuple(kwargs[k] for k, _ in node.kwargs))
+        )
+        bound = map_refs((written.args, written.kwargs), lambda ref: given[ref.name])
+        options = dict(bound[1])
+        if "key" in options:
+            options |= {"key": keys[node.name], "rng": rng}
+        return getattr(rt, written.fn.removeprefix("rt."))(*bound[0], **options)
+
+    return run
+
+
+def _pairs(names: Any, values: Any) -> list[tuple[str, torch.Tensor]]:
+    """Value names with the tensors given for them."""
+    if isinstance(names, Ref):
+        return [(names.name, values)]
+    if isinstance(names, tuple | list):
+        return [p for n, v in zip(names, values, strict=True) for p in _pairs(n, v)]
+    return []
+
+
+def run_graph_reference(
+    graph: Graph, plan: Plan, state: Mapping[str, torch.Tensor], batch: Any
+) -> Reference:
+    """Forward, backward and one AdamW step of the graph itself, on one device."""
+    inputs, _ = flatten_batch(batch)
+    parameters = {
+        p.name: state[p.name].detach().clone().requires_grad_(p.requires_grad)
+        for p in graph.parameters
+    }
+    buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
+    rng = rt.Rng(plan.seed, plan.rng)
+    values = interpret(graph, parameters, buffers, inputs, random=keyed_random(graph, rng))
+    assert graph.loss is not None
+    loss = values[graph.loss]
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+    trained = [p for p in parameters.values() if p.requires_grad]
+    if trained:
+        torch.optim.AdamW(trained, lr=LEARNING_RATE).step()
+    after = {name: p.detach().clone() for name, p in parameters.items()}
+    after |= {b.name: values[b.mutation or b.value].detach().clone() for b in graph.buffers}
+    outputs = tuple(
+        values[leaf.name].detach() if isinstance(leaf, Ref) else leaf for leaf in graph.outputs
+    )
+    return Reference(
+        state=dict(state), loss=loss.detach(), outputs=outputs, gradients=gradients, state_after=after
+    )
