@@ -13,8 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
-from shardwise.sharding.costs import kind, same_placement
-from shardwise.sharding.placements import FANOUT, REPLICATE, Layout, Partial, Placement, Shard
+from shardwise.sharding.costs import kind
+from shardwise.sharding.placements import (
+    FANOUT,
+    REPLICATE,
+    Cuts,
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+    same_cuts,
+    same_on_axis,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +41,8 @@ def plan_moves(
     held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
 ) -> tuple[Move, ...]:
     """The moves from one layout to another; empty when nothing has to be done."""
-    needed = _relax(held, needed, sizes, carries_grad)
-    changed = [a for a, p in held.axes if not same_placement(p, needed[a], sizes[a])]
+    held, needed = _align(held, _relax(held, needed, sizes, carries_grad), sizes)
+    changed = [a for a, p in held.axes if p != needed[a]]
     changed = _with_nested(held, needed, changed)
     if not changed:
         return ()
@@ -67,7 +77,7 @@ def plan_moves(
             move(fn, tuple(a for a in axes if now[a] == op), target)
     for axis in changed:  # cut: outer axes first
         target = needed[axis]
-        if isinstance(target, Shard) and not same_placement(now[axis], target, sizes[axis]):
+        if isinstance(target, Shard) and now[axis] != target:
             fn = {"P": "rt.reduce_scatter", "R": "rt.shard", "R*": "rt.take"}[kind(now[axis])]
             move("rt.take" if fn == "rt.shard" and not carries_grad else fn, (axis,), target)
     for fn, target in (("rt.fanout", FANOUT), ("rt.as_partial", needed)):
@@ -78,15 +88,13 @@ def plan_moves(
         )
         if axes:
             move(fn, axes, target)
-    for axis in needed.axes:
-        if not same_placement(now[axis[0]], axis[1], sizes[axis[0]]):
-            raise ProgramError(f"no moves from {held} to {needed}: {axis[0]} stays {now[axis[0]]}")
+    for axis in sizes:
+        if not same_on_axis(now, needed, axis, sizes):
+            raise ProgramError(f"no moves from {held} to {needed}: {axis} stays {now[axis]}")
     return tuple(moves)
 
 
-def _relax(
-    held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
-) -> Layout:
+def _relax(held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool) -> Layout:
     """Where no gradient flows the two kinds of whole are one: need the one that is held."""
     axes: list[tuple[str, Placement]] = []
     for axis, need in needed.axes:
@@ -97,6 +105,34 @@ def _relax(
             need = has  # only work that is itself counted as different uses such a value
         axes.append((axis, need))
     return Layout(tuple(axes))
+
+
+def _align(held: Layout, needed: Layout, sizes: Mapping[str, int]) -> tuple[Layout, Layout]:
+    """The layouts with one pattern for cuts that give every rank the same elements.
+
+    Alone on a dim, `[2]x16` and `[32]` are the same cut in two. With another axis inside they are
+    not: that axis would cut one head, or 16 positions. So all axes of a dim are compared together.
+    """
+    for dim in sorted({s.dim for _, s in (*held.shards, *needed.shards)}):
+        mine, theirs = held.cuts(dim), needed.cuts(dim)
+        if same_cuts(mine, theirs, sizes):
+            needed = _replace_cuts(needed, held, mine)
+        elif len(mine) == 1 and same_cuts(mine, _of_axes(theirs, mine), sizes):
+            held = _replace_cuts(held, needed, mine)
+        elif len(theirs) == 1 and same_cuts(_of_axes(mine, theirs), theirs, sizes):
+            needed = _replace_cuts(needed, held, theirs)
+    return held, needed
+
+
+def _of_axes(cuts: Cuts, like: Cuts) -> Cuts:
+    names = {name for name, _ in like}
+    return tuple((name, of) for name, of in cuts if name in names)
+
+
+def _replace_cuts(layout: Layout, source: Layout, cuts: Cuts) -> Layout:
+    for name, _ in cuts:
+        layout = layout.with_axis(name, source[name])
+    return layout
 
 
 def _with_nested(held: Layout, needed: Layout, changed: list[str]) -> list[str]:
@@ -121,7 +157,8 @@ def _shares(a: Shard, b: Shard) -> bool:
 def _alone(held: Layout, needed: Layout, axis: str) -> bool:
     """Whether no other axis cuts a dim that this axis leaves or enters."""
     mine, target = held[axis], needed[axis]
-    assert isinstance(mine, Shard) and isinstance(target, Shard)
+    assert isinstance(mine, Shard)
+    assert isinstance(target, Shard)
     dims = {mine.dim, target.dim}
     others = [p for layout in (held, needed) for n, p in layout.axes if n != axis]
     return not any(isinstance(p, Shard) and p.dim in dims for p in others)

@@ -18,7 +18,7 @@ from shardwise.errors import ProgramError
 from shardwise.ir import Graph, Ref, TensorType, format_arg, iter_refs
 from shardwise.plans import Plan
 from shardwise.sharding.costs import kind, same_placement
-from shardwise.sharding.placements import Layout
+from shardwise.sharding.placements import Layout, same_on_axis
 from shardwise.sharding.rule import MeshAxis
 
 # Move -> (kind held, kind given); the table of SHARDING.md, which the runtime implements.
@@ -178,7 +178,7 @@ def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) ->
         local = program.values[name]
         for axis, need in needed.axes:
             held = local.layout[axis]
-            if same_placement(held, need, sizes[axis]):
+            if same_on_axis(local.layout, needed, axis, sizes):
                 continue
             both = {kind(held), kind(need)} == {"R", "R*"}
             if both and (local.value not in program.carries_grad or not step.grad_enabled):

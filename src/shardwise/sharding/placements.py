@@ -7,9 +7,10 @@ the local sizes and index sets that follow from them. Splits are even in the sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 
 from shardwise.errors import RuleError
@@ -56,6 +57,7 @@ class Shard:
 
 
 Placement = Replicate | Partial | Shard
+Cuts = tuple[tuple[str, Pattern], ...]  # of one dim: mesh axis and pattern, in mesh order
 REPLICATE = Replicate()
 FANOUT = Replicate(differs=True)
 PARTIAL = Partial()
@@ -136,6 +138,10 @@ class Layout:
     def shards(self) -> tuple[tuple[str, Shard], ...]:
         return tuple((n, p) for n, p in self.axes if isinstance(p, Shard))
 
+    def cuts(self, dim: int) -> Cuts:
+        """The mesh axes that cut a dim, in mesh order, with their patterns."""
+        return tuple((n, s.of) for n, s in self.shards if s.dim == dim)
+
     def __str__(self) -> str:
         return " ".join(f"{name}:{placement}" for name, placement in self.axes)
 
@@ -181,9 +187,7 @@ def local_dim(layout: Layout, dim: int, size: int, coordinate: Coordinate) -> in
     return total
 
 
-def local_shape(
-    layout: Layout, shape: tuple[int, ...], coordinate: Coordinate
-) -> tuple[int, ...]:
+def local_shape(layout: Layout, shape: tuple[int, ...], coordinate: Coordinate) -> tuple[int, ...]:
     """The shape of this rank's part."""
     return tuple(local_dim(layout, d, size, coordinate) for d, size in enumerate(shape))
 
@@ -200,7 +204,7 @@ def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
     before = Layout(layout.axes[: [n for n, _ in layout.axes].index(axis)])
     result = []
     for i, factor in enumerate(shard.of):
-        outer, size, inner = factor
+        outer, _, inner = factor
         for other in dict.fromkeys(s.of[i] for _, s in others.shards if s.dim == shard.dim):
             if other == factor:
                 continue
@@ -233,10 +237,14 @@ def same_cut(a: Pattern, b: Pattern, parts: int) -> bool:
 
 def _intervals(pattern: Pattern, parts: int, index: int) -> list[tuple[int, int]]:
     """The maximal ranges of positions that rank `index` holds."""
+    return _ranges(pattern, [part(size, parts, index) for _, size, _ in pattern])
+
+
+def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The maximal ranges of positions, given start and length of each segment's part."""
     ranges: list[tuple[int, int]] = []
     base = 0
-    for outer, size, inner in pattern:
-        start, count = part(size, parts, index)
+    for (outer, size, inner), (start, count) in zip(pattern, parts, strict=True):
         for o in range(outer):
             first = base + (o * size + start) * inner
             last = first + count * inner
@@ -248,6 +256,70 @@ def _intervals(pattern: Pattern, parts: int, index: int) -> list[tuple[int, int]
                 ranges.append((first, last))
         base += outer * size * inner
     return ranges
+
+
+def same_cuts(a: Cuts, b: Cuts, sizes: Mapping[str, int]) -> bool:
+    """Whether mesh axes that cut one dim as `a` and as `b` give every rank the same elements.
+
+    >>> nested = (("dp", ((1, 2, 16),)), ("tp", ((1, 2, 16),)))
+    >>> same_cuts(nested, (("dp", ((1, 32, 1),)), ("tp", ((1, 32, 1),))), {"dp": 2, "tp": 2})
+    False
+    """
+    if a == b or [name for name, _ in a] != [name for name, _ in b]:
+        return a == b
+    if len(a) == 1:
+        return same_cut(a[0][1], b[0][1], sizes[a[0][0]])
+    mine, theirs = (tuple(of for _, of in cuts) for cuts in (a, b))
+    return _same_nested(mine, theirs, tuple(sizes[name] for name, _ in a))
+
+
+def same_on_axis(a: Layout, b: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
+    """Whether two layouts agree on a mesh axis; cuts of one dim by several axes count together."""
+    mine, theirs = a[axis], b[axis]
+    if isinstance(mine, Shard) and isinstance(theirs, Shard) and mine.dim == theirs.dim:
+        return same_cuts(a.cuts(mine.dim), b.cuts(mine.dim), sizes)
+    return mine == theirs
+
+
+@lru_cache(maxsize=100_000)
+def _same_nested(a: tuple[Pattern, ...], b: tuple[Pattern, ...], sizes: tuple[int, ...]) -> bool:
+    return all(
+        _nested_intervals(a, sizes, place) == _nested_intervals(b, sizes, place)
+        for place in product(*(range(size) for size in sizes))
+    )
+
+
+def _nested_intervals(
+    cuts: tuple[Pattern, ...], sizes: tuple[int, ...], place: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """The maximal ranges of positions at one place, each axis cutting what earlier ones left."""
+    kept: list[tuple[int, int]] | None = None
+    for pattern in dict.fromkeys(cuts):
+        axes = [i for i, of in enumerate(cuts) if of == pattern]
+        parts = []
+        for _, size, _ in pattern:
+            start, count = 0, size
+            for i in axes:
+                offset, count = part(count, sizes[i], place[i])
+                start += offset
+            parts.append((start, count))
+        ranges = _ranges(pattern, parts)
+        kept = ranges if kept is None else _common(kept, ranges)
+    return kept or []
+
+
+def _common(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        first, last = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if first < last:
+            found.append((first, last))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
 
 
 def compatible(a: Pattern, b: Pattern) -> bool:

@@ -1,0 +1,212 @@
+"""Random layouts turned into one another: values and gradients equal the dense tensor.
+
+A whole tensor lies on a mesh as layout A says; the planned moves run on a thread per rank with the
+runtime's collectives; what arrives must be the same tensor as layout B says. Gradients are checked
+by their types: g(S)=S, g(P)=R, g(R)=R, g(R*)=P.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardwise import runtime as rt
+from shardwise.program.lower import _Lowering
+from shardwise.program.moves import Move, plan_moves
+from shardwise.runtime.splits import Split, take_local
+from shardwise.sharding import placements as pl
+from shardwise.sharding.costs import kind
+from shardwise.sharding.dims import Structure, choices, length, merge, whole
+from shardwise.sharding.placements import (
+    FANOUT,
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Placement,
+    Shard,
+    compatible,
+    parse_shard,
+)
+
+NAMES = ("a", "b", "c")
+
+
+@st.composite
+def structures(draw: Any) -> Structure:
+    """A dim: one product of up to three factors, or two or three segments."""
+    factor = st.sampled_from([1, 2, 2, 3, 4, 5])
+    segments = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    inner = draw(st.lists(factor, max_size=1))
+    found = tuple(
+        tuple(f for f in (*draw(st.lists(factor, min_size=1, max_size=2)), *inner) if f != 1)
+        for _ in range(segments)
+    )
+    assume(length(found) <= 24)
+    return found
+
+
+@st.composite
+def layouts(draw: Any, dims: tuple[Structure, ...], mesh: dict[str, int], held: bool) -> Layout:
+    """A layout for a tensor of these dims that the candidates of one node could give."""
+    cuts: list[Placement] = []
+    for index, structure in enumerate(dims):
+        found = {merge(p) for p in choices(structure)} | set(choices(whole(length(structure))))
+        cuts += [Shard(index, of) for of in sorted(found)]
+    axes: list[tuple[str, Placement]] = []
+    for name in mesh:
+        free = [
+            c
+            for c in cuts
+            if isinstance(c, Shard)
+            and all(
+                c.dim != s.dim or compatible(c.of, s.of) for _, s in axes if isinstance(s, Shard)
+            )
+        ]
+        kinds: list[Placement] = [REPLICATE, PARTIAL, FANOUT]
+        cut = bool(free) and draw(st.integers(0, 4)) > 1
+        axes.append((name, draw(st.sampled_from(free if cut else kinds))))
+    return Layout(tuple(axes))
+
+
+@st.composite
+def cases(draw: Any, max_axes: int = 2) -> tuple[dict[str, int], tuple[int, ...], Layout, Layout]:
+    sizes = draw(st.lists(st.sampled_from([2, 2, 3, 5]), min_size=1, max_size=max_axes))
+    assume(prod(sizes) <= 12)
+    mesh = dict(zip(NAMES, sizes, strict=False))
+    dims = tuple(draw(st.lists(structures(), min_size=1, max_size=2)))
+    held = draw(layouts(dims, mesh, True))
+    needed = draw(layouts(dims, mesh, False))
+    for axis in mesh:  # the table of SHARDING.md has no such move
+        assume(not (held[axis] == FANOUT and kind(needed[axis]) == "P"))
+    return mesh, tuple(length(d) for d in dims), held, needed
+
+
+def splits(layout: Layout) -> tuple[Split, ...]:
+    return tuple(Split(axis=axis, dim=s.dim, of=s.of) for axis, s in layout.shards)
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """g(S)=S, g(P)=R, g(R)=R, g(R*)=P."""
+    dual = {"P": REPLICATE, "R": REPLICATE, "R*": PARTIAL}
+    return Layout(tuple((a, dual.get(kind(p), p)) for a, p in layout.axes))
+
+
+def local(tensor: torch.Tensor, layout: Layout, mesh: rt.ProcessMesh, seed: int) -> torch.Tensor:
+    """What this rank holds of a whole tensor; terms of a partial sum are random."""
+    partial = [a for a, p in layout.axes if kind(p) == "P"]
+    shape = [mesh.axes[a] for a in partial]
+    made = torch.Generator().manual_seed(seed)
+    terms = torch.randn(prod(shape), *tensor.shape, generator=made, dtype=tensor.dtype)
+    terms[-1] = tensor - terms[:-1].sum(0)
+    index = 0
+    for axis in partial:
+        index = index * mesh.axes[axis] + mesh.coordinates[axis]
+    return take_local(terms[index], splits(layout), mesh.coordinates, mesh.axes).clone()
+
+
+def assert_local(
+    got: torch.Tensor, tensor: torch.Tensor, layout: Layout, mesh: rt.ProcessMesh, what: str
+) -> None:
+    """`got` is this rank's part of the tensor; partial sums are added up first."""
+    partial = tuple(a for a, p in layout.axes if kind(p) == "P")
+    if partial:
+        got = mesh.axis(*partial).all_reduce(got.detach().contiguous().clone()).wait()
+    expected = take_local(tensor, splits(layout), mesh.coordinates, mesh.axes)
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, {tuple(expected.shape)}"
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11, msg=what)
+
+
+def apply_move(move: Move, x: torch.Tensor, mesh: rt.ProcessMesh) -> torch.Tensor:
+    """Run a move with the arguments that lowering writes for this rank."""
+    coordinate = {a: (mesh.coordinates[a], n) for a, n in mesh.axes.items()}
+    step = _Lowering._move_step(SimpleNamespace(coordinate=coordinate), move, "x", "y", None)
+    function = getattr(rt, move.fn.removeprefix("rt."))
+    return function(x, mesh.axis(*move.axes), **dict(step.kwargs))
+
+
+def check(mesh_axes: dict[str, int], shape: tuple[int, ...], held: Layout, needed: Layout) -> None:
+    moves = plan_moves(held, needed, mesh_axes, True)
+    final = moves[-1].layout if moves else held
+    for axis, placement in needed.axes:
+        relaxed = held[axis] == FANOUT and placement == REPLICATE
+        assert relaxed or kind(final[axis]) == kind(placement), str(final)
+    made = torch.Generator().manual_seed(0)
+    value = torch.randn(shape, generator=made, dtype=torch.float64)
+    weight = torch.randn(shape, generator=made, dtype=torch.float64)
+    given = Layout(tuple((a, FANOUT if final[a] == FANOUT else p) for a, p in needed.axes))
+
+    def run(rank: int, transport: Any) -> None:
+        mesh = rt.ProcessMesh(mesh_axes, rank, transport)
+        coordinate = {a: (mesh.coordinates[a], n) for a, n in mesh_axes.items()}
+        x = local(value, held, mesh, 1).requires_grad_()
+        assert tuple(x.shape) == pl.local_shape(held, shape, coordinate)
+        y = x
+        for move in moves:
+            y = apply_move(move, y, mesh)
+            assert_local(y, value, move.layout, mesh, f"value after {move.fn} {move.layout}")
+        assert_local(y, value, given, mesh, "value")
+        y.backward(local(weight, gradient_layout(given), mesh, 2))
+        assert x.grad is not None
+        assert_local(x.grad, weight, gradient_layout(held), mesh, "gradient")
+
+    try:
+        rt.run_threads(prod(mesh_axes.values()), run, timeout=20)
+    except BaseException as error:
+        error.add_note(f"{mesh_axes} {shape}: {held} -> {needed}: {[m.fn for m in moves]}")
+        raise
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_moves_keep_value_and_gradient(case: Any) -> None:
+    check(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(cases(max_axes=3))
+def test_many_moves_keep_value_and_gradient(case: Any) -> None:
+    check(*case)
+
+
+def layout(shape: tuple[int, ...], **axes: str) -> Layout:
+    """`layout((8,), a="R", b="S(0:2x[4])")`."""
+    plain: dict[str, Placement] = {"R": REPLICATE, "R*": FANOUT, "P": PARTIAL}
+    return Layout(
+        tuple(
+            (axis, plain[text] if text in plain else parse_shard(text[2:-1], shape))
+            for axis, text in axes.items()
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "needed"),
+    [
+        # heads of 16 or positions: the same halves, but not the same quarters
+        ({"a": "S(0:[2]x16)", "b": "S(0:[2]x16)"}, {"a": "S(0)", "b": "S(0)"}),
+        ({"a": "S(0:[2]x16)", "b": "S(0:2x[16])"}, {"a": "S(0)", "b": "S(0)"}),
+        ({"a": "R", "b": "S(0:[2]x16)"}, {"a": "S(0)", "b": "S(0)"}),
+        ({"a": "S(0:[2]x16)", "b": "R"}, {"a": "S(0)", "b": "S(0)"}),
+        ({"a": "S(0)", "b": "S(0)"}, {"a": "R", "b": "S(0:[2]x16)"}),
+        ({"a": "S(0)", "b": "S(0)"}, {"a": "S(0:[16]x2)", "b": "S(0:16x[2])"}),
+        ({"a": "P", "b": "S(0)"}, {"a": "S(0:[2]x16)", "b": "S(0:[2]x16)"}),
+    ],
+)
+def test_equal_halves_are_not_equal_quarters(held: dict[str, str], needed: dict[str, str]) -> None:
+    check({"a": 2, "b": 2}, (32,), layout((32,), **held), layout((32,), **needed))
+
+
+def test_a_cut_under_another_name_costs_nothing() -> None:
+    shape, sizes = (32,), {"a": 2, "b": 2}
+    held = layout(shape, a="S(0:[2]x16)", b="S(0:2x[16])")
+    assert plan_moves(held, layout(shape, a="S(0)", b="S(0)"), sizes, True) == ()
+    one = layout(shape, a="S(0:[2]x16)", b="R")
+    (move,) = plan_moves(one, layout(shape, a="S(0)", b="S(0)"), sizes, True)
+    assert (move.fn, move.axes) == ("rt.shard", ("b",))
