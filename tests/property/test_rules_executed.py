@@ -14,17 +14,17 @@ from tests.property.rule_examples_math import EXAMPLES as MATH
 from tests.support.rules import check_rule
 
 ZOO = Path(__file__).parents[1] / "data" / "ops.csv"
+CALLS = [(op, arguments) for op, calls in EXAMPLES.items() for arguments in calls]
 CASES = [
-    pytest.param(op, arguments, id=f"{op.removeprefix('aten.')}-{number}")
-    for op, calls in EXAMPLES.items()
-    for number, arguments in enumerate(calls)
+    pytest.param(op, arguments, 2 + number % 4, id=f"{op.removeprefix('aten.')}-{number}")
+    for number, (op, arguments) in enumerate(CALLS)
 ]
 
 
-@pytest.mark.parametrize(("op", "arguments"), CASES)
-def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments) -> None:
+@pytest.mark.parametrize(("op", "arguments", "ranks"), CASES)
+def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments, ranks: int) -> None:
     args, kwargs = arguments
-    check_rule(op, args, kwargs)
+    check_rule(op, args, kwargs, ranks=(ranks,))
 
 
 @pytest.mark.parametrize("op", RANDOM)
@@ -34,10 +34,13 @@ def test_shards_of_random_numbers_equal_one_draw(op: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "arguments"), CASES)
-def test_every_pair_of_candidates_equals_the_whole_call(op: str, arguments: Arguments) -> None:
+@pytest.mark.parametrize(("op", "arguments", "ranks"), CASES)
+def test_every_pair_of_candidates_equals_the_whole_call(
+    op: str, arguments: Arguments, ranks: int
+) -> None:
     args, kwargs = arguments
-    check_rule(op, args, kwargs, ranks=(4, 5), pairs=True)
+    others = tuple(n for n in (2, 3, 4, 5) if n != ranks)
+    check_rule(op, args, kwargs, ranks=others, pairs=True)
 
 
 REMOVED = {  # what a captured graph never holds
