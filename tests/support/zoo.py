@@ -1,7 +1,8 @@
 """Tiny instances of real architectures with random weights, built without any download.
 
-`build(name)` gives a model in train mode with all dropout at 0, and a batch for `model(**batch)`,
-whose result has a loss. float64 by default, because equality is what the tests look for.
+`build(name)` gives a model in train mode with all dropout at 0 (or `dropout=`), and a batch for
+`model(**batch)`, whose result has a loss. float64 by default, because equality is what the tests
+look for.
 """
 
 from __future__ import annotations
@@ -95,14 +96,19 @@ DROPOUT = (
 )
 
 
-def _config(model_type: str, overrides: dict):
+NO_PROBABILITY = ("layerdrop", "jitter", "drop_path")  # whole layers or noise, not elements
+
+
+def _config(model_type: str, overrides: dict, dropout: float = 0.0):
     """The tiny configuration; an override of None leaves the architecture's own default."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
     default = cls()
     fields = {k: v for k, v in TINY.items() if hasattr(default, k)}
-    fields |= {k: 0.0 for k in DROPOUT if isinstance(getattr(default, k, None), float)}
+    for key in DROPOUT:
+        if isinstance(getattr(default, key, None), float):
+            fields[key] = 0.0 if any(word in key for word in NO_PROBABILITY) else dropout
     fields |= overrides
     config = cls(**{k: v for k, v in fields.items() if v is not None})
     if hasattr(config, "_experts_implementation"):
@@ -122,10 +128,18 @@ def _labels(tokens: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-def _text(auto: str, model_type: str, *, batch: int = 4, length: int = 16, **overrides):
+def _text(
+    auto: str,
+    model_type: str,
+    *,
+    batch: int = 4,
+    length: int = 16,
+    dropout: float = 0.0,
+    **overrides,
+):
     import transformers
 
-    config = _config(model_type, overrides)
+    config = _config(model_type, overrides, dropout)
     model = getattr(transformers, auto).from_config(config)
     tokens = _tokens(batch, length, 211)
     data = {"input_ids": tokens, "labels": _labels(tokens)}
@@ -143,11 +157,12 @@ def _image(
     batch: int = 4,
     size: int = 32,
     auto: str = "AutoModelForImageClassification",
+    dropout: float = 0.0,
     **overrides,
 ):
     import transformers
 
-    config = _config(model_type, overrides)
+    config = _config(model_type, overrides, dropout)
     model = getattr(transformers, auto).from_config(config)
     pixels = torch.randn(
         batch, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
@@ -156,23 +171,25 @@ def _image(
 
 
 def causal(model_type, **kw):
-    return lambda: _text("AutoModelForCausalLM", model_type, **kw)
+    return lambda dropout=0.0: _text("AutoModelForCausalLM", model_type, dropout=dropout, **kw)
 
 
 def masked(model_type, **kw):
-    return lambda: _text("AutoModelForMaskedLM", model_type, **kw)
+    return lambda dropout=0.0: _text("AutoModelForMaskedLM", model_type, dropout=dropout, **kw)
 
 
 def seq2seq(model_type, **kw):
-    return lambda: _text("AutoModelForSeq2SeqLM", model_type, **kw)
+    return lambda dropout=0.0: _text("AutoModelForSeq2SeqLM", model_type, dropout=dropout, **kw)
 
 
 def classify(model_type, **kw):
-    return lambda: _text("AutoModelForSequenceClassification", model_type, **kw)
+    return lambda dropout=0.0: _text(
+        "AutoModelForSequenceClassification", model_type, dropout=dropout, **kw
+    )
 
 
 def image(model_type, **kw):
-    return lambda: _image(model_type, **kw)
+    return lambda dropout=0.0: _image(model_type, dropout=dropout, **kw)
 
 
 # ------------------------------------------------ plain PyTorch models of other shapes
@@ -299,14 +316,14 @@ class DLRM(nn.Module):
 
 
 def plain(model_cls, **inputs):
-    def make():
+    def make(dropout: float = 0.0):
         g = torch.Generator().manual_seed(0)
         return model_cls(), {k: f(g) for k, f in inputs.items()}
 
     return make
 
 
-def _gpt():
+def _gpt(dropout: float = 0.0):
     return FusedGPT(), {"input_ids": _tokens(4, 16, 211), "labels": _labels(_tokens(4, 16, 211, 1))}
 
 
@@ -389,9 +406,9 @@ def names() -> list[str]:
     return list(ZOO)
 
 
-def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0):
+def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 0.0):
     torch.manual_seed(seed)
-    model, batch = ZOO[name]()
+    model, batch = ZOO[name](dropout=dropout)
     model = model.to(dtype).train()
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     return model, copy.deepcopy(batch)

@@ -1,0 +1,278 @@
+"""Every model of the zoo through every strategy, each verified; a dozen on real processes.
+
+    python -m benchmarks.zoo [--models llama,bert] [--strategies ddp,tensor] [--ranks 2,4]
+                             [--processes gpt2,vit | none] [--dropout 0.1] [--jobs 2]
+
+A model is captured and run on one device once; then each plan's emitted code runs in threads and is
+compared with it in float64. Leaves: a table on the terminal, and `zoo-results/` with `zoo.json` and
+`zoo.md`; `--write-docs` copies the table to `docs/zoo.md`. Exit code 1 when a strategy passes on
+fewer models than it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import zoo_report
+from tests.support import zoo
+
+STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid")
+ON_PROCESSES = (
+    "mlp resnet fused_gpt dlrm gpt2 llama qwen3 gemma2 mixtral bert t5 vit".split()  # noqa: SIM905
+)
+PROCESS_RANKS = {"ddp": 2, "fsdp": 2, "tensor": 2, "hybrid": 4}
+PROCESS_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One model under one strategy: whether it equals one device, and why not."""
+
+    model: str
+    strategy: str
+    ranks: int
+    where: str  # "threads" or "processes"
+    ok: bool
+    error: float | None = None  # the largest relative error
+    share: float | None = None  # of all parameter bytes, what rank 0 holds
+    reason: str = ""
+    seconds: float = 0.0
+    plan: dict[str, Any] | None = field(default=None, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the plan."""
+        return {k: v for k, v in asdict(self).items() if k != "plan"}
+
+
+def run_model(
+    name: str, strategies: Sequence[str], ranks: Sequence[int], dropout: float
+) -> list[Result]:
+    """Capture a model once and verify every strategy on every number of ranks."""
+    import torch
+
+    from shardwise.equivalence import double, run_reference
+    from shardwise.equivalence.precision import widen_graph
+    from shardwise.frontend import capture
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    cases = [(strategy, count) for strategy in strategies for count in ranks]
+    start = time.perf_counter()
+    try:
+        twin, batch = double(*zoo.build(name, dropout=dropout))
+        graph = widen_graph(capture(twin, batch))
+        reference = run_reference(twin, batch)
+    except Exception as error:
+        reason, seconds = f"capture: {zoo_report.shorten(error)}", time.perf_counter() - start
+        return [
+            Result(
+                model=name,
+                strategy=s,
+                ranks=n,
+                where="threads",
+                ok=False,
+                reason=reason,
+                seconds=seconds,
+            )
+            for s, n in cases
+        ]
+    return [_verify(name, graph, reference, batch, strategy, n) for strategy, n in cases]
+
+
+def _verify(name: str, graph: Any, reference: Any, batch: Any, strategy: str, ranks: int) -> Result:
+    import shardwise as sw
+    from shardwise.equivalence import check
+
+    start = time.perf_counter()
+    known: dict[str, Any] = {"model": name, "strategy": strategy, "ranks": ranks}
+    known["where"] = "threads"
+    try:
+        plan = make_plan(graph, strategy, ranks)
+        program = sw.compile(graph, plan).lowered
+        certificate = check(program, reference, batch, timeout=120.0)
+    except Exception as error:
+        reason = zoo_report.shorten(error)
+        return Result(**known, ok=False, reason=reason, seconds=time.perf_counter() - start)
+    share = parameter_share(program)
+    reason = "" if certificate.ok else zoo_report.first_failure(certificate)
+    ok = certificate.ok
+    if strategy == "tensor" and ranks == 2 and zoo_report.is_transformer(name) and ok:
+        ok = share <= zoo_report.LARGEST_SHARE
+        reason = "" if ok else f"rank 0 holds {share:.2f} of the parameter bytes"
+    return Result(
+        **known,
+        ok=ok,
+        error=certificate.max_relative_error,
+        share=share,
+        reason=reason,
+        seconds=time.perf_counter() - start,
+        plan=plan.to_json(),
+    )
+
+
+def make_plan(graph: Any, strategy: str, ranks: int) -> Any:
+    """The strategy's plan; `hybrid` takes two data-parallel groups."""
+    import shardwise as sw
+
+    sizes = {"dp": 2, "tp": ranks // 2} if strategy == "hybrid" else {}
+    return getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **sizes)
+
+
+def parameter_share(program: Any) -> float:
+    """Of all parameter bytes, what rank 0 holds."""
+    import math
+
+    held = whole = 0.0
+    axes = dict(program.mesh.axes)
+    for item in program.of_rank(0).parameters:
+        size = math.prod(item.local_shape) * item.dtype.itemsize
+        held += size / math.prod(axes[a] for a in item.sync) if item.zero == 3 else size
+        whole += math.prod(item.shape) * item.dtype.itemsize
+    return held / whole if whole else 0.0
+
+
+def run_on_processes(
+    results: Sequence[Result], names: Sequence[str], dropout: float
+) -> Iterator[Result]:
+    """Train the verified plans of some models on gloo processes, next to one process."""
+    from benchmarks import zoo_processes
+    from tests.support.pool import pool
+
+    for name in names:
+        cases = [
+            r
+            for r in results
+            if r.model == name and PROCESS_RANKS[r.strategy] == r.ranks and r.plan is not None
+        ]
+        reference = zoo_processes.reference(name, dropout) if cases else None
+        for case in cases:
+            start = time.perf_counter()
+            known: dict[str, Any] = {"model": name, "strategy": case.strategy, "ranks": case.ranks}
+            try:
+                found = pool(case.ranks).run(
+                    zoo_processes.train, name, case.plan, dropout, timeout=PROCESS_TIMEOUT_S
+                )
+                error, reason = zoo_processes.compare(found, reference)
+            except Exception as failure:
+                error, reason = None, zoo_report.shorten(failure)
+            seconds = time.perf_counter() - start
+            yield Result(
+                **known,
+                where="processes",
+                ok=not reason,
+                error=error,
+                reason=reason,
+                share=case.share,
+                seconds=seconds,
+            )
+
+
+def run_all(options: argparse.Namespace) -> list[Result]:
+    """All models in `--jobs` processes, then some on gloo processes, with progress on stderr."""
+    results: list[Result] = []
+    bar = Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=zoo_report.stderr(),
+    )
+    with ExitStack() as stack:
+        progress = stack.enter_context(bar)
+        task = progress.add_task("verify", total=len(options.models))
+        pool = stack.enter_context(
+            ProcessPoolExecutor(
+                options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8
+            )
+        )
+        arguments = (options.strategies, options.ranks, options.dropout)
+        futures: dict[Future[list[Result]], str] = {
+            pool.submit(run_model, name, *arguments): name for name in options.models
+        }
+        for future in as_completed(futures):
+            results += future.result()
+            missed = sum(not r.ok for r in results)
+            progress.update(
+                task, advance=1, description=f"verified {futures[future]}, {missed} missed"
+            )
+            write(results, options)
+    with bar as progress:
+        names = [n for n in options.processes if n in options.models]
+        task = progress.add_task("train on processes", total=len(names) * len(options.strategies))
+        for result in run_on_processes(list(results), names, options.dropout):
+            results.append(result)
+            progress.update(
+                task, advance=1, description=f"trained {result.model} {result.strategy}"
+            )
+            write(results, options)
+    order = {name: i for i, name in enumerate(options.models)}
+    return sorted(results, key=lambda r: (r.where != "threads", order[r.model]))
+
+
+def write(results: Sequence[Result], options: argparse.Namespace) -> None:
+    """`zoo.json` and `zoo.md` in the output folder."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m benchmarks.zoo {' '.join(sys.argv[1:])}".strip()
+    data = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+        "machine": zoo_report.machine(),
+        "results": [r.to_json() for r in results],
+    }
+    (options.out / "zoo.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / "zoo.md").write_text(zoo_report.markdown(data))
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+
+    def words(text: str) -> list[str]:
+        return [] if text == "none" else text.split(",")
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.zoo", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--models", type=words, default=zoo.names())
+    parser.add_argument("--strategies", type=words, default=list(STRATEGIES))
+    parser.add_argument("--ranks", type=lambda t: [int(n) for n in t.split(",")], default=[2, 4])
+    parser.add_argument("--processes", type=words, default=ON_PROCESSES, help="models, or none")
+    parser.add_argument("--dropout", type=float, nargs="?", const=0.1, default=0.0)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, default=Path("zoo-results"))
+    parser.add_argument("--write-docs", action="store_true", help="copy the table to docs/zoo.md")
+    options = parser.parse_args()
+    for given, known in ((options.models, zoo.names()), (options.strategies, STRATEGIES)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            parser.error(f"unknown {unknown[0]!r}; known: {', '.join(known)}")
+    return options
+
+
+def main() -> int:
+    """Run, print, write; 1 when too many models miss."""
+    options = read_options()
+    results = run_all(options)
+    write(results, options)
+    if options.write_docs:
+        Path("docs/zoo.md").write_text((options.out / "zoo.md").read_text())
+    rows = [r.to_json() for r in results]
+    zoo_report.show(rows)
+    return 0 if zoo_report.enough(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

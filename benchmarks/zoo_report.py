@@ -1,0 +1,196 @@
+"""The zoo's results as a table for a terminal and as markdown, and whether they are enough."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+REQUIRED = {"ddp": 0.95, "fsdp": 0.95, "tensor": 0.90, "hybrid": 0.90}
+LARGEST_SHARE = 0.6  # of the parameter bytes of a transformer, on each of 2 ranks
+NO_TRANSFORMER = {"mlp", "resnet", "unet", "dlrm", "mamba", "convnext", "hf_resnet"}
+
+Row = Mapping[str, Any]
+
+
+def is_transformer(name: str) -> bool:
+    """Whether a zoo model consists of attention and feed-forward blocks."""
+    return name not in NO_TRANSFORMER
+
+
+def shorten(error: BaseException) -> str:
+    """An error in one line of a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:220]}"
+
+
+def first_failure(certificate: Any) -> str:
+    """The first difference a certificate found, in one line."""
+    failure = certificate.failures[0]
+    detail = failure.problem or f"relative error {failure.relative_error:.1e}"
+    text = " ".join(f"{failure.what}: {detail}".split())[:300]
+    if certificate.first_difference:
+        text += f"; first difference: {certificate.first_difference}"
+    return f"{text} ({len(certificate.failures)} of {len(certificate.comparisons)} differ)"
+
+
+def stderr() -> Console:
+    """Where progress goes."""
+    return Console(stderr=True)
+
+
+def machine() -> str:
+    """The machine in a few words."""
+    import torch
+
+    return f"{os.cpu_count()} CPUs, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def columns(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
+    """(strategy, ranks, where) in the order of the table."""
+    order = {name: i for i, name in enumerate(REQUIRED)}
+    found = {(r["strategy"], r["ranks"], r["where"]) for r in rows}
+    return sorted(found, key=lambda c: (c[2] != "threads", order[c[0]], c[1]))
+
+
+def summary(rows: Sequence[Row]) -> list[tuple[str, int, int]]:
+    """Of each strategy: its name, how many models pass on every number of ranks, how many ran."""
+    lines = []
+    for strategy in REQUIRED:
+        mine = [r for r in rows if r["strategy"] == strategy and r["where"] == "threads"]
+        models = {r["model"] for r in mine}
+        failed = {r["model"] for r in mine if not r["ok"]}
+        if models:
+            lines.append((strategy, len(models - failed), len(models)))
+    return lines
+
+
+def enough(rows: Sequence[Row]) -> bool:
+    """Whether every strategy passes on enough models, and every process run passes."""
+    passed = all(good >= REQUIRED[name] * total for name, good, total in summary(rows))
+    return passed and all(r["ok"] for r in rows if r["where"] == "processes")
+
+
+def cell(row: Row | None) -> str:
+    """The error of a pass, or a mark."""
+    if row is None:
+        return ""
+    if not row["ok"]:
+        return "miss"
+    return f"{row['error']:.0e}" if row["error"] else "0"
+
+
+def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headers and one line per model."""
+    heads = columns(rows)
+    by_key = {(r["model"], r["strategy"], r["ranks"], r["where"]): r for r in rows}
+    headers = [
+        "model",
+        *(f"{s} {n}{'p' if w == 'processes' else ''}" for s, n, w in heads),
+        "share",
+    ]
+    lines = []
+    for name in dict.fromkeys(r["model"] for r in rows):
+        share = by_key.get((name, "tensor", 2, "threads"), {}).get("share")
+        cells = [cell(by_key.get((name, *head))) for head in heads]
+        lines.append([name, *cells, "" if share is None else f"{share:.2f}"])
+    return headers, lines
+
+
+def misses(rows: Sequence[Row]) -> list[str]:
+    """One line per miss; the same reason on several numbers of ranks is one line."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if not row["ok"]:
+            case = f"{row['strategy']} {row['ranks']}{'p' if row['where'] == 'processes' else ''}"
+            grouped.setdefault((row["model"], row["reason"]), []).append(case)
+    return [f"{model} ({', '.join(cases)}): {why}" for (model, why), cases in grouped.items()]
+
+
+def compact(rows: Sequence[Row]) -> Table:
+    """One line per model for a terminal of 80 columns: the worst of all numbers of ranks."""
+    table = Table(box=None, pad_edge=False)
+    heads = [(s, w) for w in ("threads", "processes") for s in REQUIRED]
+    heads = [h for h in heads if any((r["strategy"], r["where"]) == h for r in rows)]
+    table.add_column("model")
+    for strategy, where in heads:
+        table.add_column(
+            strategy if where == "threads" else f"{strategy}\nprocesses", justify="right"
+        )
+    table.add_column("share", justify="right")
+    for name in dict.fromkeys(r["model"] for r in rows):
+        mine = [r for r in rows if r["model"] == name]
+        cells = []
+        for head in heads:
+            found = [r for r in mine if (r["strategy"], r["where"]) == head]
+            missed = [str(r["ranks"]) for r in found if not r["ok"]]
+            worst = max(found, key=lambda r: r["error"] or 0.0, default=None)
+            cells.append(f"[red]miss {','.join(missed)}[/]" if missed else cell(worst))
+        share = next(
+            (r["share"] for r in mine if (r["strategy"], r["ranks"]) == ("tensor", 2)), None
+        )
+        table.add_row(name, *cells, "" if share is None else f"{share:.2f}")
+    return table
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, the misses and the counts."""
+    console = Console()
+    console.print(compact(rows))
+    for miss in misses(rows):
+        console.print(f"miss: {miss}", markup=False, highlight=False)
+    for name, good, total in summary(rows):
+        need = REQUIRED[name]
+        mark = "[green]ok[/]" if good >= need * total else "[red]too few[/]"
+        console.print(
+            f"{name:<8} {good} of {total} models equal one device, {need:.0%} needed: {mark}"
+        )
+
+
+INTRODUCTION = """\
+Tiny instances of real architectures under every strategy, compared with one device in float64: the
+loss, the outputs, every gradient, and parameters and buffers after an AdamW step. A number is the
+largest relative error; 1e-9 is the limit. Columns are strategy and ranks; `p` is on gloo processes,
+two AdamW steps. `hybrid` is `dp=2`. `share` is the part of the parameter bytes that rank 0 holds
+under `tensor` on 2 ranks."""
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The results as a page of the documentation."""
+    rows = data["results"]
+    headers, lines = table_rows(rows)
+    counts = [f"- `{name}`: {good} of {total} models" for name, good, total in summary(rows)]
+    reasons = [f"- {_escape(miss)}" for miss in misses(rows)] or ["None."]
+    return "\n".join(
+        [
+            "# Zoo",
+            "",
+            INTRODUCTION,
+            "",
+            f"{data['date']}, `{data['command']}`, {data['machine']}.",
+            "",
+            "Equal on 2 and on 4 ranks:",
+            "",
+            *counts,
+            "",
+            "## Misses",
+            "",
+            *reasons,
+            "",
+            "## Table",
+            "",
+            "| " + " | ".join(headers) + " |",
+            "|---" * len(headers) + "|",
+            *("| " + " | ".join(line) + " |" for line in lines),
+            "",
+        ]
+    )
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([\\<>*_`|\[\]])", r"\\\1", text)
