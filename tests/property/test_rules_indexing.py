@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.rules import check_rule
 
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=12, deadline=None)
 ranks = st.integers(2, 5)
 sizes = st.lists(st.integers(1, 5), min_size=2, max_size=3)
 

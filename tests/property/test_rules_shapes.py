@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.rules import check_rule
 
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=10, deadline=None)
 ranks = st.integers(2, 5)
 size = st.integers(0, 6)
 shapes = st.lists(size, min_size=1, max_size=3).map(tuple)
