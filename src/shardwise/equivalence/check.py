@@ -7,32 +7,21 @@ runtime's own reducer and optimizer; only the transport is in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from shardwise import runtime as rt
-from shardwise.emit import emit, load
-from shardwise.equivalence.certificate import Certificate, Comparison, compare
+from shardwise.emit import emit
+from shardwise.equivalence.certificate import Certificate, Comparison, compare, relative_error
+from shardwise.equivalence.edits import locate_edit
+from shardwise.equivalence.locate import locate
+from shardwise.equivalence.ranks import TIMEOUT_S, Outcome, run_ranks
 from shardwise.equivalence.reference import LEARNING_RATE, Reference
 from shardwise.errors import ShardwiseError
 from shardwise.frontend.batch import flatten_batch
 from shardwise.program import Program
 
-TIMEOUT_S = 60.0
 NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are measured against this
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What the ranks computed; equal on all of them where `ranks_agree`."""
-
-    loss: torch.Tensor
-    outputs: tuple[Any, ...]
-    gradients: Mapping[str, torch.Tensor | None]
-    state_after: Mapping[str, torch.Tensor]
 
 
 def check(
@@ -42,94 +31,41 @@ def check(
     *,
     sources: Sequence[str] | None = None,
     timeout: float = TIMEOUT_S,
+    scaled: tuple[str, ...] = (),
 ) -> Certificate:
     """Run the program and compare everything a training step leaves behind.
 
     `sources` replaces the emitted text of each rank program, for code that was edited by hand.
+    `scaled` says what was made smaller before; it is only passed on.
     """
-    texts = list(sources or (emit(program, p.ranks[0]) for p in program.rank_programs))
+    emitted = [emit(program, p.ranks[0]) for p in program.rank_programs]
+    texts = list(sources or emitted)
+    inputs, _ = flatten_batch(batch)
     comparisons: list[Comparison] = []
+    failure: Exception | None = None
     try:
-        outcomes = run_ranks(program, texts, reference.state, batch, timeout)
-    except ShardwiseError as error:
-        comparisons.append(Comparison("the run", float("inf"), str(error)))
+        outcomes = run_ranks(program, texts, reference.state, inputs, timeout=timeout)
     except Exception as error:
-        comparisons.append(Comparison("the run", float("inf"), f"{type(error).__name__}: {error}"))
+        failure = error
+        text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+        comparisons.append(Comparison("the run", float("inf"), text))
     else:
         comparisons += compare_outcome(program, outcomes[0], reference)
         comparisons += _agreement(outcomes)
+    difference = None
+    if not all(c.ok for c in comparisons):
+        if texts != emitted:
+            difference = locate_edit(program, emitted, texts, reference, inputs, timeout, failure)
+        if difference is None:
+            difference = locate(program, reference, inputs, comparisons, timeout, failure)
     return Certificate(
         plan=program.plan.name,
         model=program.graph.name,
         mesh=str(program.mesh),
         comparisons=tuple(comparisons),
+        first_difference=difference,
+        scaled=scaled,
     )
-
-
-def run_ranks(
-    program: Program,
-    sources: Sequence[str],
-    state: Mapping[str, torch.Tensor],
-    batch: Any,
-    timeout: float = TIMEOUT_S,
-) -> list[Outcome]:
-    """One training step of every rank, in threads."""
-    inputs, _ = flatten_batch(batch)
-    modules = [load(source, program.graph.functions) for source in sources]
-    by_rank = {
-        rank: module
-        for module, ranks in zip(modules, program.rank_programs, strict=True)
-        for rank in ranks.ranks
-    }
-    constants = {c.value: c.data for c in program.graph.constants}
-
-    def run(rank: int, transport: Any) -> Outcome:
-        mesh = rt.ProcessMesh(dict(program.mesh.axes), rank, transport)
-        return _train_once(by_rank[rank], mesh, program, constants, state, inputs)
-
-    return rt.run_threads(program.mesh.size, run, timeout=timeout)
-
-
-def _train_once(
-    generated: Any,
-    mesh: rt.ProcessMesh,
-    program: Program,
-    constants: Mapping[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor],
-) -> Outcome:
-    rng = rt.Rng(program.plan.seed, program.plan.rng, mesh) if hasattr(rt, 'Rng') else None
-    module = build(generated, mesh, rng, "cpu", constants)
-    store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
-    store.load_with(lambda name: state[name])
-    local = [
-        rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
-        for name, splits in generated.INPUTS.items()
-    ]
-    with store.step():
-        loss, outputs = module(*local, outputs=True)
-        loss.backward()
-    gradients = store.gather_gradients()
-    optimizer = rt.optimizer(SimpleNamespace(store=store), torch.optim.AdamW, lr=LEARNING_RATE)
-    optimizer.step()
-    after = store.gather_state_dict()
-    after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
-    return Outcome(
-        loss=loss.detach(),
-        outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs),
-        gradients=gradients,
-        state_after=after,
-    )
-
-
-def build(
-    generated: Any, mesh: rt.ProcessMesh, rng: Any, device: Any, constants: Mapping[str, torch.Tensor]
-) -> torch.nn.Module:
-    """The generated module; constants are passed where it takes some."""
-    takes = "constants" in generated.Model.__init__.__code__.co_varnames
-    extra = {"constants": constants} if takes else {}
-    module: torch.nn.Module = generated.Model(mesh, rng, device, **extra)
-    return module
 
 
 def compare_outcome(program: Program, found: Outcome, expected: Reference) -> list[Comparison]:
@@ -156,10 +92,32 @@ def compare_outcome(program: Program, found: Outcome, expected: Reference) -> li
 
 
 def _agreement(outcomes: Sequence[Outcome]) -> list[Comparison]:
-    """All ranks must report the same loss."""
-    first = outcomes[0].loss
-    return [
-        compare(f"loss of rank {rank}", outcome.loss, first)
-        for rank, outcome in enumerate(outcomes)
-        if rank
-    ]
+    """All ranks must report the same loss, and gather the same gradients and state."""
+    first = outcomes[0]
+    found: list[Comparison] = []
+    for rank, outcome in enumerate(outcomes[1:], start=1):
+        found.append(compare(f"loss of rank {rank}", outcome.loss, first.loss))
+        for kind, mine, theirs in (
+            ("gradient", outcome.gradients, first.gradients),
+            ("state", outcome.state_after, first.state_after),
+        ):
+            worst, name = _worst(mine, theirs)
+            if worst > 0:
+                found.append(Comparison(f"agreement of rank {rank} on {kind} {name}", worst))
+    return found
+
+
+def _worst(
+    mine: Mapping[str, torch.Tensor | None], theirs: Mapping[str, torch.Tensor | None]
+) -> tuple[float, str]:
+    """The largest difference between two ranks' tensors, and whose."""
+    worst, where = 0.0, ""
+    for name, tensor in mine.items():
+        other = theirs.get(name)
+        if tensor is None or other is None:
+            error = 0.0 if tensor is other else float("inf")
+        else:
+            error = 0.0 if torch.equal(tensor, other) else relative_error(tensor, other, 1e-6)
+        if error > worst:
+            worst, where = error, name
+    return worst, where

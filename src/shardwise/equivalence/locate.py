@@ -1,0 +1,197 @@
+"""Where a program that differs from the model differs first.
+
+Enters: a `Program` whose check failed and the `Reference`. Leaves: text that names the node, where the
+user wrote it, and the plan's entry. The program is written again with a probe after every statement;
+each probed value is assembled from all ranks by its layout and compared with the captured
+graph's value, forward in the order of statements and then gradients in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise import runtime as rt
+from shardwise.emit import emit
+from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_value
+from shardwise.equivalence.blame import Blame
+from shardwise.equivalence.certificate import Comparison, relative_error
+from shardwise.equivalence.failures import failed_statement
+from shardwise.equivalence.randomness import keyed_random
+from shardwise.equivalence.ranks import run_ranks
+from shardwise.equivalence.reference import Reference
+from shardwise.ir.interpret import interpret
+from shardwise.program import Program, Step
+
+LOOSE = 1e-8  # of single values: they may cancel more than results do
+NOISE = 1e-5  # of the terms a value is made of: what is smaller is taken for rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """The graph's own values and the gradients of the loss with respect to them."""
+
+    values: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+
+
+def locate(
+    program: Program,
+    reference: Reference,
+    inputs: Mapping[str, torch.Tensor],
+    comparisons: Sequence[Comparison],
+    timeout: float,
+    failure: Exception | None = None,
+) -> str:
+    """The first difference, in words."""
+    blame = Blame(program)
+    sources = [emit(program, p.ranks[0], probe=True) for p in program.rank_programs]
+    records = [rt.Records() for _ in range(program.mesh.size)]
+    raised: Exception | None = None
+    try:
+        run_ranks(program, sources, reference.state, inputs, timeout=timeout, records=records)
+    except Exception as error:
+        raised = error
+    truth = find_truth(program, reference.state, inputs)
+    text = _first_value(program, records, truth, blame)
+    if text is None and raised is not None:
+        text = failed_statement(program, raised, blame)
+    text = text or _first_gradient(program, records, truth, blame)
+    text = text or _first_result(program, comparisons, blame)
+    structure = blame.structure()
+    return f"{text}; the program itself is inconsistent: {structure}" if structure else text
+
+
+def find_truth(
+    program: Program, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+) -> Truth:
+    """Every value of the captured graph on one device, with its gradient."""
+    graph = program.graph
+    parameters = {
+        p.name: state[p.name].detach().clone().requires_grad_(p.requires_grad)
+        for p in graph.parameters
+    }
+    buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
+    random = keyed_random(graph, rt.Rng(program.plan.seed, program.plan.rng))
+    values = interpret(graph, parameters, buffers, inputs, random=random)
+    gradients: dict[str, torch.Tensor] = {}
+    if graph.loss is not None and values[graph.loss].requires_grad:
+        named = {n: v for n, v in values.items() if v.requires_grad}
+        found = torch.autograd.grad(values[graph.loss], list(named.values()), allow_unused=True)
+        gradients = {n: g for n, g in zip(named, found, strict=True) if g is not None}
+    return Truth(values={n: v.detach() for n, v in values.items()}, gradients=gradients)
+
+
+def _first_value(
+    program: Program, records: Sequence[rt.Records], truth: Truth, blame: Blame
+) -> str | None:
+    for step, name in _probed(program):
+        if not all(name in r.values for r in records):
+            continue  # a rank stopped before
+        held = program.rank_programs[0].values[name]
+        expected = truth.values[held.value]
+        parts = [r.values[name] for r in records]
+        try:
+            found = whole_value(parts, held.layout, tuple(expected.shape), program.mesh)
+        except Unassembled as error:
+            problem = str(error)
+        else:
+            problem = _difference(found, expected, [*parts, *_operands(program, step, truth)])
+        if problem:
+            entries = f"; plan: {blame.entries(blame.nodes[step.node])}" if step.node else ""
+            return (
+                f"{blame.step_text(step)}: %{held.value}, held as {held.layout}, {problem}{entries}"
+            )
+    return None
+
+
+def _probed(program: Program) -> Iterator[tuple[Step, str]]:
+    for step in program.rank_programs[0].steps:
+        for name in step.outputs:
+            yield step, name
+
+
+def _operands(program: Program, step: Step, truth: Truth) -> list[torch.Tensor]:
+    held = program.rank_programs[0].values
+    return [truth.values[held[name].value] for name in step.inputs if name in held]
+
+
+def _difference(
+    found: torch.Tensor, expected: torch.Tensor, terms: Sequence[torch.Tensor]
+) -> str | None:
+    """How far two values are apart, if more than the rounding of the terms they are made of."""
+    sizes = [
+        t.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        for t in terms
+        if t.numel() and t.is_floating_point()
+    ]
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return None if torch.equal(found, expected) else "has other integers"
+    error = relative_error(found, expected, NOISE * max(sizes, default=0.0))
+    return f"differs by {error:.1e}" if error > LOOSE else None
+
+
+def _first_gradient(
+    program: Program, records: Sequence[rt.Records], truth: Truth, blame: Blame
+) -> str | None:
+    """The value closest to the loss whose gradient differs: one of its uses is at fault."""
+    stored = program.rank_programs[0].values
+    largest = max((g.abs().max().item() for g in truth.gradients.values() if g.numel()), default=0.0)
+    for step, name in reversed(list(_probed(program))):
+        held, expected = stored[name], truth.gradients.get(stored[name].value)
+        if name != held.value or expected is None:
+            continue  # a moved copy sees only part of its value's gradient
+        layout = gradient_layout(held.layout)
+        shapes = [r.values[name] for r in records if name in r.values]
+        if len(shapes) < len(records):
+            continue
+        parts = [r.gradients.get(name, torch.zeros_like(r.values[name])) for r in records]
+        try:
+            found = whole_value(parts, layout, tuple(expected.shape), program.mesh)
+        except Unassembled as error:
+            problem: str | None = str(error)
+        else:
+            floor = torch.tensor(largest, dtype=torch.float64)
+            problem = _difference(found, expected, [*parts, floor])
+        if problem:
+            users = [n for n in blame.graph.nodes if held.value in n.inputs]
+            plans = "; ".join(dict.fromkeys(blame.entries(n) for n in users[:3]))
+            return (
+                f"all values agree forward; backward, the gradient of %{held.value} "
+                f"({blame.step_text(step)}, held as {held.layout}) {problem}, as it comes from "
+                f"{' and '.join(blame.describe(n) for n in users[:3]) or 'its use'}; plan: {plans}"
+            )
+    return None
+
+
+def _first_result(program: Program, comparisons: Sequence[Comparison], blame: Blame) -> str:
+    """Values and their gradients agree: what is left is parameters, buffers, outputs, the step."""
+    failed = [c.what for c in comparisons if not c.ok]
+    named = {n: p for p in program.graph.parameters for n in (p.name, *p.aliases)}
+    storages = {s.name: s for s in program.rank_programs[0].parameters}
+    wrong = [named[w.split(" of ", 1)[1]] for w in failed if w.startswith("gradient of ")]
+    order = {n.name: i for i, n in enumerate(program.graph.nodes)}
+    users = {
+        p.value: [n for n in program.graph.nodes if p.value in n.inputs] for p in wrong
+    }
+    wrong.sort(key=lambda p: -max((order[n.name] for n in users[p.value]), default=-1))
+    if wrong:
+        first, storage = wrong[0], storages[wrong[0].name]
+        tied = f", tied as {', '.join(first.aliases)}" if first.aliases else ""
+        where = " and ".join(n.origin for n in users[first.value][:3])
+        synced = f"summed over {'.'.join(storage.sync)}" if storage.sync else "not synchronized"
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return (
+            f"values and their gradients agree; the gradient of parameter {first.name}{tied}{more} "
+            f"differs: {synced}, used by {where}; plan: {'; '.join(blame.parameter_entries(first))}"
+        )
+    buffers = {b.name: b for b in program.graph.buffers}
+    for what in failed:
+        name = what.split(" of ", 1)[-1].removesuffix(" after a step")
+        if name in buffers:
+            made = program.graph.producers.get(buffers[name].mutation or "")
+            by = f" by {blame.describe(made)}" if made else ""
+            return f"values agree; buffer {name} is not left as the model leaves it{by}"
+    return f"values and gradients agree; {failed[0] if failed else 'a result'} differs"

@@ -1,0 +1,105 @@
+"""Runs emitted source, a thread per rank, for one training step.
+
+Enters: a `Program`, its sources, weights and inputs. Leaves: one `Outcome` per rank. What runs is the
+emitted code with the runtime's own reducer and optimizer; only the transport is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardwise import runtime as rt
+from shardwise.emit import load
+from shardwise.equivalence.reference import LEARNING_RATE
+from shardwise.program import Program
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one rank has after a training step; full tensors, gathered from all."""
+
+    loss: torch.Tensor
+    outputs: tuple[Any, ...]
+    gradients: Mapping[str, torch.Tensor | None]
+    state_after: Mapping[str, torch.Tensor]
+
+
+def run_ranks(
+    program: Program,
+    sources: Sequence[str],
+    state: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    timeout: float = TIMEOUT_S,
+    records: Sequence[rt.Records] | None = None,
+) -> list[Outcome]:
+    """One training step of every rank, in threads; `records` collects what probes see."""
+    modules = [load(source, program.graph.functions) for source in sources]
+    by_rank = {
+        rank: module
+        for module, ranks in zip(modules, program.rank_programs, strict=True)
+        for rank in ranks.ranks
+    }
+    constants = {c.value: c.data for c in program.graph.constants}
+
+    def run(rank: int, transport: Any) -> Outcome:
+        mesh = rt.ProcessMesh(dict(program.mesh.axes), rank, transport)
+        if records is None:
+            return _train_once(by_rank[rank], mesh, program, constants, state, inputs)
+        with rt.recording(records[rank]):
+            return _train_once(by_rank[rank], mesh, program, constants, state, inputs)
+
+    return rt.run_threads(program.mesh.size, run, timeout=timeout)
+
+
+def _train_once(
+    generated: Any,
+    mesh: rt.ProcessMesh,
+    program: Program,
+    constants: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+) -> Outcome:
+    rng = rt.Rng(program.plan.seed, program.plan.rng, mesh)
+    module = build(generated, mesh, rng, "cpu", constants)
+    store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
+    store.load_with(lambda name: state[name])
+    local = [
+        rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
+        for name, splits in generated.INPUTS.items()
+    ]
+    with store.step():
+        loss, outputs = module(*local, outputs=True)
+        loss.backward()
+    gradients = store.gather_gradients()
+    optimizer = rt.optimizer(SimpleNamespace(store=store), torch.optim.AdamW, lr=LEARNING_RATE)
+    optimizer.step()
+    after = store.gather_state_dict()
+    after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
+    return Outcome(
+        loss=loss.detach(),
+        outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs),
+        gradients=gradients,
+        state_after=after,
+    )
+
+
+def build(
+    generated: Any,
+    mesh: rt.ProcessMesh,
+    rng: Any,
+    device: Any,
+    constants: Mapping[str, torch.Tensor],
+) -> torch.nn.Module:
+    """The generated module; constants are passed where it takes some."""
+    takes = "constants" in generated.Model.__init__.__code__.co_varnames
+    extra = {"constants": constants} if takes else {}
+    module: torch.nn.Module = generated.Model(mesh, rng, device, **extra)
+    return module
