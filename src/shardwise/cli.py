@@ -1,15 +1,21 @@
 """The command line: `shardwise verify|compile|plan|explain MODULE.py:FUNCTION`, and `doctor`.
 
-Enters: a reference to a function that returns `(model, batch)`. Leaves: the result on stdout
-(`--json` for machines), errors on stderr, and the exit code: 0 ok, 1 failure, 2 usage,
-3 infeasible. Torch is imported inside the verbs, so that `--help` answers at once.
+Enters: a reference to a function that returns `(model, batch)`, or `(model, batch, loss_fn)`.
+Leaves: the result on stdout (`--json` for machines), errors on stderr, and the exit code: 0 ok,
+1 failure, 2 usage, 3 infeasible. Torch is imported inside the verbs: `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import shutil
 import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,10 +25,13 @@ import typer
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
+    from shardwise.equivalence import Certificate
     from shardwise.ir import Graph
     from shardwise.plans import Plan
 
 FAILURE, USAGE, INFEASIBLE = 1, 2, 3
+DEFAULT_RANKS = 2
+NARROWEST = 40  # columns; below, a terminal's size is not to be believed
 
 app = typer.Typer(
     name="shardwise",
@@ -48,14 +57,21 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MODULE.py:FUNCTION",
-        help="A function returning (model, batch).",
+        help="A function returning (model, batch) or (model, batch, loss_fn).",
         show_default=False,
     ),
 ]
 StrategyOption = Annotated[Strategy, typer.Option("--strategy", "-s", help="How to make the plan.")]
-Ranks = Annotated[int, typer.Option("--ranks", "-n", help="Number of ranks.")]
-DataParallel = Annotated[int | None, typer.Option("--dp", help="hybrid: data-parallel ranks.")]
-TensorParallel = Annotated[int | None, typer.Option("--tp", help="hybrid: tensor-parallel ranks.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", "-n", min=1, help="Number of ranks.", show_default="2, or dp x tp"),
+]
+DataParallel = Annotated[
+    int | None, typer.Option("--dp", min=1, help="hybrid: data-parallel ranks.")
+]
+TensorParallel = Annotated[
+    int | None, typer.Option("--tp", min=1, help="hybrid: tensor-parallel ranks.")
+]
 Zero = Annotated[int, typer.Option("--zero", min=0, max=3, help="hybrid: ZeRO level over dp.")]
 PlanFile = Annotated[
     Path | None,
@@ -76,7 +92,7 @@ def options(
 def plan(
     target: Target,
     strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = 2,
+    ranks: Ranks = None,
     dp: DataParallel = None,
     tp: TensorParallel = None,
     zero: Zero = 0,
@@ -85,9 +101,10 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Make a plan and print it."""
-    _, _, graph = _capture(target)
+    _, graph = _capture(target)
     made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)
     _print(made.to_json() if as_json else made)
 
@@ -96,7 +113,7 @@ def plan(
 def verify(
     target: Target,
     strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = 2,
+    ranks: Ranks = None,
     dp: DataParallel = None,
     tp: TensorParallel = None,
     zero: Zero = 0,
@@ -106,20 +123,10 @@ def verify(
     """Check that the parallel program equals the model; exit 1 if it does not."""
     import shardwise
 
-    model, batch, graph = _capture(target)
+    loaded, graph = _capture(target)
     made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
-    certificate = shardwise.verify(model, batch, made)
-    if as_json:
-        first = certificate.first_difference
-        _print_json(
-            {
-                "ok": certificate.ok,
-                "max_relative_error": certificate.max_relative_error,
-                "first_difference": None if first is None else str(first),
-            }
-        )
-    else:
-        _print(certificate)
+    certificate = shardwise.verify(loaded.model, loaded.batch, made, loaded.loss_fn)
+    _print(certificate_json(certificate) if as_json else certificate)
     if not certificate.ok:
         raise typer.Exit(FAILURE)
 
@@ -128,7 +135,7 @@ def verify(
 def compile_(
     target: Target,
     strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = 2,
+    ranks: Ranks = None,
     dp: DataParallel = None,
     tp: TensorParallel = None,
     zero: Zero = 0,
@@ -139,37 +146,37 @@ def compile_(
     """Write the parallel program as Python files."""
     import shardwise
 
-    _, _, graph = _capture(target)
+    _, graph = _capture(target)
     made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
-    shardwise.compile(graph, made).save(out)
-    files = sorted(str(path) for path in out.rglob("*.py"))
+    program = shardwise.compile(graph, made)
+    program.save(out)
+    files = {str(out / f"rank_{p.ranks[0]}.py"): p.ranks for p in program.lowered.rank_programs}
     if as_json:
-        _print_json({"files": files})
+        _print({"files": files, "plan": str(out / "plan.json"), "fingerprint": program.fingerprint})
     else:
-        _print("\n".join(files))
+        lines = [f"{file}  ranks {', '.join(map(str, who))}" for file, who in files.items()]
+        _print("\n".join([*lines, str(out / "plan.json")]))
 
 
 @app.command()
 def explain(
     target: Target,
     strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = 2,
+    ranks: Ranks = None,
     dp: DataParallel = None,
     tp: TensorParallel = None,
     zero: Zero = 0,
     plan_file: PlanFile = None,
+    node: Annotated[str | None, typer.Option("--node", help="All that one node could do.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a plan splits, what it communicates and why."""
+    """Say what a plan splits, what it communicates and where in your code."""
     import shardwise
 
-    _, _, graph = _capture(target)
+    _, graph = _capture(target)
     made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
-    text = str(shardwise.explain(graph, made))
-    if as_json:
-        _print_json({"explanation": text, "plan": json.loads(made.to_json())})
-    else:
-        _print(text)
+    text = shardwise.explain(graph, made, node)
+    _print({"explanation": text, "plan": made.to_json()} if as_json else text)
 
 
 @app.command()
@@ -179,28 +186,49 @@ def doctor(as_json: AsJson = False) -> None:
 
     findings = checks.examine()
     if as_json:
-        _print_json(checks.to_dict(findings))
+        _print(checks.to_dict(findings))
     else:
         checks.show(findings)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(FAILURE)
 
 
-def load_target(target: str) -> tuple[Any, Any]:
-    """Call the function that `path/module.py:function` names; returns its model and batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a target's function returned."""
+
+    model: Any
+    batch: Any
+    loss_fn: Callable[[Any, Any], Any] | None = None
+
+
+def load_target(target: str) -> Loaded:
+    """Call the function that `path/module.py:function` names."""
     path_text, separator, name = target.rpartition(":")
     path = Path(path_text)
     if not separator or not name or path.suffix != ".py":
         raise typer.BadParameter(f"{target!r} is not of the form MODULE.py:FUNCTION")
     if not path.is_file():
         raise typer.BadParameter(f"no file {path}")
-    function = getattr(_load_module(path), name, None)
+    try:
+        function = getattr(_load_module(path), name, None)
+        if callable(function):
+            result = function()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ShardwiseError(
+            f"{target} failed with {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno}",
+            hint="shardwise --debug … shows the traceback",
+        ) from error
     if not callable(function):
         raise typer.BadParameter(f"{path} has no function {name!r}")
-    result = function()
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise typer.BadParameter(f"{target} returned {type(result).__name__}, not (model, batch)")
-    return result
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise typer.BadParameter(
+            f"{target} returned {type(result).__name__}, "
+            "not (model, batch) or (model, batch, loss_fn)"
+        )
+    return Loaded(model=result[0], batch=result[1], loss_fn=result[2] if result[2:] else None)
 
 
 def _load_module(path: Path) -> Any:
@@ -214,17 +242,17 @@ def _load_module(path: Path) -> Any:
     return module
 
 
-def _capture(target: str) -> tuple[Any, Any, Graph]:
-    model, batch = load_target(target)
+def _capture(target: str) -> tuple[Loaded, Graph]:
+    loaded = load_target(target)
     import shardwise
 
-    return model, batch, shardwise.capture(model, batch)
+    return loaded, shardwise.capture(loaded.model, loaded.batch, loaded.loss_fn)
 
 
 def _make_plan(
     graph: Graph,
     strategy: Strategy,
-    ranks: int,
+    ranks: int | None,
     dp: int | None,
     tp: int | None,
     zero: int,
@@ -233,15 +261,17 @@ def _make_plan(
     import shardwise
 
     if plan_file is not None:
-        return shardwise.Plan.load(plan_file)
+        loaded = shardwise.Plan.load(plan_file)
+        loaded.check(graph)
+        return loaded
     if strategy is not Strategy.HYBRID:
         if dp is not None or tp is not None or zero:
             raise typer.BadParameter("--dp, --tp and --zero are for --strategy hybrid")
         make = getattr(shardwise.strategies, strategy.value)
-        result: Plan = make(graph, shardwise.Cluster.local(ranks))
+        result: Plan = make(graph, shardwise.Cluster.local(ranks or DEFAULT_RANKS))
         return result
-    dp, tp = hybrid_sizes(ranks, dp, tp)
-    cluster = shardwise.Cluster.local(dp * tp)
+    dp, tp = hybrid_sizes(ranks or DEFAULT_RANKS, dp, tp)
+    cluster = shardwise.Cluster.local(ranks or dp * tp)
     return shardwise.strategies.hybrid(graph, cluster, dp=dp, tp=tp, zero=zero)
 
 
@@ -259,12 +289,39 @@ def hybrid_sizes(ranks: int, dp: int | None, tp: int | None) -> tuple[int, int]:
     return (given, rest) if dp is not None else (rest, given)
 
 
+def certificate_json(certificate: Certificate) -> dict[str, Any]:
+    """The certificate for machines; an error that is no number is null."""
+    error = certificate.max_relative_error
+    return {
+        "ok": certificate.ok,
+        "plan": certificate.plan,
+        "model": certificate.model,
+        "mesh": certificate.mesh,
+        "max_relative_error": error if math.isfinite(error) else None,
+        "compared": len(certificate.comparisons),
+        "failures": [c.what for c in certificate.failures],
+        "first_difference": certificate.first_difference,
+        "scaled": list(certificate.scaled),
+    }
+
+
 def _print(value: object) -> None:
-    typer.echo(str(value))
+    typer.echo(json.dumps(value, indent=2) if isinstance(value, dict) else fit(str(value)))
 
 
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
+def fit(text: str) -> str:
+    """Wrap lines wider than the terminal, indented further; text for a pipe stays as it is."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    if width < NARROWEST:
+        return text
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        wrapped = textwrap.wrap(
+            line, width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
+        )
+        lines += wrapped if len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -275,7 +332,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except ShardwiseError as error:
         if "--debug" in arguments:
             raise
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo(fit(f"{type(error).__name__}: {error}"), err=True)
         sys.exit(INFEASIBLE if isinstance(error, InfeasiblePlan) else FAILURE)
     sys.exit(0)
 

@@ -38,7 +38,16 @@ def target(tmp_path: Path) -> str:
         "    torch.manual_seed(0)\n"
         "    return Tiny(), {'x': torch.randn(4, 8)}\n\n\n"
         "def wrong():\n"
-        "    return 3\n"
+        "    return 3\n\n\n"
+        "def breaks():\n"
+        "    raise KeyError('weights')\n\n\n"
+        "def scalar():\n"
+        "    return torch.nn.Linear(8, 3), (torch.randn(4, 8),), lambda out, batch: out.sum()\n\n\n"
+        "class Branch(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.sum() if x.sum() > 0 else x.mean()\n\n\n"
+        "def branch():\n"
+        "    return Branch(), {'x': torch.randn(4, 8, requires_grad=True)}\n"
     )
     return f"{tmp_path / 'tiny.py'}:make"
 
@@ -74,8 +83,9 @@ def test_a_target_must_return_model_and_batch(target: str) -> None:
         cli.load_target(target.replace(":make", ":wrong"))
     with pytest.raises(typer.BadParameter, match="has no function 'nothing'"):
         cli.load_target(target.replace(":make", ":nothing"))
-    model, batch = cli.load_target(target)
-    assert model(**batch).shape == ()
+    loaded = cli.load_target(target)
+    assert loaded.model(**loaded.batch).shape == ()
+    assert loaded.loss_fn is None
 
 
 @pytest.mark.parametrize(
@@ -131,17 +141,110 @@ def test_verify_gives_a_certificate(capsys: pytest.CaptureFixture[str], target: 
     assert code == 0
     assert certificate["ok"] is True
     assert certificate["max_relative_error"] < 1e-9
+    assert certificate["failures"] == []
+
+
+def test_a_difference_exits_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    from shardwise.equivalence import Certificate
+    from shardwise.equivalence.certificate import Comparison
+
+    bad = (Comparison("loss", float("inf"), "is missing"),)
+    certificate = Certificate(plan="ddp", model="Tiny", mesh="dp=2", comparisons=bad)
+    monkeypatch.setattr("shardwise.verify", lambda *_: certificate)
+    code, out, _ = run(capsys, "verify", target, "--json")
+    assert code == 1
+    assert json.loads(out)["max_relative_error"] is None
+    code, out, _ = run(capsys, "verify", target)
+    assert code == 1
+    assert "DIFFERS FROM" in out
+
+
+def test_a_target_may_bring_its_loss(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    code, out, err = run(capsys, "verify", target.replace(":make", ":scalar"))
+    assert (code, err) == (0, "")
+    assert "equals Linear" in out
 
 
 def test_compile_writes_python(
     capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path
 ) -> None:
-    code, out, _ = run(capsys, "compile", target, "--out", str(tmp_path / "out"))
+    folder = tmp_path / "out"
+    code, out, _ = run(capsys, "compile", target, "--out", str(folder))
     assert code == 0
-    assert all(Path(line).suffix == ".py" for line in out.split())
+    assert out.split() == [f"{folder}/rank_0.py", "ranks", "0,", "1", f"{folder}/plan.json"]
+    assert "class Model" in (folder / "rank_0.py").read_text()
+    _, out, _ = run(capsys, "compile", target, "-o", str(folder), "--json")
+    assert json.loads(out)["files"] == {f"{folder}/rank_0.py": [0, 1]}
 
 
-def test_explain_names_the_parameters(capsys: pytest.CaptureFixture[str], target: str) -> None:
+def test_explain_names_nodes_and_moves(capsys: pytest.CaptureFixture[str], target: str) -> None:
     code, out, _ = run(capsys, "explain", target, "--strategy", "tensor")
     assert code == 0
-    assert "up" in out
+    assert "linear_1" in out
+    assert "over tp" in out
+    code, out, _ = run(capsys, "explain", target, "-s", "tensor", "--node", "linear", "--json")
+    assert code == 0
+    assert "cut n" in json.loads(out)["explanation"]
+    code, _, err = run(capsys, "explain", target, "-s", "tensor", "--node", "linaer")
+    assert code == 1
+    assert "did you mean 'linear'?" in err
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "message"),
+    [
+        (":breaks", 1, "failed with KeyError: 'weights'"),
+        (":branch", 1, "CaptureError"),
+    ],
+)
+def test_faults_in_the_target_are_told_without_traceback(
+    capsys: pytest.CaptureFixture[str], target: str, function: str, code: int, message: str
+) -> None:
+    found, out, err = run(capsys, "plan", target.replace(":make", function))
+    assert (found, out) == (code, "")
+    assert message in err
+    assert "tiny.py:" in err
+    assert "Traceback" not in err
+
+
+def test_what_does_not_fit_is_infeasible(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    code, _, err = run(capsys, "plan", target, "-s", "hybrid", "-n", "4", "--dp", "3", "--tp", "2")
+    assert code == 3
+    assert "InfeasiblePlan: hybrid: dp=3 x tp=2 = 6 ranks, the cluster has 4" in err
+    code, out, _ = run(capsys, "plan", target, "-s", "hybrid", "--dp", "2", "--tp", "2", "--json")
+    assert code == 0
+    assert json.loads(out)["mesh"] == {"dp": 2, "tp": 2}
+    code, _, _ = run(capsys, "plan", target, "--ranks", "0")
+    assert code == 2
+
+
+def test_a_plan_of_another_model_is_refused(
+    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    run(capsys, "plan", target, "--out", str(path))
+    code, _, err = run(capsys, "verify", target.replace(":make", ":scalar"), "--plan", str(path))
+    assert code == 1
+    assert "PlanMismatch" in err
+    path.write_text(path.read_text().replace('"roles"', '"rols"'))
+    code, _, err = run(capsys, "plan", target, "--plan", str(path))
+    assert code == 1
+    assert "did you mean 'roles'?" in err
+
+
+def test_a_narrow_terminal_wraps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = run(capsys, "explain", target, "-s", "hybrid", "--dp", "2", "--zero", "1")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 60
+
+
+def test_the_installed_command_answers(target: str) -> None:
+    command = [*CLI, "plan", target, "--strategy", "tensor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["mesh"] == {"tp": 2}
+    assert done.stderr == ""
