@@ -19,8 +19,10 @@ from shardwise.api.weights import load_weights
 from shardwise.emit import load
 from shardwise.errors import BatchError
 from shardwise.frontend import capture, flatten_batch, rebuild_output, skeleton
+from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import agree, require_ranks
 
 
@@ -124,32 +126,39 @@ class _Step:
         self.names = [i.name for i in graph.inputs]
         self.splits = dict(generated.INPUTS)
         self.spec = graph.output_spec
+        place, axes = mesh.coordinates, mesh.axes
+        whole = {i.name: graph.values[i.value].shape for i in graph.inputs}
+        self.shapes = {
+            name: local_shape(shape, self.splits[name], place, axes)
+            for name, shape in whole.items()
+        }
+        self.constants = dict(graph.input_constants)
 
-    def __call__(self, batch: Any, *, outputs: bool) -> tuple[torch.Tensor | None, Any]:
-        if not isinstance(batch, LocalBatch):
-            batch = self.local_batch(batch)
-        inputs = [batch.tensors[name] for name in self.names]
+    def __call__(
+        self, batch: Any, *, outputs: bool, local: bool = False
+    ) -> tuple[torch.Tensor | None, Any]:
+        tensors, _ = flatten_batch(batch if local else self.local_batch(batch))
+        inputs = [tensors[name].to(self.device) for name in self.names]
         if not outputs:
             return self.module(*inputs), None
         loss, leaves = self.module(*inputs, outputs=True)
         return loss, rebuild_output(self.spec, leaves)
 
-    def local_batch(self, batch: Any) -> LocalBatch:
-        tensors, _ = flatten_batch(batch)
-        parts = {}
-        for name in self.names:
-            part = rt.take_local(
-                tensors[name].detach(), self.splits[name], self.mesh.coordinates, self.mesh.axes
-            )
-            parts[name] = part.to(self.device)
-        return LocalBatch(parts)
+    def local_batch(self, batch: Any) -> Any:
+        """The batch with this rank's part of every tensor."""
+        call = read_batch(batch)
+        place, axes = self.mesh.coordinates, self.mesh.axes
+        parts = [
+            rt.take_local(tensor.detach(), self.splits.get(path_name(path), ()), place, axes)
+            for path, tensor in call.tensors
+        ]
+        return call.batch_with(parts)
 
-
-class LocalBatch:
-    """This rank's part of a batch, by input name."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def takes(self, batch: Any) -> bool:
+        """Whether these are parts of the batch this program was made for."""
+        tensors, constants = flatten_batch(batch)
+        mine = {name: tuple(t.shape) for name, t in tensors.items()}
+        return mine == self.shapes and constants == self.constants
 
 
 def _require_same_storage(

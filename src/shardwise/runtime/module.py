@@ -27,12 +27,18 @@ CHECKED_STEPS = 3
 class StepProgram(Protocol):
     """A compiled step for batches of one signature."""
 
-    def __call__(self, batch: Any, *, outputs: bool) -> tuple[Tensor | None, Any]:
+    def __call__(
+        self, batch: Any, *, outputs: bool, local: bool = False
+    ) -> tuple[Tensor | None, Any]:
         """The loss (None in a program without one), and the model's outputs if asked for."""
         ...
 
     def local_batch(self, batch: Any) -> Any:
         """What of a whole batch this rank reads; the program takes it in the batch's place."""
+        ...
+
+    def takes(self, batch: Any) -> bool:
+        """Whether a local batch has the shapes of this program's parts."""
         ...
 
 
@@ -67,7 +73,7 @@ class ParallelModule(nn.Module):
         key, program = self._program(batch, training=True, local=local)
         self.rng.step += 1
         with self.store.step(key):
-            loss, out = program(batch, outputs=outputs)
+            loss, out = program(batch, outputs=outputs, local=local)
             if loss is None or not loss.requires_grad:
                 raise ProgramError("the loss depends on no parameter that is trained")
             loss.backward()  # type: ignore[no-untyped-call]
@@ -77,25 +83,35 @@ class ParallelModule(nn.Module):
         """The model's outputs in eval mode, without gradients."""
         key, program = self._program(batch, training=False, local=local)
         with self.store.evaluate(key):
-            return program(batch, outputs=True)[1]
+            return program(batch, outputs=True, local=local)[1]
 
     def local_batch(self, batch: Any, training: bool = True) -> Any:
         """This rank's part of a whole batch, for `train_step(…, local=True)`."""
         return self._get(("whole", training, signature(batch)), batch, training).local_batch(batch)
 
     def _program(self, batch: Any, *, training: bool, local: bool) -> tuple[Hashable, StepProgram]:
-        key: Hashable = ("whole", training, signature(batch))
         if local:
-            key = ("local", training, signature(batch))
-            if key not in self._programs:
-                key = next((k for k in self._programs if _trains(k) == training), None)
-            if key is None:
-                raise BatchError("no program yet for a local batch", hint="pm.local_batch(batch)")
-            return key, self._programs[key]
+            return self._local_program(batch, training)
+        key: Hashable = ("whole", training, signature(batch))
         if self._check_batches and self._checked.get(key, 0) < CHECKED_STEPS:
             check_same_batch(batch, self.mesh, self.store.device)
             self._checked[key] = self._checked.get(key, 0) + 1
         return key, self._get(key, batch, training)
+
+    def _local_program(self, batch: Any, training: bool) -> tuple[Hashable, StepProgram]:
+        """The first program whose parts have these shapes on every rank."""
+        known = [(k, p) for k, p in self._programs.items() if _trains(k) == training][:60]
+        fits = [program.takes(batch) for _, program in known]
+        mask = torch.tensor([sum(1 << i for i, fit in enumerate(fits) if fit)])
+        every = self.mesh.world.all_gather(mask.to(self.store.device), [1] * self.mesh.size).wait()
+        for index, (key, program) in enumerate(known):
+            if all(int(m) >> index & 1 for m in every.tolist()):
+                return key, program
+        shapes = [tuple(v.shape) for _, v in leaves(batch) if isinstance(v, Tensor)]
+        raise BatchError(
+            f"no program takes a local batch of shapes {shapes} on every rank",
+            hint="pm.local_batch(whole_batch) once for each new shape of the whole batch",
+        )
 
     def _get(self, key: Hashable, batch: Any, training: bool) -> StepProgram:
         found = self._programs.get(key)

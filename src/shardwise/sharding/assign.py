@@ -12,15 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
-from shardwise.sharding.candidates import Candidate, Cut, candidates
-from shardwise.sharding.costs import IMPOSSIBLE, PER_TRANSFER, move_cost, same_placement, work
+from shardwise.sharding.candidates import Candidate, Cut, Pass, candidates
+from shardwise.sharding.costs import IMPOSSIBLE, PER_BYTE, PER_SLICE, PER_TRANSFER, move_cost, same_placement, work
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import FANOUT, REPLICATE, Placement, Shard, compatible
 
 WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
+# Through these a partial sum of a parameter split may pass: residuals, casts, renamed positions.
+DELAYED = frozenset(
+    "add sub view reshape transpose permute unsqueeze squeeze flatten unflatten to contiguous clone "
+    "sum mean div _to_copy alias dropout".split()
+)
+RIVALS = 12  # how many cheaper states a state is compared with
+CUT_VECTOR = 10 * PER_TRANSFER  # a norm's weight is cut only where the work around it asks for it
 MOVED_PARAMETER = 20.0  # parameters are stored as they are used, rather than moved in every step
 
 Held = tuple[Placement, ...]  # the stored placement first, then what uses turned it into
@@ -107,6 +115,9 @@ class _Search:
         self.ends |= {b.mutation for b in graph.buffers if b.mutation}
         self.live: list[str] = []
         self.pure = parameter_values(graph, facts)
+        self.tables = constant_values(graph)
+        self.products = products(graph, facts)
+        self.turned: dict[tuple[str, Held, Placement], float] = {}
 
     def step(self, index: int, node: Node, states: list[_State]) -> list[_State]:
         """All states after `node`."""
@@ -149,15 +160,38 @@ class _Search:
         return self._prune(list(best.values()))
 
     def _prune(self, states: list[_State]) -> list[_State]:
-        """The cheapest states; each way to store parameters that are still used keeps a share."""
-        if len(states) <= self.task.beam:
-            return states
+        """The states worth keeping.
+
+        A state is dropped when a cheaper one could be turned into it for the difference. Of the rest
+        the cheapest stay; each way to store parameters that are still used keeps a share.
+        """
         tied = [i for i, name in enumerate(self.live) if name in self.parameters]
         groups: dict[tuple[Placement, ...], list[_State]] = {}
         for state in sorted(states, key=lambda s: s.cost):
-            groups.setdefault(tuple(state.held[i][0] for i in tied), []).append(state)
+            group = groups.setdefault(tuple(state.held[i][0] for i in tied), [])
+            if not any(self._reaches(other, state) for other in group[:RIVALS]):
+                group.append(state)
         share = max(8, self.task.beam // len(groups))
         return [state for group in groups.values() for state in group[:share]]
+
+    def _reaches(self, rival: _State, state: _State) -> bool:
+        """Whether the cheaper rival becomes this state by moves that cost no more than the rest."""
+        room = state.cost - rival.cost
+        for name, mine, theirs in zip(self.live, rival.held, state.held, strict=True):
+            if mine is theirs or mine == theirs:
+                continue
+            for needed in theirs:
+                room -= self._turning(name, mine, needed)
+                if room < 0:
+                    return False
+        return True
+
+    def _turning(self, name: str, held: Held, needed: Placement) -> float:
+        key = (name, held, needed)
+        found = self.turned.get(key)
+        if found is None:
+            found = self.turned[key] = self._price(name, held, needed)
+        return found
 
     def _options(self, node: Node) -> tuple[Candidate, ...]:
         """The node's candidates that the task and earlier mesh axes allow."""
@@ -200,18 +234,31 @@ class _Search:
         """Whether a cut is of the kind this axis is for.
 
         In a parameter split, a node with parameters cuts one of them or does the same work. Tables
-        made of nothing (positions) are not where a batch cut begins.
+        made of nothing (positions) are not where a cut begins.
         """
+        if isinstance(candidate.choice, Pass):
+            return not self.task.split or node.op.split(".")[1] in DELAYED
         if not isinstance(candidate.choice, Cut):
             return True
+        if not node.inputs:
+            return False
         if not self.task.split:
-            return bool(node.inputs)
+            return True
+        if self._splinters(node, candidate.choice):
+            return False
         mine = [
             placement
             for name, placement in zip(node.inputs, candidate.operands, strict=True)
             if name in self.parameters
         ]
         return not mine or any(isinstance(p, Shard) for p in mine)
+
+    def _splinters(self, node: Node, choice: Cut) -> bool:
+        """Whether the innermost factor is cut (inside a head) although an outer one would do."""
+        structure = self.facts.structures[node.name][choice.axis]
+        if len(structure) != 1 or len(structure[0]) < 2 or choice.pattern[0][2] != 1:
+            return False
+        return any(size >= self.task.ranks for size in structure[0][:-1])
 
     def _move(
         self, node: Node, candidate: Candidate, present: Mapping[str, Held | None]
@@ -223,6 +270,9 @@ class _Search:
         cost = effort
         if isinstance(candidate.choice, Cut):
             cost = effort / task.ranks + rule.axes[candidate.choice.axis].talks * PER_TRANSFER
+            cost += self._irregular(node) if task.split else 0.0
+        elif isinstance(candidate.choice, Pass) and len(node.inputs) > 1:
+            cost += PER_SLICE  # at a tie, sums are completed before they are added to others
         after = dict(present)
         stored: list[tuple[str, Placement]] = []
         for name, needed in zip(node.inputs, candidate.operands, strict=True):
@@ -236,7 +286,7 @@ class _Search:
                     stored.append((name, first))
                     cost += self._holding(name, first)
             price = self._price(name, held, needed)
-            if price == IMPOSSIBLE:
+            if price == IMPOSSIBLE or (price > 0 and not self._may_begin(node, name, held, needed)):
                 return None
             if price > 0 and not any(same_placement(h, needed, task.ranks) for h in held):
                 held = (*held, needed)
@@ -247,6 +297,27 @@ class _Search:
                 value = self.graph.values[name]
                 cost += move_cost(value, given, REPLICATE, task.ranks, False)
         return cost, {k: v for k, v in after.items() if v is not None}, tuple(stored)
+
+    def _may_begin(self, node: Node, name: str, held: Held, needed: Placement) -> bool:
+        """Whether a whole value may be cut here.
+
+        Tables that depend on no input stay as their producers left them until an activation needs a
+        part; in a parameter split, only products of matrices begin to cut an activation.
+        """
+        if not isinstance(needed, Shard) or held[0] != REPLICATE or name in self.parameters:
+            return True
+        if name in self.tables:
+            return node.outputs[0] not in self.tables
+        return not self.task.split or node.name in self.products
+
+    def _irregular(self, node: Node) -> float:
+        """The price of cutting a norm's weight: the stream between blocks stays whole at a tie."""
+        mine = [self.graph.values[n].shape for n in node.inputs if n in self.parameters]
+        if not mine or any(sum(size > 1 for size in shape) > 1 for shape in mine):
+            return 0.0
+        if node.op.split(".")[1] in ("add", "sub"):  # a bias follows the product before it
+            return 0.0
+        return CUT_VECTOR + 2 * PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
 
     def _store(self, name: str, needed: Placement) -> Placement | None:
         """The storage of a value at its first use: inputs are whole, parameters as decided."""
@@ -296,6 +367,29 @@ def parameter_values(graph: Graph, facts: Facts) -> frozenset[str]:
         if carrying and all(n in pure for n in carrying) and (not fed or _small(graph, node)):
             pure |= set(node.outputs)
     return frozenset(pure)
+
+
+def constant_values(graph: Graph) -> frozenset[str]:
+    """Values computed from no input and no parameter: position tables, masks."""
+    varying = {i.value for i in graph.inputs} | {p.value for p in graph.parameters}
+    constant: set[str] = set()
+    for node in graph.nodes:
+        if any(name in varying for name in node.inputs):
+            varying |= set(node.outputs)
+        else:
+            constant |= set(node.outputs)
+    return frozenset(constant)
+
+
+def products(graph: Graph, facts: Facts) -> frozenset[str]:
+    """Nodes that do many operations per element: matrix products, attention, convolutions."""
+    found = set()
+    for node in graph.nodes:
+        call = facts.calls[node.name]
+        largest = max((prod(shape) for shape in (*call.operands, *call.results)), default=1)
+        if work(call, facts.rules[node.name]) >= 4 * largest:
+            found.add(node.name)
+    return frozenset(found)
 
 
 def _small(graph: Graph, node: Node) -> bool:

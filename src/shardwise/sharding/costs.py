@@ -29,7 +29,7 @@ _TRANSFERS = {
     ("R", "S"): (0, 1),
     ("R", "R*"): (0, 2),
     ("R", "P"): (0, 0),
-    ("S", "P"): (0, 0),
+    ("S", "P"): (1, 1),  # moves nothing, but the sum that follows is as large as a gathered value
     ("S", "S"): (0.5, 0.5),
 }
 

@@ -15,12 +15,17 @@ class Program:
     def __init__(self, module: toy.Toy) -> None:
         self.module = module
 
-    def __call__(self, batch: Any, *, outputs: bool) -> tuple[torch.Tensor, Any]:
+    def __call__(
+        self, batch: Any, *, outputs: bool, local: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         loss = self.module(batch["tokens"], batch["labels"])
         return loss, {"twice": loss * 2} if outputs else None
 
     def local_batch(self, batch: Any) -> Any:
         return batch
+
+    def takes(self, batch: Any) -> bool:
+        return True
 
 
 def make(mesh: ProcessMesh, zero: int = 3) -> tuple[ParallelModule, list[Any]]:
