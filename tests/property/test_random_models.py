@@ -1,0 +1,56 @@
+"""Random small models under random strategies equal themselves on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.errors import InfeasiblePlan
+from tests.support.random_models import Recipe, build, recipes
+
+SPLITS = {4: [(2, 2)], 6: [(2, 3), (3, 2)]}
+
+
+@st.composite
+def strategies(draw: Any) -> tuple[str, int, dict[str, int]]:
+    """A strategy's name, the number of ranks, and its options."""
+    ranks = draw(st.sampled_from([2, 3, 4, 5, 6, 7]))
+    names = ["ddp", "zero1", "zero2", "fsdp", "tensor", "tensor", "tensor"]
+    name = draw(st.sampled_from(names + ["hybrid"] * 3 * (ranks in SPLITS)))
+    options: dict[str, int] = {}
+    if name == "hybrid":
+        dp, tp = draw(st.sampled_from(SPLITS[ranks]))
+        options = {"dp": dp, "tp": tp, "zero": draw(st.integers(0, 3))}
+    return name, ranks, options
+
+
+def check(recipe: Recipe, strategy: tuple[str, int, dict[str, int]]) -> None:
+    """The plan is proved equal; only a batch of one may leave nothing to cut."""
+    name, ranks, options = strategy
+    model, batch = build(recipe)
+    graph = sw.capture(model, batch)
+    try:
+        plan = getattr(sw.strategies, name)(graph, sw.Cluster.local(ranks), **options)
+    except InfeasiblePlan:
+        assert recipe.batch == 1
+        assert name != "tensor"
+        return
+    certificate = sw.verify(model, batch, plan)
+    assert certificate.ok, str(certificate)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(recipes(max_layers=3), strategies())
+def test_random_models_equal_one_device(recipe: Recipe, strategy: Any) -> None:
+    check(recipe, strategy)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, suppress_health_check=[HealthCheck.too_slow])
+@given(recipes(max_layers=5), strategies())
+def test_many_random_models_equal_one_device(recipe: Recipe, strategy: Any) -> None:
+    check(recipe, strategy)
