@@ -6,15 +6,20 @@ gloo processes next to one.
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
+import time
+import warnings
+from fnmatch import fnmatchcase
 from multiprocessing.queues import SimpleQueue
-from pathlib import Path
 
 import small_gpt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
+from rich.syntax import Syntax
 from rich.table import Table
 
 import shardwise as sw
@@ -40,6 +45,7 @@ def train_alone() -> list[float]:
 def train_rank(rank: int, folder: str, results: SimpleQueue[list[float]]) -> None:
     """One of the ranks: the same loop, with this rank's part of the model."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     model, batch = small_gpt.make()
@@ -63,42 +69,108 @@ def train_parallel(plan: sw.Plan) -> list[float]:
         plan.save(f"{folder}/plan.json")
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(train_rank, (folder, results), nprocs=RANKS)
-        return results.get()
+        losses: list[float] = results.get()
+        return losses
 
 
-def excerpt(program: sw.Program, lines: int = 40) -> str:
-    """The first lines of the first module that the program's code defines."""
-    with tempfile.TemporaryDirectory() as folder:
-        program.save(folder)
-        text = max((p.read_text() for p in Path(folder).glob("*.py")), key=len)
-    start = text.find("class ")
-    return "\n".join(text[max(start, 0) :].splitlines()[:lines])
+SHARING = ("all-reduced", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+
+
+def plan_table(program: sw.Program) -> Table:
+    """Every entry of the plan, and what rank 0 computes with."""
+    held = program.lowered.of_rank(0).parameters
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("parameter", no_wrap=True)
+    for column in ("whole", "rank 0", "cut", "gradients"):
+        table.add_column(column, no_wrap=True)
+    for glob, entry in program.plan.parameters.items():
+        item = next(p for p in held if fnmatchcase(p.name, glob))
+        cuts = [f"{axis} {text}" for axis, text in entry.layout.items() if text != "whole"]
+        sync = SHARING[item.zero] if item.sync else "local"
+        table.add_row(
+            glob, _times(item.shape), _times(item.local_shape), ", ".join(cuts) or "-", sync
+        )
+    return table
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def held_bytes(program: sw.Program) -> tuple[int, int]:
+    """Bytes of parameters that rank 0 holds between steps, and of the whole model."""
+    sizes = dict(program.plan.mesh.axes)
+    held = whole = 0
+    for item in program.lowered.of_rank(0).parameters:
+        local = math.prod(item.local_shape) * item.dtype.itemsize
+        shards = math.prod(sizes[axis] for axis in item.sync) if item.zero == 3 else 1
+        held += math.ceil(local / shards)
+        whole += math.prod(item.shape) * item.dtype.itemsize
+    return held, whole
+
+
+def block_code(program: sw.Program) -> str:
+    """The first class of the generated code: one of the model's blocks."""
+    text = program.source(0)
+    start = text.index("class Block")
+    return text[start : text.index("\n\n\n", start)]
+
+
+def verdict(certificate: sw.Certificate) -> str:
+    """The certificate in one line, or in full where something differs."""
+    if not certificate.ok:
+        return f"[red]{certificate}[/]"
+    count, error = len(certificate.comparisons), certificate.max_relative_error
+    return f"[green]verified: {count} tensors equal one device, relative error {error:.0e}[/]"
+
+
+def train(console: Console, plan: sw.Plan) -> None:
+    """Both loss columns."""
+    with console.status("one process, then 4"):
+        alone, together = train_alone(), train_parallel(plan)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("step", "one process", f"{RANKS} processes", "difference"):
+        table.add_column(column, justify="right")
+    for step, (one, many) in enumerate(zip(alone, together, strict=True)):
+        table.add_row(str(step), f"{one:.6f}", f"{many:.6f}", f"{many - one:+.0e}")
+    console.print(table)
 
 
 def main() -> None:
     """Print every stage."""
-    console = Console()
+    start = time.perf_counter()
+    warnings.simplefilter("ignore")
+    console = Console(highlight=False)
     model, batch = small_gpt.make()
-    graph = sw.capture(model, batch)
-    console.print(f"captured {graph.name}: {len(graph.nodes)} nodes")
+    console.rule("[bold]capture", align="left")
+    with console.status("capturing"):
+        graph = sw.capture(model, batch)
+    count = sum(p.numel() for p in model.parameters())
+    shapes = ", ".join(f"{k} {_times(tuple(v.shape))}" for k, v in batch.items())
+    console.print(f"{graph.name}: {len(graph.nodes)} nodes, {count:,} parameters, batch {shapes}")
     cluster = sw.Cluster.local(RANKS)
-    plans = {
-        "fsdp": sw.strategies.fsdp(graph, cluster),
-        "tensor": sw.strategies.tensor(graph, cluster),
-        "hybrid(dp=2, tp=2)": sw.strategies.hybrid(graph, cluster, dp=2, tp=2),
+    make = {
+        "fsdp": lambda: sw.strategies.fsdp(graph, cluster),
+        "tensor": lambda: sw.strategies.tensor(graph, cluster),
+        "hybrid(dp=2, tp=2)": lambda: sw.strategies.hybrid(graph, cluster, dp=2, tp=2),
     }
-    for name, plan in plans.items():
-        console.rule(name)
-        print(plan)
-        print(sw.verify(model, batch, plan))
-    chosen = plans["hybrid(dp=2, tp=2)"]
-    console.rule("generated code")
-    print(excerpt(sw.compile(graph, chosen)))
-    console.rule(f"training on {RANKS} gloo processes")
-    table = Table("step", "one process", f"{RANKS} processes", box=None)
-    for step, (one, many) in enumerate(zip(train_alone(), train_parallel(chosen), strict=True)):
-        table.add_row(str(step), f"{one:.6f}", f"{many:.6f}")
-    console.print(table)
+    for name, strategy in make.items():
+        console.print()
+        console.rule(f"[bold]{name}", align="left")
+        with console.status("planning and verifying"):
+            program = sw.compile(graph, strategy())
+            certificate = sw.verify(model, batch, program.plan)
+        console.print(plan_table(program))
+        held, whole = held_bytes(program)
+        console.print(f"rank 0 keeps {held:,} of {whole:,} parameter bytes")
+        console.print(verdict(certificate))
+    console.print()
+    console.rule(f"[bold]generated code: {name}", align="left")
+    console.print(Syntax(block_code(program), "python", background_color="default", word_wrap=True))
+    console.print()
+    console.rule(f"[bold]{name}: AdamW on {RANKS} gloo processes", align="left")
+    train(console, program.plan)
+    console.print(f"[dim]{time.perf_counter() - start:.0f} s on {os.cpu_count()} CPUs")
 
 
 if __name__ == "__main__":
