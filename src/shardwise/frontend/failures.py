@@ -75,7 +75,7 @@ def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
     return CaptureError(
         f"{model_name} cannot be captured\n  because: {_first(text)}",
         where=place,
-        hint="does model(**batch) run? if so, this operation has no static graph",
+        hint="check that model(**batch) runs, also where torch.compiler.is_compiling() is true",
     )
 
 
