@@ -54,7 +54,7 @@ def holds(question: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> boo
     if slot is None:
         return False
     try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with _disable_current_modes():
             return question(_run(slot.proxy.node, {}, [_MAX_NODES]))
     except (_Unknown, RuntimeError, TypeError):
         return False
