@@ -26,8 +26,9 @@ def format_plan(plan: Plan) -> str:
     rows = []
     for glob, entry in plan.parameters.items():
         cut = ", ".join(f"{axis}: {text}" for axis, text in entry.layout.items()) or "whole"
-        rows.append((glob, cut, ZERO[entry.zero]))
-    rows.insert(0, ("parameter", "cut", "gradients and state"))
+        shared = entry.zero or "batch" in plan.roles.values()
+        rows.append((glob, cut, ZERO[entry.zero] if shared else ""))
+    rows.insert(0, ("parameter", "cut", "gradients and state" if any(r[2] for r in rows) else ""))
     widths = [min(48, max(len(row[i]) for row in rows)) for i in range(2)]
     for row in rows:
         lines.append(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip())

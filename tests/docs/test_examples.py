@@ -1,0 +1,78 @@
+"""The examples run as their first lines say, and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str, folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_numbered_examples_are_short() -> None:
+    for path in EXAMPLES.glob("0*.py"):
+        assert len(path.read_text().splitlines()) < 80, path.name
+
+
+def test_quickstart_trains_and_saves_the_whole_model(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "01_quickstart.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    text = run(*torchrun, script, "--tp", "2", "--steps", "2", folder=tmp_path)
+    assert "step 1  loss " in text
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import small_gpt
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    model, _ = small_gpt.make()
+    state = torch.load(tmp_path / "model.pt")
+    assert state.keys() == model.state_dict().keys()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        loss = model(**small_gpt.batch(0))
+    assert f"model.pt on one process: loss {loss:.4f}" in text
+
+
+def test_an_own_operator_is_cut_as_its_rule_says(tmp_path: Path) -> None:
+    text = run(str(EXAMPLES / "02_own_operator.py"), folder=tmp_path)
+    assert "up         tp: 0" in text
+    assert "down       tp: 1" in text
+    assert "plan tensor on Mesh(tp=3) equals Ranker" in text
+    assert "torch.ops.mylib.scores.default" in text
+
+
+def test_an_edited_plan_is_verified(tmp_path: Path) -> None:
+    text = run(str(EXAMPLES / "03_edit_a_plan.py"), folder=tmp_path)
+    assert text.count("plan hybrid on Mesh(dp=2, tp=2) equals SmallGPT") == 2
+    assert "did you mean 'blocks.1.attn.qkv.weight'?" in text
+
+
+@pytest.mark.slow
+def test_the_demo_shows_both_loss_columns(tmp_path: Path) -> None:
+    text = run(str(EXAMPLES / "demo.py"), folder=tmp_path)
+    assert text.count("verified: ") == 3
+    assert "class Block(nn.Module):" in text
+    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    losses = [(float(one), float(four)) for _, one, four, _ in (r for r in rows if len(r) == 4)]
+    assert len(losses) == 8
+    for one, four in losses:
+        assert four == pytest.approx(one, abs=1e-4)
