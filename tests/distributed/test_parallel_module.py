@@ -1,0 +1,360 @@
+"""What a parallel module promises its user, on gloo processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from tests.support.pool import Pool
+from tests.support.training import (
+    Odd,
+    assert_close,
+    error_of,
+    make,
+    parallel,
+    plan_for,
+    tokens,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+def start(strategy: str, ranks: int, **options: Any) -> tuple[sw.ParallelModule, Any]:
+    model, batch = make("odd")
+    plan = plan_for(model, batch, strategy, ranks, **options)
+    return sw.parallelize(model, batch, plan=plan), batch
+
+
+def dense_gradients(batch: Any) -> tuple[Any, dict[str, torch.Tensor | None]]:
+    model, _ = make("odd")
+    output = model(**batch)
+    output["loss"].backward()
+    return output, {name: p.grad for name, p in model.named_parameters()}
+
+
+# ------------------------------------------------------------------ steps
+
+
+def steps(strategy: str) -> None:
+    pm, batch = start(strategy, 2)
+    output, gradients = dense_gradients(batch)
+    loss, out = pm.train_step(batch, outputs=True)
+    assert not loss.requires_grad
+    assert_close(loss, output["loss"].detach(), "loss")
+    assert list(out) == ["loss", "more", "name"]
+    assert out["name"] == "odd"
+    assert isinstance(out["more"], tuple)
+    assert isinstance(out["more"][1], list)
+    assert_close(out["more"][0], output["more"][0].detach(), "logits")
+    assert torch.equal(out["more"][1][0], batch["labels"])
+
+    pm.train_step(batch)  # without zero_grad: added, as backward() does
+    for name, found in pm.gather_gradients().items():
+        expected = gradients[name]
+        assert_close(found, None if expected is None else 2 * expected, f"two steps: {name}")
+
+    pm.zero_grad()
+    assert set(pm.gather_gradients().values()) == {None}
+    small = tokens(3, 4, 13)  # another batch size and length
+    output, gradients = dense_gradients(small)
+    assert_close(pm.train_step(small), output["loss"].detach(), "loss of a smaller batch")
+    for name, found in pm.gather_gradients().items():
+        assert_close(found, gradients[name], f"smaller batch: {name}")
+
+    pm.zero_grad()
+    _, gradients = dense_gradients(batch)
+    pm.train_step(pm.local_batch(batch), local=True)
+    for name, found in pm.gather_gradients().items():
+        assert_close(found, gradients[name], f"local batch: {name}")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_steps(pool: Callable[[int], Pool], strategy: str) -> None:
+    pool(2).run(steps, strategy, timeout=110)
+
+
+class Mode(nn.Module):
+    """Behaves differently in eval mode, and says so in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        y = self.drop(self.norm(self.line(x)))
+        return (y * y).mean(), {"y": y}
+
+
+def evaluate(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Mode().double(), (torch.randn(5, 5, dtype=torch.float64),)
+    pm = sw.parallelize(model, batch, plan=plan_for(model, batch, strategy, 2))
+    expected = model.eval()(*batch)
+    found = pm.eval_step(batch)
+    assert isinstance(found, tuple)
+    assert_close(found[0], expected[0].detach(), "loss")
+    assert_close(found[1]["y"], expected[1]["y"].detach(), "y")
+    assert not found[0].requires_grad
+    assert set(pm.gather_gradients().values()) == {None}
+    state = pm.gather_state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor), f"eval_step changed {name}"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_eval_step_is_eval_mode_without_gradients(
+    pool: Callable[[int], Pool], strategy: str
+) -> None:
+    pool(2).run(evaluate, strategy, timeout=110)
+
+
+# ------------------------------------------------------------------ names, memory, references
+
+
+def names_and_memory(strategy: str) -> tuple[int, int]:
+    model, batch = make("odd")
+    plan = plan_for(model, batch, strategy, 2)
+    pm = sw.parallelize(model, batch, plan=plan)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in pm.named_parameters()] == names
+    assert list(pm.gather_gradients()) == names
+    assert set(pm.gather_state_dict()) == set(model.state_dict())
+    pm.train_step(batch)
+    gradients = pm.gather_gradients()
+    missing = {name for name, grad in gradients.items() if grad is None}
+    assert missing == {"scale", "unused.weight", "unused.bias"}
+    state = pm.gather_state_dict()
+    assert state["head.weight"] is state["embed.weight"], "tied weights stay tied"
+    whole = sum(p.nbytes for p in model.parameters())
+    gone = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+    del model
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone), "a reference to the model is kept"
+    return sum(p.nbytes for p in pm.parameters()), whole
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1.0), ("fsdp", 0.55), ("tensor", 0.65)])
+def test_names_memory_and_no_reference_to_the_model(
+    pool: Callable[[int], Pool], strategy: str, share: float
+) -> None:
+    for here, whole in pool(2).run(names_and_memory, strategy, timeout=110):
+        assert here <= share * whole + 64
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def groups_and_state(strategy: str) -> None:
+    model, batch = make("odd")
+    pm = sw.parallelize(model, batch, plan=plan_for(model, batch, strategy, 2))
+    groups = [
+        {"params": ["*.bias", "norm.*"], "weight_decay": 0.0},
+        {"params": "embed.*", "lr": 0.1},
+    ]
+    opt = sw.optimizer(pm, torch.optim.AdamW, groups, lr=0.02, weight_decay=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    named = dict(model.named_parameters())
+    trained = {n: p for n, p in named.items() if p.requires_grad}
+    first = [n for n in trained if n.endswith(".bias") or n.startswith("norm.")]
+    rest = [n for n in trained if n not in first and n != "embed.weight"]
+    plain = torch.optim.AdamW(
+        [
+            {"params": [trained[n] for n in first], "weight_decay": 0.0},
+            {"params": [trained["embed.weight"]], "lr": 0.1},
+            {"params": [trained[n] for n in rest]},
+        ],
+        lr=0.02,
+        weight_decay=0.3,
+    )
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    for step in range(4):
+        if step == 2:  # a round trip through the state dict changes nothing
+            saved = opt.state_dict()
+            assert set(saved["state"]) <= set(trained)
+            assert saved["state"]["embed.weight"]["exp_avg"].shape == named["embed.weight"].shape
+            fresh = sw.optimizer(pm, torch.optim.AdamW, groups, lr=9.0, weight_decay=0.3)
+            fresh.load_state_dict(saved)
+            opt = fresh
+            scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5, last_epoch=1)
+            for mine, theirs in zip(opt.param_groups, plain.param_groups, strict=True):
+                mine["lr"] = theirs["lr"]
+        pm.train_step(batch)
+        model(**batch)["loss"].backward()
+        for each in (opt, plain, scheduler, plain_scheduler):
+            each.step()
+        opt.zero_grad()
+        plain.zero_grad()
+    state = pm.gather_state_dict()
+    for name, parameter in named.items():
+        assert_close(state[name], parameter.detach(), name, 0.01)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+def test_groups_schedulers_and_state_dicts(pool: Callable[[int], Pool], strategy: str) -> None:
+    pool(2).run(groups_and_state, strategy, timeout=110)
+
+
+def refusals(strategy: str) -> list[str]:
+    pm, batch = start(strategy, 2)
+    pm.train_step(batch)
+    return [
+        error_of(torch.nn.utils.clip_grad_norm_, pm.parameters(), 1.0),
+        error_of(sw.optimizer, pm, torch.optim.Adafactor, lr=0.1),
+        error_of(sw.optimizer, pm, torch.optim.Muon, lr=0.1),
+        error_of(sw.optimizer, pm, torch.optim.AdamW, [{"params": "embd.*"}], lr=0.1),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_what_would_be_wrong_on_shards_is_refused(
+    pool: Callable[[int], Pool], strategy: str
+) -> None:
+    for clip, adafactor, muon, glob in pool(2).run(refusals, strategy, timeout=110):
+        assert clip.startswith("OptimizerError")
+        assert "sw.clip_grad_norm_" in clip
+        assert adafactor.startswith("OptimizerError: Adafactor is not known to be element-wise")
+        assert muon.startswith("OptimizerError: Muon is not known to be element-wise")
+        assert "did you mean" in glob
+
+
+# ------------------------------------------------------------------ batches and ranks that differ
+
+
+def different_batches() -> str:
+    pm, batch = start("ddp", 3)
+    if dist.get_rank() == 1:
+        batch["labels"][0, 0] = 5
+    return error_of(pm.train_step, batch)
+
+
+def test_different_batches_are_an_error(pool: Callable[[int], Pool]) -> None:
+    for message in pool(3).run(different_batches, timeout=110):
+        assert message.startswith("BatchError: ranks [1] have other data than rank 0")
+        assert "batch['labels']" in message
+
+
+def different_plans() -> str:
+    model, batch = make("odd")
+    plan = plan_for(model, batch, "ddp" if dist.get_rank() else "fsdp", 3)
+    return error_of(sw.parallelize, model, batch, plan=plan, timeout=20)
+
+
+def test_ranks_with_different_plans_stop(pool: Callable[[int], Pool]) -> None:
+    for message in pool(3).run(different_plans, timeout=110):
+        assert message.startswith("RankError")
+        assert "ranks [1, 2]" in message
+
+
+class Failing(Odd):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise OSError("no space left on device")
+        return super().forward(input_ids, labels)
+
+
+def failing_rank() -> tuple[str, float]:
+    model, batch = make("odd")
+    plan = plan_for(model, batch, "ddp", 3)
+    model.__class__ = Failing
+    begin = time.monotonic()
+    return error_of(sw.parallelize, model, batch, plan=plan, timeout=4), time.monotonic() - begin
+
+
+def test_a_rank_that_fails_at_the_start_is_named_by_the_others(
+    pool: Callable[[int], Pool],
+) -> None:
+    plans = pool(3).run(failing_rank, timeout=110)
+    for rank, (message, seconds) in enumerate(plans):
+        if rank == 1:
+            assert "no space left" in message
+        else:
+            assert message.startswith("RankError"), message
+            assert "ranks [1] of 3" in message
+            assert seconds < 30
+
+
+DYING = """
+import os, sys, time, torch.distributed as dist
+import shardwise as sw
+from tests.support.training import error_of, make, plan_for
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 3)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+model, batch = make("odd")
+plan = plan_for(model, batch, "ddp", 3)
+if rank == 1:
+    os._exit(7)
+begin = time.monotonic()
+print(error_of(sw.parallelize, model, batch, plan=plan, timeout=5))
+print(time.monotonic() - begin)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_at_the_start_is_named_by_the_others(tmp_path: Any) -> None:
+    environment = {**os.environ, "PYTHONPATH": "src:.", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DYING, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    for rank, process in enumerate(ranks):
+        out, _ = process.communicate(timeout=110)
+        if rank != 1:
+            assert out.startswith("RankError")
+            assert "ranks [1] of 3" in out
+            assert float(out.splitlines()[-1]) < 60
+
+
+# ------------------------------------------------------------------ models without weights
+
+
+def from_meta(strategy: str) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = Deep().double()
+    batch = (torch.ones(5, 6, dtype=torch.float64),)
+    pm = sw.parallelize(model, batch, plan=plan_for(model, batch, strategy, 2), seed=3)
+    assert torch.isfinite(pm.train_step(batch))
+    return pm.gather_state_dict()
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layers(x)).pow(2).mean()
+
+
+def test_a_model_on_meta_starts_alike_on_every_rank_and_plan(pool: Callable[[int], Pool]) -> None:
+    states = [s for strategy in ("fsdp", "tensor") for s in pool(2).run(from_meta, strategy)]
+    for state in states:
+        for name, tensor in states[0].items():
+            assert torch.equal(state[name], tensor), name
+    assert states[0]["layers.0.weight"].std() > 0.1
+    assert torch.equal(states[0]["norm.weight"], torch.ones(6, dtype=torch.float64))
+
+
+def test_training_reports_are_equal_on_all_ranks(pool: Callable[[int], Pool]) -> None:
+    first, second = pool(2).run(parallel, "odd", "zero1", 2, {}, timeout=110)
+    assert (first.losses, first.norms) == (second.losses, second.norms)

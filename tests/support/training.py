@@ -1,0 +1,174 @@
+"""Training on one device and on many: the same models, batches, steps and answers.
+
+`dense` trains a model in this process; `parallel` is what every rank of a pool runs. Both
+answer with a `Run`, and `assert_equal` compares two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.equivalence.precision import KeepDouble
+from tests.support import zoo
+
+STEPS = 3
+LEARNING_RATE = 0.01
+MAX_NORM = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What training left behind: losses and norms of every step, first gradients, last state."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+
+
+class Odd(nn.Module):
+    """What goes wrong: tied, frozen and unused parameters, prime sizes, a table without users."""
+
+    def __init__(self, vocab: int = 13, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
+        self.scale = nn.Parameter(torch.full((width,), 1.5), requires_grad=False)
+        self.unused = nn.Linear(3, 5)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        x = self.embed(input_ids) * self.scale
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+        )
+        return {"loss": loss, "more": (logits, [labels]), "name": "odd"}
+
+
+def tokens(batch: int, length: int, vocab: int) -> dict[str, Tensor]:
+    """Token ids and ragged labels."""
+    made = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, vocab, (batch, length), generator=made)
+    labels = torch.randint(0, vocab, (batch, length), generator=made)
+    for row in range(batch):
+        labels[row, : (3 * row) % length] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
+    """A model in float64 with weights from a seed, and a batch."""
+    torch.manual_seed(0)
+    if name == "odd":
+        return Odd().double(), tokens(batch, 5, 13)
+    if name == "fused_gpt":
+        model = zoo.FusedGPT(vocab=37, dim=24, heads=4, layers=2, length=8)
+        return model.double(), tokens(batch, 6, 37)
+    if name == "resnet":
+        images = torch.randn(batch, 3, 6, 6, dtype=torch.float64)
+        labels = torch.arange(batch) % 5
+        return zoo.ResNet(width=6).double(), {"pixel_values": images, "labels": labels}
+    model, inputs = zoo.build(name)
+    inputs = {k: torch.cat([v, v.flip(0)])[:batch] for k, v in inputs.items()}
+    return model, inputs
+
+
+def plan_for(model: nn.Module, batch: Any, strategy: str, ranks: int, **options: Any) -> sw.Plan:
+    graph = sw.capture(model, batch)
+    return getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
+
+
+def dense(name: str, batch: int = 7) -> Run:
+    """Train on one device with plain PyTorch."""
+    model, inputs = make(name, batch)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    opt = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        with KeepDouble():
+            output = model(**inputs)
+            loss = output["loss"] if isinstance(output, dict) else zoo.loss_of(output)
+            loss.backward()
+        if step == 0:
+            gradients = {
+                n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+            }
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM).item())
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    return Run(losses=losses, norms=norms, gradients=gradients, state=state)
+
+
+def parallel(name: str, strategy: str, ranks: int, options: dict[str, Any], batch: int = 7) -> Run:
+    """Train this rank's part with the others."""
+    model, inputs = make(name, batch)
+    with KeepDouble():
+        plan = plan_for(model, inputs, strategy, ranks, **options)
+        pm = sw.parallelize(model, inputs, plan=plan)
+        del model
+        opt = sw.optimizer(pm, torch.optim.AdamW, lr=LEARNING_RATE)
+        losses, norms, gradients = [], [], {}
+        for step in range(STEPS):
+            losses.append(pm.train_step(inputs).item())
+            if step == 0:
+                gradients = pm.gather_gradients()
+            norms.append(sw.clip_grad_norm_(pm, MAX_NORM).item())
+            opt.step()
+            opt.zero_grad()
+    return Run(losses=losses, norms=norms, gradients=gradients, state=pm.gather_state_dict())
+
+
+def assert_equal(found: Run, expected: Run, tolerance: float = 1e-9) -> None:
+    """Every number of two runs, relative to the largest of its tensor."""
+    for what in ("losses", "norms"):
+        pairs = zip(getattr(found, what), getattr(expected, what), strict=True)
+        for step, (mine, theirs) in enumerate(pairs):
+            assert abs(mine - theirs) <= tolerance * abs(theirs), f"{what}[{step}] {mine} {theirs}"
+    assert list(found.gradients) == list(expected.gradients)
+    largest = max(g.abs().max().item() for g in expected.gradients.values() if g is not None)
+    for name, gradient in expected.gradients.items():
+        assert_close(found.gradients[name], gradient, f"gradient of {name}", 1e-4 * largest)
+    assert set(found.state) == set(expected.state)
+    for name, tensor in expected.state.items():
+        assert_close(found.state[name], tensor, f"{name} after {STEPS} steps", LEARNING_RATE, 1e-7)
+
+
+def assert_close(
+    found: Tensor | None,
+    expected: Tensor | None,
+    what: str,
+    floor: float = 0.0,
+    tolerance: float = 1e-9,
+) -> None:
+    """Equal within `tolerance` of the largest element expected, or of `floor`."""
+    assert (found is None) == (expected is None), f"{what}: {found} instead of {expected}"
+    if found is None or expected is None:
+        return
+    assert found.shape == expected.shape, what
+    assert found.dtype == expected.dtype, what
+    if expected.numel():
+        scale = max(expected.abs().max().item(), floor)
+        error = (found - expected).abs().max().item()
+        assert error <= tolerance * scale, f"{what}: off by {error} of {scale}"
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The type and text of the error a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
