@@ -17,10 +17,10 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,6 @@ class Result:
     share: float | None = None  # of all parameter bytes, what rank 0 holds
     reason: str = ""
     seconds: float = 0.0
-    plan: dict[str, Any] | None = field(default=None, repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the plan."""
-        return {k: v for k, v in asdict(self).items() if k != "plan"}
 
 
 def run_model(
@@ -120,7 +115,6 @@ def _verify(name: str, graph: Any, reference: Any, batch: Any, strategy: str, ra
         share=share,
         reason=reason,
         seconds=time.perf_counter() - start,
-        plan=plan.to_json(),
     )
 
 
@@ -146,81 +140,90 @@ def parameter_share(program: Any) -> float:
 
 
 def run_on_processes(
-    results: Sequence[Result], names: Sequence[str], dropout: float
+    names: Sequence[str], strategies: Sequence[str], dropout: float
 ) -> Iterator[Result]:
-    """Train the verified plans of some models on gloo processes, next to one process."""
+    """Train some models on gloo processes, next to one process."""
     from benchmarks import zoo_processes
     from tests.support.pool import pool
 
     for name in names:
-        cases = [
-            r
-            for r in results
-            if r.model == name and PROCESS_RANKS[r.strategy] == r.ranks and r.plan is not None
-        ]
-        reference = zoo_processes.reference(name, dropout) if cases else None
-        for case in cases:
+        graph = zoo_processes.captured(name, dropout)
+        expected = zoo_processes.reference(name, dropout)
+        for strategy in strategies:
             start = time.perf_counter()
-            known: dict[str, Any] = {"model": name, "strategy": case.strategy, "ranks": case.ranks}
+            ranks = PROCESS_RANKS[strategy]
+            error = None
             try:
-                found = pool(case.ranks).run(
-                    zoo_processes.train, name, case.plan, dropout, timeout=PROCESS_TIMEOUT_S
+                plan = make_plan(graph, strategy, ranks).to_json()
+                trained = pool(ranks).run(
+                    zoo_processes.train, name, plan, dropout, timeout=PROCESS_TIMEOUT_S
                 )
-                error, reason = zoo_processes.compare(found, reference)
+                error, reason = zoo_processes.compare(trained, expected)
             except Exception as failure:
-                error, reason = None, zoo_report.shorten(failure)
-            seconds = time.perf_counter() - start
+                reason = zoo_report.shorten(failure)
             yield Result(
-                **known,
+                model=name,
+                strategy=strategy,
+                ranks=ranks,
                 where="processes",
                 ok=not reason,
                 error=error,
                 reason=reason,
-                share=case.share,
-                seconds=seconds,
+                seconds=time.perf_counter() - start,
             )
 
 
 def run_all(options: argparse.Namespace) -> list[Result]:
     """All models in `--jobs` processes, then some on gloo processes, with progress on stderr."""
-    results: list[Result] = []
-    bar = Progress(
+    results = resumed(options) if options.resume else []
+    known = {(r.model, r.where) for r in results}
+    names = [n for n in options.models if (n, "threads") not in known]
+    with progress_bar() as progress, executor(options.jobs) as jobs:
+        task = progress.add_task("verify", total=len(names))
+        arguments = (options.strategies, options.ranks, options.dropout)
+        futures = {jobs.submit(run_model, name, *arguments): name for name in names}
+        for future in as_completed(futures):
+            results += future.result()
+            missed = sum(not r.ok for r in results)
+            progress.update(task, advance=1, description=f"{futures[future]}, {missed} missed")
+            write(results, options)
+    names = [n for n in options.processes if n in options.models and (n, "processes") not in known]
+    with progress_bar() as progress:
+        task = progress.add_task("train", total=len(names) * len(options.strategies))
+        for result in run_on_processes(names, options.strategies, options.dropout):
+            results.append(result)
+            progress.update(task, advance=1, description=f"trained {result.model}")
+            write(results, options)
+    order = {name: i for i, name in enumerate(options.models)}
+    return sorted(results, key=lambda r: (r.where != "threads", order.get(r.model, len(order))))
+
+
+def resumed(options: argparse.Namespace) -> list[Result]:
+    """The results of an earlier run that was stopped; models without all of theirs run again."""
+    path = options.out / "zoo.json"
+    if not path.exists():
+        return []
+    found = [Result(**row) for row in json.loads(path.read_text())["results"]]
+    cases = {"threads": len(options.strategies) * len(options.ranks)}
+    cases["processes"] = len(options.strategies)
+    counts = Counter((r.model, r.where) for r in found)
+    return [r for r in found if counts[r.model, r.where] >= cases[r.where]]
+
+
+def progress_bar() -> Progress:
+    """A line on stderr."""
+    return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=zoo_report.stderr(),
     )
-    with ExitStack() as stack:
-        progress = stack.enter_context(bar)
-        task = progress.add_task("verify", total=len(options.models))
-        pool = stack.enter_context(
-            ProcessPoolExecutor(
-                options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8
-            )
-        )
-        arguments = (options.strategies, options.ranks, options.dropout)
-        futures: dict[Future[list[Result]], str] = {
-            pool.submit(run_model, name, *arguments): name for name in options.models
-        }
-        for future in as_completed(futures):
-            results += future.result()
-            missed = sum(not r.ok for r in results)
-            progress.update(
-                task, advance=1, description=f"verified {futures[future]}, {missed} missed"
-            )
-            write(results, options)
-    with bar as progress:
-        names = [n for n in options.processes if n in options.models]
-        task = progress.add_task("train on processes", total=len(names) * len(options.strategies))
-        for result in run_on_processes(list(results), names, options.dropout):
-            results.append(result)
-            progress.update(
-                task, advance=1, description=f"trained {result.model} {result.strategy}"
-            )
-            write(results, options)
-    order = {name: i for i, name in enumerate(options.models)}
-    return sorted(results, key=lambda r: (r.where != "threads", order[r.model]))
+
+
+def executor(jobs: int) -> ProcessPoolExecutor:
+    """Fresh processes, which share nothing with this one."""
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
 
 
 def write(results: Sequence[Result], options: argparse.Namespace) -> None:
@@ -231,7 +234,7 @@ def write(results: Sequence[Result], options: argparse.Namespace) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "command": command,
         "machine": zoo_report.machine(),
-        "results": [r.to_json() for r in results],
+        "results": [asdict(r) for r in results],
     }
     (options.out / "zoo.json").write_text(json.dumps(data, indent=1) + "\n")
     (options.out / "zoo.md").write_text(zoo_report.markdown(data))
@@ -252,6 +255,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=words, default=ON_PROCESSES, help="models, or none")
     parser.add_argument("--dropout", type=float, nargs="?", const=0.1, default=0.0)
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--resume", action="store_true", help="keep what --out already has")
     parser.add_argument("--out", type=Path, default=Path("zoo-results"))
     parser.add_argument("--write-docs", action="store_true", help="copy the table to docs/zoo.md")
     options = parser.parse_args()
@@ -269,7 +273,7 @@ def main() -> int:
     write(results, options)
     if options.write_docs:
         Path("docs/zoo.md").write_text((options.out / "zoo.md").read_text())
-    rows = [r.to_json() for r in results]
+    rows = [asdict(r) for r in results]
     zoo_report.show(rows)
     return 0 if zoo_report.enough(rows) else 1
 

@@ -30,6 +30,12 @@ class Training:
     state: dict[str, torch.Tensor]
 
 
+def captured(name: str, dropout: float = 0.0) -> sw.Graph:
+    """The model's graph in float64, for making plans."""
+    with KeepDouble():
+        return sw.capture(*zoo.build(name, dropout=dropout))
+
+
 def reference(name: str, dropout: float = 0.0) -> Training:
     """The model on one process."""
     model, batch = zoo.build(name, dropout=dropout)

@@ -117,11 +117,9 @@ def compact(rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False)
     heads = [(s, w) for w in ("threads", "processes") for s in REQUIRED]
     heads = [h for h in heads if any((r["strategy"], r["where"]) == h for r in rows)]
-    table.add_column("model")
+    table.add_column("model", no_wrap=True)
     for strategy, where in heads:
-        table.add_column(
-            strategy if where == "threads" else f"{strategy}\nprocesses", justify="right"
-        )
+        table.add_column(strategy if where == "threads" else f"{strategy}\ngloo", justify="right")
     table.add_column("share", justify="right")
     for name in dict.fromkeys(r["model"] for r in rows):
         mine = [r for r in rows if r["model"] == name]
