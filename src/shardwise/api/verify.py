@@ -14,8 +14,19 @@ from shardwise.api.compiled import compile
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.randomness import draws, run_graph_reference
+from shardwise.equivalence.twin import (
+    available_bytes,
+    certify_twin,
+    needed_bytes,
+    parameter_bytes,
+)
 from shardwise.frontend import capture
+from shardwise.frontend.batch import flatten_batch
+from shardwise.ir import Graph
 from shardwise.plans import Plan
+
+
+MOST_THREADS = 64
 
 
 def verify(
@@ -25,16 +36,28 @@ def verify(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     *,
     timeout: float = 120.0,
+    max_bytes: float | None = None,
 ) -> Certificate:
     """Run the plan's emitted code in float64, a thread per rank, and compare it with the model.
 
     Loss, outputs, every gradient, and parameters and buffers after an AdamW step must agree within
-    1e-9 relative. A model that draws random numbers is compared with its captured graph on one device
-    under the same draws (`rng="exact"`). On failure the certificate names the first node whose value differs.
+    1e-9 relative. A model that draws random numbers is compared with its captured graph on one
+    device under the same draws (`rng="exact"`). On failure the certificate names the first node
+    whose value differs.
+
+    A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
+    this machine has free) or more ranks than threads are sensible, is certified on a scaled twin:
+    fewer layers, smaller sizes, fewer ranks. The certificate then says what was scaled.
     """
+    limit = available_bytes() if max_bytes is None else max_bytes
+    if plan.mesh.size > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
+        graph = widen_graph(capture(model, batch, loss_fn))
+        return _certify_twin(graph, model, batch, plan, timeout, limit)
     twin, wide_batch = double(model, batch)
     graph = widen_graph(capture(twin, wide_batch, loss_fn))
     plan.check(graph)
+    if needed_bytes(graph, plan) > limit:
+        return _certify_twin(graph, twin, wide_batch, plan, timeout, limit)
     program = compile(graph, plan)
     if draws(graph):
         state = {n: t.detach() for n, t in (*twin.named_parameters(), *twin.named_buffers())}
@@ -42,3 +65,22 @@ def verify(
     else:
         reference = run_reference(twin, wide_batch, loss_fn)
     return check(program.lowered, reference, wide_batch, timeout=timeout)
+
+
+def _certify_twin(
+    graph: Graph, model: nn.Module, batch: Any, plan: Plan, timeout: float, limit: float
+) -> Certificate:
+    inputs, _ = flatten_batch(batch)
+    buffers = dict(model.named_buffers())
+    return certify_twin(graph, plan, buffers, inputs, timeout=timeout, max_bytes=limit)
+
+
+def is_meta(model: nn.Module, batch: Any) -> bool:
+    """Whether the model or the batch has tensors without data."""
+    inputs, _ = flatten_batch(batch)
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.values()))
+
+
+def too_large(model: nn.Module, plan: Plan, limit: float) -> bool:
+    """Whether the parameters alone are more than fits."""
+    return parameter_bytes(sum(p.numel() for p in model.parameters()), plan) > limit

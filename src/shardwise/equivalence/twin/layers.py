@@ -1,0 +1,112 @@
+"""Fewer layers: of blocks that are the same up to their weights, the first two are kept.
+
+Enters: a `Graph`. Leaves: a `Graph` with fewer nodes and parameters, and what was left out. A use of a
+dropped block's value becomes a use of the same value of the last block kept of its kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.ir import Graph, Node, Ref, map_refs
+
+KEPT = 2
+DEEPEST = 3  # numbered modules inside numbered modules
+
+
+def drop_layers(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """The graph with `KEPT` blocks of each kind, at every depth of numbered modules."""
+    notes: list[str] = []
+    for depth in range(1, DEEPEST + 1):
+        graph, more = _drop_at(graph, depth)
+        notes += more
+    return graph, tuple(notes)
+
+
+def _drop_at(graph: Graph, depth: int) -> tuple[Graph, list[str]]:
+    blocks: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        path = _block_path(node.module, depth)
+        if path is not None:
+            blocks.setdefault(path, []).append(node)
+    owners = {s.value: s.name for s in (*graph.parameters, *graph.buffers)}
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for path, nodes in blocks.items():
+        key = (path.rpartition(".")[0], _signature(graph, path, nodes, owners))
+        kinds.setdefault(key, []).append(path)
+    renamed: dict[str, str] = {}
+    dropped: set[str] = set()
+    notes: dict[str, tuple[int, int]] = {}
+    for (parent, _), paths in kinds.items():
+        kept = blocks[paths[min(KEPT, len(paths)) - 1]]
+        for path in paths[KEPT:]:
+            dropped.add(path)
+            for mine, theirs in zip(blocks[path], kept, strict=True):
+                renamed |= dict(zip(mine.outputs, theirs.outputs, strict=True))
+        total, left = notes.get(parent, (0, 0))
+        notes[parent] = (total + len(paths), left + min(KEPT, len(paths)))
+    if not dropped:
+        return graph, []
+    texts = [f"{p}: {n} layers -> {k}" for p, (n, k) in notes.items() if k < n]
+    return _without(graph, depth, dropped, renamed), texts
+
+
+def _block_path(module: str, depth: int) -> str | None:
+    """The module's path up to its numbered piece at this depth."""
+    pieces = module.split(".")
+    numbered = [i for i, piece in enumerate(pieces) if piece.isdigit()]
+    return ".".join(pieces[: numbered[depth - 1] + 1]) if len(numbered) >= depth else None
+
+
+def _signature(graph: Graph, path: str, nodes: list[Node], owners: Mapping[str, str]) -> str:
+    """Text that is equal for blocks that differ only in weights and in what they are given."""
+    names: dict[str, str] = {}
+
+    def name(ref: Ref) -> str:
+        owner = owners.get(ref.name, "")
+        own = owner.removeprefix(f"{path}.") if owner.startswith(f"{path}.") else ""
+        label = own or f"from{len(names)}"
+        return f"{names.setdefault(ref.name, label)}: {graph.values[ref.name]}"
+
+    lines = []
+    for node in nodes:
+        args = map_refs((node.args, node.kwargs), name)
+        lines.append(
+            f"{node.module.removeprefix(path)} {node.op} {args} {node.grad_enabled} {node.autocast}"
+        )
+        for out in node.outputs:
+            names[out] = f"v{len(names)}"
+            lines.append(f"{names[out]}: {graph.values[out]}")
+    return "\n".join(lines)
+
+
+def _without(
+    graph: Graph, depth: int, dropped: set[str], renamed: Mapping[str, str]
+) -> Graph:
+    def rename(arg: Any) -> Any:
+        return map_refs(arg, lambda ref: Ref(renamed.get(ref.name, ref.name)))
+
+    nodes = tuple(
+        dataclasses.replace(node, args=rename(node.args), kwargs=rename(node.kwargs))
+        for node in graph.nodes
+        if _block_path(node.module, depth) not in dropped
+    )
+    used = {name for node in nodes for name in node.inputs}
+    lost = {name for node in graph.nodes for name in node.inputs} - used
+    buffers = tuple(b for b in graph.buffers if b.value not in lost)
+    values = {n: t for n, t in graph.values.items() if n not in renamed and n not in lost}
+    return dataclasses.replace(
+        graph,
+        nodes=nodes,
+        values=values,
+        parameters=tuple(p for p in graph.parameters if p.value not in lost),
+        buffers=tuple(
+            dataclasses.replace(b, mutation=renamed.get(b.mutation, b.mutation) if b.mutation else None)
+            for b in buffers
+        ),
+        constants=tuple(c for c in graph.constants if c.value not in lost),
+        loss=renamed.get(graph.loss, graph.loss) if graph.loss else None,
+        outputs=rename(graph.outputs),
+    )
