@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.runtime import ParallelModule
 from tests.support.pool import Pool
 from tests.support.training import (
     Odd,
@@ -31,7 +32,7 @@ from tests.support.training import (
 pytestmark = pytest.mark.distributed
 
 
-def start(strategy: str, ranks: int, **options: Any) -> tuple[sw.ParallelModule, Any]:
+def start(strategy: str, ranks: int, **options: Any) -> tuple[ParallelModule, Any]:
     model, batch = make("odd")
     plan = plan_for(model, batch, strategy, ranks, **options)
     return sw.parallelize(model, batch, plan=plan), batch

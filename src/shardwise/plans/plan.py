@@ -140,6 +140,7 @@ class Plan:
     def from_json(data: Any, where: str = "plan") -> Plan:
         """The plan that `to_json` gave, or an edited one."""
         fields = _fields(data, _PLAN_FIELDS, where)
+        _check_items(fields, where)
         parameters = {
             glob: _entry(entry, f"{where}: parameters[{glob!r}]")
             for glob, entry in fields.get("parameters", {}).items()
@@ -152,7 +153,8 @@ class Plan:
                 parameters=parameters,
             )
         except PlanError as error:
-            raise PlanError(error.message, where=error.where or where, hint=error.hint) from None
+            place = f"{where}: {error.where}" if error.where else where
+            raise PlanError(error.message, where=place, hint=error.hint) from None
         except ShardwiseError as error:
             raise PlanError(error.message, where=where, hint=error.hint) from None
 
@@ -197,6 +199,27 @@ def _fields(data: Any, known: Mapping[str, Any], where: str) -> dict[str, Any]:
         if missing:
             raise PlanError(f"field {missing[0]!r} is missing", where=where)
     return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+
+
+def _check_items(fields: Mapping[str, Any], where: str) -> None:
+    """What the lists and objects of a plan hold: text, dims of inputs, choices of nodes."""
+    for key in ("units", "notes"):
+        for item in fields.get(key, ()):
+            if not isinstance(item, str):
+                raise PlanError(f"{key} should be a list of text, found {item!r}", where=where)
+    for name, dim in fields.get("inputs", {}).items():
+        if dim is not None and type(dim) is not int:
+            raise PlanError(
+                f"inputs[{name!r}] should be a dim or null, found {dim!r}", where=where
+            )
+    for node, choices in fields.get("nodes", {}).items():
+        texts = choices.values() if isinstance(choices, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise PlanError(
+                f"nodes[{node!r}] should map mesh axes to choices, found {choices!r}",
+                where=where,
+                hint='{"tp": "cut n"}; shardwise explain lists the choices',
+            )
 
 
 def _entry(data: Any, where: str) -> ParameterEntry:

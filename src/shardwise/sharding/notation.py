@@ -75,6 +75,8 @@ def _tensor(part: str, text: str) -> Tensor:
             raise RuleError(f"rule {text!r}: cannot read {body[position:].strip()!r}")
         token, position = match.group(1), match.end()
         if token == "(":
+            if group is not None:
+                raise RuleError(f"rule {text!r}: '(' inside '('")
             group = []
         elif token == ")":
             if group is None:

@@ -7,6 +7,7 @@ the local sizes and index sets that follow from them. Splits are even in the sen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,6 +59,7 @@ class Shard:
 
 Placement = Replicate | Partial | Shard
 Cuts = tuple[tuple[str, Pattern], ...]  # of one dim: mesh axis and pattern, in mesh order
+SEGMENT = re.compile(r"((?:\d+x)*)\[(\d+)\]((?:x\d+)*)")  # 3x[4]x16
 REPLICATE = Replicate()
 FANOUT = Replicate(differs=True)
 PARTIAL = Partial()
@@ -82,30 +84,26 @@ def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
     >>> parse_shard("-1", (192, 64))
     Shard(dim=1, of=((1, 64, 1),))
     """
-    head, _, tail = text.partition(":")
-    try:
-        dim = int(head)
-    except ValueError:
+    head, colon, tail = text.partition(":")
+    segments = [SEGMENT.fullmatch(piece) for piece in tail.split("|")] if colon else []
+    if not re.fullmatch(r"-?\d+", head) or not all(segments):
         raise RuleError(
-            f"layout {text!r} is not understood", hint="a dim such as '0', or '0:3x[4]x16'"
-        ) from None
+            f"layout {text!r} is not understood",
+            hint="a dim such as '0', or '0:3x[4]x16', which cuts the 4 of 3*4*16",
+        )
+    dim = int(head)
     if not -len(shape) <= dim < len(shape):
         raise RuleError(f"layout {text!r} names dim {dim} of a tensor of shape {shape}")
     dim %= len(shape)
-    if not tail:
+    if not colon:
         return Shard(dim, ((1, shape[dim], 1),))
     of = []
-    for segment in tail.split("|"):
-        before, _, rest = segment.partition("[")
-        size, _, after = rest.partition("]")
-        try:
-            outer = prod(int(f) for f in before.split("x") if f)
-            inner = prod(int(f) for f in after.split("x") if f)
-            of.append((outer, int(size), inner))
-        except ValueError:
-            raise RuleError(
-                f"layout {text!r} is not understood", hint="'0:3x[4]x16' cuts the 4 of 3*4*16"
-            ) from None
+    for segment in segments:
+        assert segment is not None
+        before, size, after = (
+            prod(int(f) for f in group.split("x") if f) for group in segment.groups()
+        )
+        of.append((before, size, after))
     total = sum(prod(segment) for segment in of)
     if total != shape[dim]:
         raise RuleError(
