@@ -9,7 +9,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -215,7 +217,7 @@ def refusals(strategy: str) -> list[str]:
         error_of(torch.nn.utils.clip_grad_norm_, pm.parameters(), 1.0),
         error_of(sw.optimizer, pm, torch.optim.Adafactor, lr=0.1),
         error_of(sw.optimizer, pm, torch.optim.Muon, lr=0.1),
-        error_of(sw.optimizer, pm, torch.optim.AdamW, [{"params": "embd.*"}], lr=0.1),
+        error_of(sw.optimizer, pm, torch.optim.AdamW, [{"params": "embed.weigth"}], lr=0.1),
     ]
 
 
@@ -259,19 +261,14 @@ def test_ranks_with_different_plans_stop(pool: Callable[[int], Pool]) -> None:
         assert "ranks [1, 2]" in message
 
 
-class Failing(Odd):
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-        if dist.get_rank() == 1:
-            raise OSError("no space left on device")
-        return super().forward(input_ids, labels)
-
-
 def failing_rank() -> tuple[str, float]:
     model, batch = make("odd")
     plan = plan_for(model, batch, "ddp", 3)
-    model.__class__ = Failing
     begin = time.monotonic()
-    return error_of(sw.parallelize, model, batch, plan=plan, timeout=4), time.monotonic() - begin
+    full = OSError("no space left on device") if dist.get_rank() == 1 else None
+    with mock.patch.object(Odd, "forward", side_effect=full) if full else nullcontext():
+        message = error_of(sw.parallelize, model, batch, plan=plan, timeout=4)
+    return message, time.monotonic() - begin
 
 
 def test_a_rank_that_fails_at_the_start_is_named_by_the_others(
