@@ -34,6 +34,7 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     seed: int = 0,
+    compile: bool = False,
     check_batches: bool = True,
     timeout: float = 60.0,
 ) -> rt.ParallelModule:
@@ -41,10 +42,11 @@ def parallelize(
 
     Every rank calls this with the same model, batch and plan; they agree on the program before the
     first collective, and a rank that is missing or differs is named within `timeout` seconds. A model
-    on meta is initialized module by module with `seed`, each rank keeping its part.
+    on meta is initialized module by module with `seed`, each rank keeping its part. With `compile`
+    the generated module runs under `torch.compile`.
     """
     require_ranks(plan.mesh.size)
-    factory = _Factory(model, plan, loss_fn, device, timeout)
+    factory = _Factory(model, plan, loss_fn, device, timeout, compile)
     graph, program = factory.compile(batch, True)
     mesh = factory.mesh(program)
     rng = rt.Rng(plan.seed, plan.rng, mesh)
@@ -69,13 +71,19 @@ class _Factory:
     """Captures, compiles and builds programs of one model for batches as they come."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, loss_fn: Any, device: Any, timeout: float
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: Any,
+        device: Any,
+        timeout: float,
+        compiled: bool,
     ) -> None:
         self.skeleton = skeleton(model)
         self.training = model.training
         self.plan, self.loss_fn, self.timeout = plan, loss_fn, timeout
         self.device = torch.device(device) if device is not None else _device_of(model)
-        self.axes: set[tuple[str, ...]] = set()
+        self.compiled = compiled
 
     def compile(self, batch: Any, training: bool) -> tuple[Graph, Program]:
         graph = capture(
@@ -102,7 +110,8 @@ class _Factory:
     def step(
         self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh
     ) -> rt.StepProgram:
-        return _Step(graph, generated, module, mesh, self.device)
+        run = torch.compile(module) if self.compiled else module
+        return _Step(graph, generated, run, mesh, self.device)
 
     def specialize(
         self, batch: Any, training: bool, mesh: rt.ProcessMesh, rng: rt.Rng, store: rt.ParameterStore
@@ -113,14 +122,14 @@ class _Factory:
         _require_same_storage(store, generated.PARAMETERS, training)
         module = self.build(generated, mesh, rng, graph)
         store.attach(module)
-        return _Step(graph, generated, module, mesh, self.device)
+        return self.step(graph, generated, module, mesh)
 
 
 class _Step:
     """One compiled step as the parallel module calls it."""
 
     def __init__(
-        self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh, device: Any
+        self, graph: Graph, generated: Any, module: Any, mesh: rt.ProcessMesh, device: Any
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.names = [i.name for i in graph.inputs]
