@@ -60,7 +60,7 @@ class _File:
         return (
             f'"""{self.graph.name} on {plan.mesh}, plan {plan.name}: rank{"s" * (len(ranks) > 1)} '
             f'{shown}.\n\nWritten by shardwise {shardwise.__version__} for the graph '
-            f'{self.graph.fingerprint} and safe to edit: verify it again afterwards.\n"""\n'
+            f'{self.graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
         )
 
     def _imports(self, body: str) -> list[str]:
@@ -76,7 +76,8 @@ class _File:
 
     def _tables(self) -> str:
         rows = [f"{INDENT}{_parameter_spec(s)}," for s in self.ranks.parameters]
-        text = ["PARAMETERS = (", *rows, ")", "BUFFERS = ("]
+        text = ["PARAMETERS = (", *rows, ")"] if rows else ["PARAMETERS = ()"]
+        text.append("BUFFERS = (" if self.graph.buffers else "BUFFERS = ()")
         for buffer in self.graph.buffers:
             kind = self.graph.values[buffer.value]
             spec = (
@@ -88,7 +89,7 @@ class _File:
             if not buffer.persistent:
                 spec += ", persistent=False"
             text.append(f"{INDENT}{spec}),")
-        text += [")", "INPUTS = {"]
+        text += [")", "INPUTS = {"] if self.graph.buffers else ["INPUTS = {"]
         for item in self.ranks.inputs:
             text.append(f'{INDENT}"{item.name}": {_splits(item.layout)},')
         text.append("}")

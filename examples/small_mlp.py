@@ -1,0 +1,23 @@
+"""Two linear layers, and a batch of 7 that no number of ranks divides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """The mean squared error of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.down(self.up(x).relu()) - y).pow(2).mean()
+
+
+def make() -> tuple[MLP, dict[str, Tensor]]:
+    """The model and a batch."""
+    torch.manual_seed(0)
+    return MLP(), {"x": torch.randn(7, 6), "y": torch.randn(7, 3)}

@@ -1,0 +1,31 @@
+"""What the pages print is what their code prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import run_page, without_errors
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 1), ("docs/tour.md", None)])
+def test_printed_output_is_real(
+    page: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / page).read_text()
+    assert without_errors(run_page(text, limit)) == without_errors(text), (
+        f"python -m tests.support.pages {page} writes what is printed now"
+    )
+
+
+def test_the_tour_shows_every_stage() -> None:
+    text = (ROOT / "docs/tour.md").read_text()
+    assert "```text\n```" not in text
+    for stage in ("capture", "strategies", "explain", "compile", "verify", "parallelize"):
+        assert stage in text
