@@ -52,7 +52,8 @@ def worker(rank: int, port: int, strategy: str, queue: object) -> None:
     optimizer.zero_grad()
     second = pm.train_step(batch)
     if rank == 0:
-        queue.put((loss.item(), second.item(), gradients))  # type: ignore[attr-defined]
+        plain = {n: g.numpy() for n, g in gradients.items()}
+        queue.put((loss.item(), second.item(), plain))  # type: ignore[attr-defined]
     dist.barrier()
     dist.destroy_process_group()
 
@@ -64,7 +65,7 @@ def run(strategy: str) -> tuple[float, float, dict[str, torch.Tensor]]:
     queue = mp.get_context("spawn").Queue()
     processes = mp.spawn(worker, (port, strategy, queue), nprocs=2, join=False)
     result = queue.get(timeout=240)
-    result = (result[0], result[1], {k: v.clone() for k, v in result[2].items()})
+    result = (result[0], result[1], {k: torch.from_numpy(v) for k, v in result[2].items()})
     while not processes.join(timeout=5):
         pass
     return result
