@@ -36,9 +36,9 @@ def captured(name: str, dropout: float = 0.0) -> sw.Graph:
         return sw.capture(*zoo.build(name, dropout=dropout))
 
 
-def reference(name: str, dropout: float = 0.0) -> Training:
+def reference(name: str) -> Training:
     """The model on one process."""
-    model, batch = zoo.build(name, dropout=dropout)
+    model, batch = zoo.build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], {}
     with KeepDouble():
