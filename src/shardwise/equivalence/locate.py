@@ -1,9 +1,9 @@
 """Where a program that differs from the model differs first.
 
-Enters: a `Program` whose check failed and the `Reference`. Leaves: text that names the node, where the
-user wrote it, and the plan's entry. The program is written again with a probe after every statement;
-each probed value is assembled from all ranks by its layout and compared with the captured
-graph's value, forward in the order of statements and then gradients in reverse.
+Enters: a `Program` whose check failed and the `Reference`. Leaves: text that names the node, where
+the user wrote it, and the plan's entry. The program is written again with a probe after every
+statement; each probed value is assembled from all ranks by its layout and compared with the
+captured graph's value, forward in the order of statements and then gradients in reverse.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _first_gradient(
 ) -> str | None:
     """The value closest to the loss whose gradient differs: one of its uses is at fault."""
     stored = program.rank_programs[0].values
-    largest = max((g.abs().max().item() for g in truth.gradients.values() if g.numel()), default=0.0)
+    given = [g for g in truth.gradients.values() if g.numel()]
+    largest = max((g.abs().max().item() for g in given), default=0.0)
     for step, name in reversed(list(_probed(program))):
         held, expected = stored[name], truth.gradients.get(stored[name].value)
         if name != held.value or expected is None:
@@ -169,13 +170,19 @@ def _first_gradient(
 def _first_result(program: Program, comparisons: Sequence[Comparison], blame: Blame) -> str:
     """Values and their gradients agree: what is left is parameters, buffers, outputs, the step."""
     failed = [c.what for c in comparisons if not c.ok]
+    ranks = program.rank_programs[0]
+    if failed and failed[0] == "loss" and ranks.loss:
+        made = program.graph.producers[ranks.values[ranks.loss].value]
+        held = ranks.values[ranks.loss].layout
+        return (
+            f"the loss of {blame.describe(made)} is returned as {held}, not as a whole value; "
+            f"plan: {blame.entries(made)}"
+        )
     named = {n: p for p in program.graph.parameters for n in (p.name, *p.aliases)}
     storages = {s.name: s for s in program.rank_programs[0].parameters}
     wrong = [named[w.split(" of ", 1)[1]] for w in failed if w.startswith("gradient of ")]
     order = {n.name: i for i, n in enumerate(program.graph.nodes)}
-    users = {
-        p.value: [n for n in program.graph.nodes if p.value in n.inputs] for p in wrong
-    }
+    users = {p.value: [n for n in program.graph.nodes if p.value in n.inputs] for p in wrong}
     wrong.sort(key=lambda p: -max((order[n.name] for n in users[p.value]), default=-1))
     if wrong:
         first, storage = wrong[0], storages[wrong[0].name]

@@ -1,8 +1,8 @@
 """What each rank runs: local calls, explicit moves between layouts, parameters and their sharing.
 
-Enters: lowering. Leaves: `Program`, which is verified, printed, emitted and run. A `RankProgram` holds
-for all ranks with the same local sizes; what depends on the rank beyond that (the first row of a
-vocabulary shard) is asked of the mesh at run time.
+Enters: lowering. Leaves: `Program`, which is verified, printed, emitted and run. A `RankProgram`
+holds for all ranks with the same local sizes; what depends on the rank beyond that (the first row
+of a vocabulary shard) is asked of the mesh at run time.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class Program:
                     _verify_move(program, step, sizes)
                 else:
                     _verify_needs(program, step, sizes)
+            _verify_ends(program, sizes)
 
     def __str__(self) -> str:
         return "\n\n".join(format_rank_program(p, self.mesh) for p in self.rank_programs)
@@ -186,6 +187,16 @@ def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) ->
             raise ProgramError(
                 f"node {step.node} needs %{local.value} as {axis}:{need}, it is {axis}:{held}"
             )
+
+
+def _verify_ends(program: RankProgram, sizes: Mapping[str, int]) -> None:
+    """The loss and the new contents of buffers are whole on every rank."""
+    ends = [("the loss", program.loss)] if program.loss else []
+    ends += [(f"buffer {name}", value) for name, value in program.mutations]
+    for what, name in ends:
+        for axis, held in program.values[name or ""].layout.axes:
+            if sizes[axis] > 1 and kind(held) not in ("R", "R*"):
+                raise ProgramError(f"{what} is left as {axis}:{held}, every rank needs it whole")
 
 
 def format_rank_program(program: RankProgram, mesh: Mesh) -> str:

@@ -1,7 +1,8 @@
 """The twin of a plan: fewer layers, smaller sizes, fewer ranks, the same decisions.
 
-Enters: a `Graph` and a `Plan`. Leaves: a `Twin`: a `Resolved` in which every node has the choice that it has
-in the original, in new sizes. Where a size cannot be changed it stays; the twin says what changed.
+Enters: a `Graph` and a `Plan`. Leaves: a `Twin`: a `Resolved` in which every node has the choice
+that it has in the original, in new sizes. Where a size cannot be changed it stays; the twin says
+what changed.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ def build_twin(graph: Graph, plan: Plan) -> Twin:
             decided = _decide(resolved, scaled, mesh, sizes)
         except Unscalable as error:
             why = str(error)
-            if set(error.keys) <= pins:
+            fresh = (error.keys - pins) or (error.others - pins)
+            if not fresh:
                 break
-            pins |= set(error.keys)
+            pins |= fresh
         else:
             return Twin(resolved=decided, scaled=(*layers, *_changes(small, sizes, plan, mesh)))
     raise VerifyError(
@@ -177,7 +179,9 @@ def _scaled_plan(resolved: Resolved, scaled: Graph, mesh: Mesh, sizes: Sizes) ->
         layout = {
             axis: cut
             if cut == "whole"
-            else _written(_place(("dim", value), parse_shard(cut, graph.values[value].shape), sizes))
+            else _written(
+                _place(("dim", value), parse_shard(cut, graph.values[value].shape), sizes)
+            )
             for axis, cut in entry.layout.items()
         }
         entries[glob] = ParameterEntry(layout=layout, zero=entry.zero)

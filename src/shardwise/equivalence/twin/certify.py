@@ -1,7 +1,7 @@
 """A plan shown equal on a scaled twin.
 
-Enters: a graph in float64, a plan, and what real tensors there are. Leaves: a `Certificate` that says what
-was scaled. The reference is the captured graph itself in the twin's sizes, on one device.
+Enters: a graph in float64, a plan, and what real tensors there are. Leaves: a `Certificate` that
+says what was scaled. The reference is the captured graph itself in the twin's sizes, on one device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights and inputs for a twin: cut from real ones, or drawn.
 
-Enters: a scaled `Graph` and what real tensors there are. Leaves: a state and inputs in float64 that every
-index in the graph accepts.
+Enters: a scaled `Graph` and what real tensors there are. Leaves: a state and inputs in float64 that
+every index in the graph accepts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def _drawn_buffer(
     if dtype.is_floating_point:
         return torch.rand(shape, generator=generator, dtype=torch.float64).add(0.5).to(dtype)
     if dtype == torch.bool:
-        return torch.ones(shape, dtype=dtype).tril() if len(shape) > 1 else torch.ones(shape, dtype=dtype)
+        return (
+            torch.ones(shape, dtype=dtype).tril()
+            if len(shape) > 1
+            else torch.ones(shape, dtype=dtype)
+        )
     rows = torch.arange(shape[-1]) if shape else torch.tensor(0)
     return rows.expand(shape).clone().to(dtype)
 

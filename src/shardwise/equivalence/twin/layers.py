@@ -1,7 +1,7 @@
 """Fewer layers: of blocks that are the same up to their weights, the first two are kept.
 
-Enters: a `Graph`. Leaves: a `Graph` with fewer nodes and parameters, and what was left out. A use of a
-dropped block's value becomes a use of the same value of the last block kept of its kind.
+Enters: a `Graph`. Leaves: a `Graph` with fewer nodes and parameters, and what was left out. A use
+of a dropped block's value becomes a use of the same value of the last block kept of its kind.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.ir import Graph, Node, Ref, map_refs
+from shardwise.ir import Buffer, Graph, Node, Ref, iter_refs, map_refs
 
 KEPT = 2
 DEEPEST = 3  # numbered modules inside numbered modules
@@ -26,9 +26,9 @@ def drop_layers(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
 
 
 def _drop_at(graph: Graph, depth: int) -> tuple[Graph, list[str]]:
+    homes = _homes(graph, depth)
     blocks: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        path = _block_path(node.module, depth)
+    for node, path in zip(graph.nodes, homes, strict=True):
         if path is not None:
             blocks.setdefault(path, []).append(node)
     owners = {s.value: s.name for s in (*graph.parameters, *graph.buffers)}
@@ -50,7 +50,36 @@ def _drop_at(graph: Graph, depth: int) -> tuple[Graph, list[str]]:
     if not dropped:
         return graph, []
     texts = [f"{p}: {n} layers -> {k}" for p, (n, k) in notes.items() if k < n]
-    return _without(graph, depth, dropped, renamed), texts
+    return _without(graph, [home not in dropped for home in homes], renamed), texts
+
+
+def _homes(graph: Graph, depth: int) -> list[str | None]:
+    """The block of every node.
+
+    Where a model keeps a block's layers in a container and writes its code in the enclosing module,
+    what follows a block's first node up to the next block's belongs to it; the last block's end is
+    as long as the others'.
+    """
+    homes = [_block_path(node.module, depth) for node in graph.nodes]
+    spans: dict[str, tuple[int, int]] = {}
+    for index, path in enumerate(homes):
+        if path is not None:
+            spans[path] = (spans.get(path, (index, 0))[0], index + 1)
+    ordered = sorted(spans.items(), key=lambda item: item[1])
+    if any(h not in (None, path) for path, span in ordered for h in homes[slice(*span)]):
+        return homes
+    if all(None not in homes[slice(*span)] for _, span in ordered):
+        return homes
+    tail: list[str] = []
+    for (path, (first, last)), following in zip(ordered, [*ordered[1:], None], strict=True):
+        end = last
+        if following is not None and following[0].rpartition(".")[0] == path.rpartition(".")[0]:
+            end = following[1][0]
+            tail = [node.op for node in graph.nodes[last:end]]
+        elif tail and [node.op for node in graph.nodes[last : last + len(tail)]] == tail:
+            end = last + len(tail)
+        homes[first:end] = [path] * (end - first)
+    return homes
 
 
 def _block_path(module: str, depth: int) -> str | None:
@@ -82,31 +111,46 @@ def _signature(graph: Graph, path: str, nodes: list[Node], owners: Mapping[str, 
     return "\n".join(lines)
 
 
-def _without(
-    graph: Graph, depth: int, dropped: set[str], renamed: Mapping[str, str]
-) -> Graph:
+def _without(graph: Graph, kept: list[bool], renamed: Mapping[str, str]) -> Graph:
     def rename(arg: Any) -> Any:
         return map_refs(arg, lambda ref: Ref(renamed.get(ref.name, ref.name)))
 
-    nodes = tuple(
+    nodes = [
         dataclasses.replace(node, args=rename(node.args), kwargs=rename(node.kwargs))
-        for node in graph.nodes
-        if _block_path(node.module, depth) not in dropped
-    )
-    used = {name for node in nodes for name in node.inputs}
-    lost = {name for node in graph.nodes for name in node.inputs} - used
-    buffers = tuple(b for b in graph.buffers if b.value not in lost)
-    values = {n: t for n, t in graph.values.items() if n not in renamed and n not in lost}
+        for node, stays in zip(graph.nodes, kept, strict=True)
+        if stays
+    ]
+    before = {name for node in graph.nodes for name in node.inputs}
+    loss = renamed.get(graph.loss, graph.loss) if graph.loss else None
+    outputs = rename(graph.outputs)
+    used = {loss, *(ref.name for ref in iter_refs(outputs))}
+    used |= {renamed.get(b.mutation, b.mutation) for b in graph.buffers if b.mutation}
+    alive: set[str] = set()
+    for node in reversed(nodes):
+        if used.intersection(node.outputs) or not before.intersection(node.outputs):
+            used |= set(node.inputs)  # what nothing used before stays, too
+            alive.add(node.name)
+    nodes = [node for node in nodes if node.name in alive]
+    lost = before - {name for node in nodes for name in node.inputs}
+    made = {name for node in nodes for name in node.outputs}
+    buffers = [b for b in graph.buffers if b.value not in lost]
+    parameters = tuple(p for p in graph.parameters if p.value not in lost)
+    constants = tuple(c for c in graph.constants if c.value not in lost)
+    made |= {s.value for s in (*graph.inputs, *parameters, *buffers, *constants)}
     return dataclasses.replace(
         graph,
-        nodes=nodes,
-        values=values,
-        parameters=tuple(p for p in graph.parameters if p.value not in lost),
-        buffers=tuple(
-            dataclasses.replace(b, mutation=renamed.get(b.mutation, b.mutation) if b.mutation else None)
-            for b in buffers
-        ),
-        constants=tuple(c for c in graph.constants if c.value not in lost),
-        loss=renamed.get(graph.loss, graph.loss) if graph.loss else None,
-        outputs=rename(graph.outputs),
+        nodes=tuple(nodes),
+        values={n: t for n, t in graph.values.items() if n in made},
+        parameters=parameters,
+        buffers=tuple(_renamed_buffer(b, renamed) for b in buffers),
+        constants=constants,
+        loss=loss,
+        outputs=outputs,
+    )
+
+
+def _renamed_buffer(buffer: Buffer, renamed: Mapping[str, str]) -> Buffer:
+    mutation = buffer.mutation
+    return dataclasses.replace(
+        buffer, mutation=renamed.get(mutation, mutation) if mutation else None
     )

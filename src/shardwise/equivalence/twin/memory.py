@@ -4,9 +4,9 @@ Enters: a `Graph` and a `Plan`. Leaves: bytes, from counts alone.
 
     8 x parameters x (6 + ranks x (2 + 4 / cut))    and    8 x activations x 4
 
-The reference holds the model, its state before and after, gradients and two moments; every rank holds
-its part of parameter, gradient and moments, and gathers all gradients and the state after the step. The
-activations of all ranks together are those of the model, where the plan cuts them.
+The reference holds the model, its state before and after, gradients and two moments; every rank
+holds its part of parameter, gradient and moments, and gathers all gradients and the state after the
+step. The activations of all ranks together are those of the model, where the plan cuts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A graph in new sizes: shapes of all values, and the arguments of nodes that are sizes.
 
-Enters: a `Graph`, its rules and solved `Sizes`. Leaves: the rewritten `Graph`, tried on meta tensors; where
-a node does not give the shapes expected of it, `Unscalable` says which sizes to leave alone.
+Enters: a `Graph`, its rules and solved `Sizes`. Leaves: the rewritten `Graph`, tried on meta
+tensors; where a node does not give the shapes expected of it, `Unscalable` says which sizes to
+leave alone.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def rewrite(
         Constant(value=c.value, data=crop(c.data, values[c.value].shape)) for c in graph.constants
     )
     scaled = dataclasses.replace(graph, nodes=nodes, values=values, constants=constants)
-    _try_on_meta(scaled)
+    _try_on_meta(scaled, rules)
     return scaled
 
 
@@ -150,22 +151,43 @@ def _positions(
     return {"start": start, "end": stop}
 
 
-def _try_on_meta(graph: Graph) -> None:
+def _try_on_meta(graph: Graph, rules: Mapping[str, NodeRule]) -> None:
     """Run every node on meta tensors and compare shapes."""
-    values = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in graph.values.items()}
+    values = {
+        name: torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+        for name, kind in graph.values.items()
+    }
     for node in graph.nodes:
         args = map_refs(node.args, lambda ref: values[ref.name])
         kwargs = {k: map_refs(v, lambda ref: values[ref.name]) for k, v in node.kwargs}
         if not node.inputs and takes_device(node.op):
             kwargs["device"] = "meta"
+        everything, rule = node_keys(node, graph), rules[node.name]
+        suspects = _frozen_keys(node, rule)
+        where = f"{node.name} ({node.op})"
         try:
             with torch.no_grad():
                 result = resolve(graph, node.op)(*args, **kwargs)
         except Exception as error:
-            raise Unscalable(node_keys(node, graph), f"{node.name} ({node.op}): {error}") from error
+            raise Unscalable(suspects, f"{where}: {error}", everything) from error
         several = isinstance(result, tuple | list)
         tensors = [r for r in (result if several else (result,)) if isinstance(r, torch.Tensor)]
         for name, tensor in zip(node.outputs, tensors, strict=True):
-            if tuple(tensor.shape) != graph.values[name].shape:
-                why = f"{tuple(tensor.shape)} where {graph.values[name].shape} is expected"
-                raise Unscalable(node_keys(node, graph), f"{node.name} ({node.op}): {why}")
+            expected = graph.values[name].shape
+            if tuple(tensor.shape) != expected:
+                why = f"{where}: {tuple(tensor.shape)} where {expected} is expected"
+                raise Unscalable(suspects, why, everything)
+
+
+def _frozen_keys(node: Node, rule: NodeRule) -> list[Key]:
+    """The dims of a node that no cut may touch, such as the spatial ones of a convolution."""
+    tensors = (
+        *zip(node.inputs, rule.operands, strict=True),
+        *zip(node.outputs, rule.results, strict=True),
+    )
+    return [
+        ("dim", value, str(i))
+        for value, dims in tensors
+        for i, dim in enumerate(dims)
+        if not isinstance(dim, Part) and any(rule.axes[axis].frozen for axis in dim)
+    ]

@@ -1,12 +1,12 @@
 """Which sizes of a graph are the same size, and how sizes are made of each other.
 
-Enters: a `Graph` and the rules of its nodes. Leaves: `Sizes`, which maps every dim of every value, every
-axis of every node and every cut to smaller numbers that fit together.
+Enters: a `Graph` and the rules of its nodes. Leaves: `Sizes`, which maps every dim of every value,
+every axis of every node and every cut to smaller numbers that fit together.
 
-A dim is the same size as the node axis it is made of; a dim of several axes is their product; an axis
-of several parts is their sum. What is neither a product nor a sum is a base size, and free. Two
-factorizations of one size are refined to their common one; where there is none, nothing of
-it is scaled.
+A dim is the same size as the node axis it is made of; a dim of several axes is their product; an
+axis of several parts is their sum. What is neither a product nor a sum is a base size, and free.
+Two factorizations of one size are refined to their common one; where there is none, nothing of it
+is scaled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Key = tuple[str, ...]  # ("dim", value, index), ("axis", node, axis), ("part", n
 
 
 class Unscalable(Exception):
-    """These sizes do not fit together once scaled: leave them as they are."""
+    """These sizes do not fit together once scaled: leave them as they are, or else `others` too."""
 
-    def __init__(self, keys: Iterable[Key], why: str) -> None:
+    def __init__(self, keys: Iterable[Key], why: str, others: Iterable[Key] = ()) -> None:
         super().__init__(why)
-        self.keys = tuple(keys)
+        self.keys, self.others = set(keys), set(others)
 
 
 class Sizes:
@@ -84,9 +84,10 @@ class Sizes:
     ) -> None:
         for axis in rule.axes.values():
             self._make(("axis", name, axis.name), axis.size)
-        tensors = (*zip(inputs, rule.operands, strict=True), *zip(outputs, rule.results, strict=True))
+        operands = zip(inputs, rule.operands, strict=True)
+        results = zip(outputs, rule.results, strict=True)
         parts: dict[str, list[tuple[Key, Part]]] = {}
-        for value, dims in tensors:
+        for value, dims in (*operands, *results):
             for index, dim in enumerate(dims):
                 key: Key = ("dim", value, str(index))
                 if isinstance(dim, Part):
@@ -248,9 +249,7 @@ class Sizes:
                 segments = [[self._constant(len(segments)), *segments[0]]]
         if segments is None or len(segments) != len(pattern):
             raise Unscalable([key], f"the cut {pattern} of a size made otherwise")
-        return merge(
-            tuple(self._cut(key, s, p) for s, p in zip(segments, pattern, strict=True))
-        )
+        return merge(tuple(self._cut(key, s, p) for s, p in zip(segments, pattern, strict=True)))
 
     def _segments(self, key: Key) -> list[list[Key]] | None:
         kind, inner = self._definition(key) or ("", [])
@@ -263,9 +262,7 @@ class Sizes:
             return None
         return [[f for found in below for f in found[0]]]  # type: ignore[index]
 
-    def _cut(
-        self, key: Key, factors: list[Key], cut: tuple[int, int, int]
-    ) -> tuple[int, int, int]:
+    def _cut(self, key: Key, factors: list[Key], cut: tuple[int, int, int]) -> tuple[int, int, int]:
         sizes = [self.size[f] for f in factors]
         for start in range(len(factors) + 1):
             for stop in range(start, len(factors) + 1):

@@ -1,0 +1,69 @@
+"""Programs to break: lowered once, with their reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.equivalence import Certificate, check, double, run_reference
+from shardwise.equivalence.precision import widen_graph
+from shardwise.equivalence.reference import Reference
+from shardwise.plans import resolve
+from shardwise.program import Program, lower
+from tests.support import zoo
+
+
+class BiasedMLP(nn.Module):
+    """Two linear layers with biases; 7 rows do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.down(torch.tanh(self.up(x))), y)
+
+
+@dataclass(frozen=True)
+class Case:
+    program: Program
+    reference: Reference
+    batch: Any
+
+    def check(self, program: Program | None = None, **options: Any) -> Certificate:
+        return check(program or self.program, self.reference, self.batch, timeout=20, **options)
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model, none of whose parameters is zero."""
+    if name == "biased_mlp":
+        torch.manual_seed(0)
+        model: nn.Module = BiasedMLP().double()
+        made = torch.Generator().manual_seed(1)
+        batch = {
+            "x": torch.randn(7, 6, generator=made, dtype=torch.float64),
+            "y": torch.randn(7, 5, generator=made, dtype=torch.float64),
+        }
+    else:
+        model, batch = zoo.build(name)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
+    return model, batch
+
+
+@lru_cache(maxsize=None)
+def case(name: str, strategy: str, **options: int) -> Case:
+    model, batch = build(name)
+    twin, wide = double(model, batch)
+    graph = widen_graph(sw.capture(twin, wide))
+    ranks = options.get("dp", 1) * options.get("tp", 1) if strategy == "hybrid" else 2
+    plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
+    program = lower(resolve(graph, plan))
+    return Case(program, run_reference(twin, wide), wide)
