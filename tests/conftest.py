@@ -20,6 +20,11 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, deran
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update-golden` writes the expected files of `tests/golden` anew."""
+    parser.addoption("--update-golden", action="store_true", help="write expected files anew")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Callable[[int], pools.Pool]:
     """`pool(4).run("module:function", *args)`: see `tests/support/pool.py`."""

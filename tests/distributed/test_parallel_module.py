@@ -101,9 +101,25 @@ class Mode(nn.Module):
         return (y * y).mean(), {"y": y}
 
 
-def evaluate(strategy: str) -> None:
+class Dropping(nn.Module):
+    """Blocks that are so small without their dropout that emitted code no longer has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = lambda: nn.Sequential(  # noqa: E731
+            nn.LayerNorm(5), nn.Linear(5, 7), nn.Dropout(), nn.ReLU(), nn.Linear(7, 5), nn.Dropout()
+        )
+        self.layers = nn.ModuleList([layer(), layer()])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * x).mean(), {"y": x}
+
+
+def evaluate(kind: type[nn.Module], strategy: str) -> None:
     torch.manual_seed(0)
-    model, batch = Mode().double(), (torch.randn(5, 5, dtype=torch.float64),)
+    model, batch = kind().double(), (torch.randn(5, 5, dtype=torch.float64),)
     pm = sw.parallelize(model, batch, plan=plan_for(model, batch, strategy, 2))
     expected = model.eval()(*batch)
     found = pm.eval_step(batch)
@@ -115,13 +131,15 @@ def evaluate(strategy: str) -> None:
     state = pm.gather_state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(state[name], tensor), f"eval_step changed {name}"
+    assert torch.isfinite(pm.train_step(batch))
 
 
+@pytest.mark.parametrize("kind", [Mode, Dropping])
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_eval_step_is_eval_mode_without_gradients(
-    pool: Callable[[int], Pool], strategy: str
+    pool: Callable[[int], Pool], kind: type[nn.Module], strategy: str
 ) -> None:
-    pool(2).run(evaluate, strategy, timeout=110)
+    pool(2).run(evaluate, kind, strategy, timeout=110)
 
 
 # ------------------------------------------------------------------ names, memory, references

@@ -18,7 +18,7 @@ def identifier(text: str) -> str:
     >>> identifier("layers.0"), identifier("sum")
     ('layers_0', 'sum_')
     """
-    name = re.sub(r"\W+", "_", text).strip("_") or "x"
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "x"
     if name[0].isdigit():
         name = f"x{name}"
     return f"{name}_" if name in RESERVED else name

@@ -1,7 +1,7 @@
 """Steps as Python expressions: the ATen operator in the spelling a person would use.
 
-Enters: a step and the names of its operands. Leaves: text. An operator without a spelling of its own
-is written as `torch.ops.…`, so that nothing is ever left out.
+Enters: a step and the names of its operands. Leaves: text. An operator without a spelling of its
+own is written as `torch.ops.…`, so that nothing is ever left out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ INFIX = {
     "__xor__": "^", "bitwise_xor": "^", "floor_divide": "//", "remainder": "%", "matmul": "@",
 }  # fmt: skip
 # Called as methods of their first tensor, arguments as in the schema.
-METHODS = set(
-    """view reshape transpose permute unsqueeze squeeze expand flatten unflatten chunk split
-    split_with_sizes contiguous clone neg abs exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf
-    square pow sum mean var std amax amin prod masked_fill cumsum detach float type_as expand_as
-    gather index_select scatter scatter_add repeat repeat_interleave argmax argmin any all
-    clamp clamp_min clamp_max tril triu unbind select narrow roll flip topk sort new_zeros new_ones
-    new_full new_empty logical_and logical_or logical_not bitwise_not index_add movedim
-    softmax log_softmax logsumexp round floor ceil t unfold""".split()
-)
-FUNCTIONAL = set(
-    """linear gelu silu relu softplus leaky_relu hardtanh hardsigmoid hardswish log_sigmoid elu
-    mish selu celu relu6 conv1d conv2d conv3d conv_transpose1d conv_transpose2d rms_norm glu
-    avg_pool2d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d bilinear""".split()
-)
+METHODS = {
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten",
+    "unflatten", "chunk", "split", "split_with_sizes", "contiguous", "clone", "neg", "abs",
+    "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf",
+    "square", "pow", "sum", "mean", "var", "std", "amax", "amin", "prod", "masked_fill",
+    "cumsum", "detach", "float", "type_as", "expand_as", "gather", "index_select", "scatter",
+    "scatter_add", "repeat", "repeat_interleave", "argmax", "argmin", "any", "all", "clamp",
+    "clamp_min", "clamp_max", "tril", "triu", "unbind", "select", "narrow", "roll", "flip",
+    "topk", "sort", "new_zeros", "new_ones", "new_full", "new_empty", "logical_and",
+    "logical_or", "logical_not", "bitwise_not", "index_add", "movedim", "softmax",
+    "log_softmax", "logsumexp", "round", "floor", "ceil", "t", "unfold",
+}  # fmt: skip
+FUNCTIONAL = {
+    "linear", "gelu", "silu", "relu", "softplus", "leaky_relu", "hardtanh", "hardsigmoid",
+    "hardswish", "log_sigmoid", "elu", "mish", "selu", "celu", "relu6", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "rms_norm", "glu", "avg_pool2d",
+    "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "bilinear",
+}  # fmt: skip
 SPELLING = {"split_with_sizes": "split", "log_sigmoid": "logsigmoid"}
 KEYWORDS = {"sum": ("dim", "keepdim"), "mean": ("dim", "keepdim"), "var": ("dim",)}
 REDUCTIONS = ("none", "mean", "sum")
@@ -55,7 +59,7 @@ def literal(arg: Any) -> str:
     if isinstance(arg, tuple | list):
         inner = ", ".join(literal(item) for item in arg)
         return f"({inner},)" if len(arg) == 1 else f"({inner})"
-    return json.dumps(arg) if isinstance(arg, str) else repr(arg)
+    return json.dumps(arg, ensure_ascii=False) if isinstance(arg, str) else repr(arg)
 
 
 Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants

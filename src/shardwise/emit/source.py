@@ -1,12 +1,13 @@
 """A rank program as a Python file that a careful colleague could have written.
 
-Enters: a `Program`. Leaves: source text, one per distinct rank program. The file runs with torch and
-`shardwise.runtime` alone: `Model(mesh)` is the module, `PARAMETERS`, `BUFFERS` and `INPUTS` say what
-it holds and takes.
+Enters: a `Program`. Leaves: source text, one per distinct rank program. The file runs with torch
+and `shardwise.runtime` alone: `Model(mesh)` is the module, `PARAMETERS`, `BUFFERS` and `INPUTS` say
+what it holds and takes.
 """
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -59,15 +60,15 @@ class _File:
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
         return (
             f'"""{self.graph.name} on {plan.mesh}, plan {plan.name}: rank{"s" * (len(ranks) > 1)} '
-            f'{shown}.\n\nWritten by shardwise {shardwise.__version__} for the graph '
+            f"{shown}.\n\nWritten by shardwise {shardwise.__version__} for the graph "
             f'{self.graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
         )
 
     def _imports(self, body: str) -> list[str]:
-        lines = ["import math\n"] if "math." in body else []
-        lines.append("import torch")
-        if "F." in body:
-            lines.append("import torch.nn.functional as F")
+        used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+        lines = ["import math\n"] if "math" in used else []
+        lines += ["import torch"] if "torch" in used else []
+        lines += ["import torch.nn.functional as F"] if "F" in used else []
         lines += ["from torch import nn", "", "from shardwise import runtime as rt"]
         for op in dict.fromkeys(s.fn for s in self.ranks.steps):
             if op.startswith("autograd_function."):
@@ -162,9 +163,7 @@ class _File:
         attribute = {v: attribute_path("self", self.owners[v]) for v in self.owners}
         for index, constant in enumerate(self.graph.constants):
             attribute[constant.value] = f"self.constant_{index}"
-        arguments = _arguments(
-            tuple(i.value for i in self.graph.inputs), self._input_names()
-        )
+        arguments = _arguments(tuple(i.value for i in self.graph.inputs), self._input_names())
         scope = Scope("", attribute, lambda b: self.classes[b.key], self.probe)
         body = Body(scope, arguments)
         kept = tuple(dict.fromkeys(_kept(self.ranks)))
@@ -217,8 +216,10 @@ class _File:
         self, steps: tuple[Step, ...], own: tuple[str, ...], path: str, *, path_argument: bool
     ) -> list[str]:
         """`__init__`: mesh axes, parameters, buffers, blocks, constants."""
-        taken = "mesh, rng, device, path" if path_argument else "mesh, rng=None, device=\"cpu\""
-        constants = any(isinstance(line, str) and "constants[" in line for line in self._constants())
+        taken = "mesh, rng, device, path" if path_argument else 'mesh, rng=None, device="cpu"'
+        constants = any(
+            isinstance(line, str) and "constants[" in line for line in self._constants()
+        )
         taken += ", constants=None" if constants and not path_argument else ""
         lines = [f"def __init__(self, {taken}):"]
         body = ["super().__init__()"]
@@ -264,7 +265,8 @@ class _File:
                 continue
             parent, _, start = calls[0].path.rpartition(".")
             prefix = f"{parent}." if parent else ""
-            lines.append(f"for i in range({start}, {int(start) + len(calls)}):")
+            first = f"{start}, " if int(start) else ""
+            lines.append(f"for i in range({first}{int(start) + len(calls)}):")
             path = f'f"{prefix}{{i}}"'
             lines.append(f"{INDENT}rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
         return lines
@@ -366,5 +368,3 @@ def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:
     if cls is not None and "<locals>" not in cls.__qualname__ and "." not in cls.__qualname__:
         return [f"from {cls.__module__} import {name}"]
     return [f'{name} = FUNCTIONS["{op}"]  # noqa: F821 - defined inside a function, handed in']
-
-

@@ -1,7 +1,7 @@
 """Whole values from what every rank holds of them.
 
-Enters: the local tensors of all ranks and a `Layout`. Leaves: the whole value, or why there is none:
-a part of the wrong shape, or ranks that should hold the same and do not.
+Enters: the local tensors of all ranks and a `Layout`. Leaves: the whole value, or why there is
+none: a part of the wrong shape, or ranks that should hold the same and do not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which decision of a plan a node follows from.
 
-Enters: a `Program` and a node. Leaves: text that names the plan's entry: an override of the node, the
-entries of its parameters, or the choice that followed for each mesh axis.
+Enters: a `Program` and a node. Leaves: text that names the plan's entry: an override of the node,
+the entries of its parameters, or the choice that followed for each mesh axis.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a check found: the certificate that a plan equals the model.
 
-Enters: pairs of tensors. Leaves: `Certificate`, printable, with the first difference if there is one.
+Enters: pairs of tensors. Leaves: `Certificate`, printable, with the first difference if there is
+one.
 """
 
 from __future__ import annotations
@@ -101,9 +102,7 @@ def compare(
     return Comparison(what, relative_error(found, expected, floor))
 
 
-def relative_error(
-    found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0
-) -> float:
+def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """Largest difference over the largest magnitude; infinite where one is NaN and one is not."""
     if expected.numel() == 0:
         return 0.0

@@ -1,7 +1,7 @@
 """Runs an emitted program, a thread per rank, and compares it with the model.
 
-Enters: a `Program` and a `Reference`. Leaves: a `Certificate`. What runs is the emitted code with the
-runtime's own reducer and optimizer; only the transport is in memory.
+Enters: a `Program` and a `Reference`. Leaves: a `Certificate`. What runs is the emitted code with
+the runtime's own reducer and optimizer; only the transport is in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def check(
         outcomes = run_ranks(program, texts, reference.state, inputs, timeout=timeout)
     except Exception as error:
         failure = error
-        text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+        known = isinstance(error, ShardwiseError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
         comparisons.append(Comparison("the run", float("inf"), text))
     else:
         comparisons += compare_outcome(program, outcomes[0], reference)
@@ -76,8 +77,8 @@ def compare_outcome(program: Program, found: Outcome, expected: Reference) -> li
             result.append(compare(f"output of leaf {index}", a, b))
         elif a != b:
             result.append(Comparison(f"output of leaf {index}", float("inf"), f"{a!r} != {b!r}"))
-    sizes = [g.abs().max().item() for g in expected.gradients.values() if g is not None and g.numel()]
-    floor = NEGLIGIBLE * max(sizes, default=0.0)
+    given = [g for g in expected.gradients.values() if g is not None and g.numel()]
+    floor = NEGLIGIBLE * max((g.abs().max().item() for g in given), default=0.0)
     for name, gradient in expected.gradients.items():
         mine = found.gradients.get(name)
         result.append(compare(f"gradient of {name}", mine, gradient, floor=floor))

@@ -97,5 +97,9 @@ def run_graph_reference(
         values[leaf.name].detach() if isinstance(leaf, Ref) else leaf for leaf in graph.outputs
     )
     return Reference(
-        state=dict(state), loss=loss.detach(), outputs=outputs, gradients=gradients, state_after=after
+        state=dict(state),
+        loss=loss.detach(),
+        outputs=outputs,
+        gradients=gradients,
+        state_after=after,
     )

@@ -1,7 +1,7 @@
 """Runs emitted source, a thread per rank, for one training step.
 
-Enters: a `Program`, its sources, weights and inputs. Leaves: one `Outcome` per rank. What runs is the
-emitted code with the runtime's own reducer and optimizer; only the transport is in memory.
+Enters: a `Program`, its sources, weights and inputs. Leaves: one `Outcome` per rank. What runs is
+the emitted code with the runtime's own reducer and optimizer; only the transport is in memory.
 """
 
 from __future__ import annotations

@@ -79,9 +79,16 @@ class Units:
         self._key: Hashable = None
 
     def attach(self, module: nn.Module) -> None:
-        """Hook a generated module's units."""
+        """Hook a generated module's units.
+
+        A program may write a block's code in its own forward, as where a block is called twice.
+        Such a unit is gathered when the program begins, and stays until its end as the root does.
+        """
         for unit in self.units:
-            target = module.get_submodule(unit.path)
+            target = _submodule(module, unit.path)
+            if target is None:
+                module.register_forward_pre_hook(_eager(_use(unit)))
+                continue
             target.register_forward_pre_hook(self._before(unit))
             target.register_forward_hook(self._after(unit))
 
@@ -155,6 +162,22 @@ class Units:
             if unit.ready and unit.first_call is not None and unit.first_call > call:
                 self._flush(unit.entries)
                 unit.free()
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """The module at `path`, if it has a forward that can be called."""
+    try:
+        found = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return None if type(found).forward is nn.Module.forward else found
+
+
+def _use(unit: Unit) -> Callable[..., None]:
+    def before(module: nn.Module, args: Any) -> None:
+        unit.use()
+
+    return before
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
