@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu [--pairs 40] [--model gpt_1b] [--out gpu-results.json]
 
-bf16 weights, AdamW, both systems in one process, steps in turn; ratio of medians with a 90% interval.
+bf16 weights, AdamW, both systems in one process, steps in turn; ratio of medians with a 90%
+interval.
 """
 
 from __future__ import annotations

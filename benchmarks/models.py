@@ -42,7 +42,8 @@ class GPT(nn.Module):
         nn.init.normal_(self.tok.weight, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.tok(input_ids) + self.pos(torch.arange(input_ids.shape[1], device=input_ids.device))
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.tok(input_ids) + self.pos(positions)
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())

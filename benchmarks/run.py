@@ -2,10 +2,11 @@
 
     python -m benchmarks.run [--pairs 40] [--models gpt,llama] [--out bench-results.json]
 
-Two gloo processes of one thread each hold both systems and take turns step by step; the ratio is that
-of the medians, with a 90% interval from resampled pairs. "one rank" is the generated code against
-the eager model in a single process. Peak memory is the highest running sum of allocation events of
-`torch.profiler` opened before the model is built, from the second step on, each system alone.
+Two gloo processes of one thread each hold both systems and take turns step by step; the ratio is
+that of the medians, with a 90% interval from resampled pairs. "one rank" is the generated code
+against the eager model in a single process. Peak memory is the highest running sum of allocation
+events of `torch.profiler` opened before the model is built, from the second step on, each system
+alone.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 def peak_bytes(make: Callable[[], Step], steps: int = 3) -> int:
     """Highest running sum of allocations from the second step on."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         step = make()
         step()
         with torch.profiler.record_function("second step"):
@@ -172,12 +175,17 @@ def launch(ranks: int, job: dict[str, Any]) -> Any:
 def measure(name: str, pairs: int) -> list[dict[str, Any]]:
     """All rows of one model."""
     rows = []
-    for mode, ranks, rival in (("ddp", RANKS, "DDP"), ("fsdp", RANKS, "FSDP2"), ("one rank", 1, "eager")):
+    for mode, ranks, rival in (
+        ("ddp", RANKS, "DDP"),
+        ("fsdp", RANKS, "FSDP2"),
+        ("one rank", 1, "eager"),
+    ):
         ours, theirs = launch(ranks, {"kind": "time", "model": name, "mode": mode, "pairs": pairs})
         rows.append({"model": name, "what": mode, "rival": rival, **ratio(ours, theirs)})
         show(rows[-1])
     found = {
-        who: launch(RANKS, {"kind": who, "model": name, "mode": "fsdp"}) for who in ("ours", "theirs")
+        who: launch(RANKS, {"kind": who, "model": name, "mode": "fsdp"})
+        for who in ("ours", "theirs")
     }
     share = found["ours"] / found["theirs"]
     rows.append(

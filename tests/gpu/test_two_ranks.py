@@ -1,8 +1,8 @@
 """Two processes on one GPU over gloo equal one process, in bf16.
 
-The reference is the model in float64; both the parallel and the single-process bf16 step are measured
-against it, so that rounding is not mistaken for a fault: the parallel one may be no further away than
-the single one, up to a small factor.
+The reference is the model in float64; both the parallel and the single-process bf16 step are
+measured against it, so that rounding is not mistaken for a fault: the parallel one may be no
+further away than the single one, up to a small factor.
 """
 
 from __future__ import annotations

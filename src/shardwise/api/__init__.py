@@ -1,8 +1,8 @@
 """The verbs: compile, parallelize, verify, explain."""
 
+from shardwise.api.certify import verify
 from shardwise.api.compiled import Program, compile
-from shardwise.api.explain import explain
+from shardwise.api.explanation import explain
 from shardwise.api.parallel import parallelize
-from shardwise.api.verify import verify
 
 __all__ = ["Program", "compile", "explain", "parallelize", "verify"]

@@ -25,7 +25,6 @@ from shardwise.frontend.batch import flatten_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 
-
 MOST_THREADS = 64
 
 

@@ -1,7 +1,7 @@
 """A model on this rank of a running job: `parallelize(model, batch, plan)`.
 
-Enters: a model (with weights, or on meta), a batch and a plan, in every process of the default group.
-Leaves: a `ParallelModule` that holds this rank's part and no reference to the model.
+Enters: a model (with weights, or on meta), a batch and a plan, in every process of the default
+group. Leaves: a `ParallelModule` that holds this rank's part and no reference to the model.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def parallelize(
     """This rank's part of `model` under `plan`.
 
     Every rank calls this with the same model, batch and plan; they agree on the program before the
-    first collective, and a rank that is missing or differs is named within `timeout` seconds. A model
-    on meta is initialized module by module with `seed`, each rank keeping its part. With `compile`
-    the generated module runs under `torch.compile`.
+    first collective, and a rank that is missing or differs is named within `timeout` seconds. A
+    model on meta is initialized module by module with `seed`, each rank keeping its part. With
+    `compile` the generated module runs under `torch.compile`.
     """
     require_ranks(plan.mesh.size)
     factory = _Factory(model, plan, loss_fn, device, timeout, compile)
@@ -86,9 +86,7 @@ class _Factory:
         self.compiled = compiled
 
     def compile(self, batch: Any, training: bool) -> tuple[Graph, Program]:
-        graph = capture(
-            self.skeleton, batch, self.loss_fn, training=training, device=self.device
-        )
+        graph = capture(self.skeleton, batch, self.loss_fn, training=training, device=self.device)
         program = compile(graph, self.plan)
         agree(program.fingerprint, timeout=self.timeout)
         return graph, program
@@ -98,9 +96,7 @@ class _Factory:
         axes = dict(self.plan.mesh.axes)
         return rt.process_mesh(axes, _combinations(tuple(axes)), timeout=self.timeout)
 
-    def build(
-        self, generated: Any, mesh: rt.ProcessMesh, rng: rt.Rng, graph: Graph
-    ) -> nn.Module:
+    def build(self, generated: Any, mesh: rt.ProcessMesh, rng: rt.Rng, graph: Graph) -> nn.Module:
         takes = "constants" in generated.Model.__init__.__code__.co_varnames
         constants = {c.value: c.data for c in graph.constants}
         extra = {"constants": constants} if takes else {}
@@ -114,7 +110,12 @@ class _Factory:
         return _Step(graph, generated, run, mesh, self.device)
 
     def specialize(
-        self, batch: Any, training: bool, mesh: rt.ProcessMesh, rng: rt.Rng, store: rt.ParameterStore
+        self,
+        batch: Any,
+        training: bool,
+        mesh: rt.ProcessMesh,
+        rng: rt.Rng,
+        store: rt.ParameterStore,
     ) -> rt.StepProgram:
         """A program for another batch or mode over the same parameters."""
         graph, program = self.compile(batch, training)
@@ -201,6 +202,3 @@ def _device_of(model: nn.Module) -> torch.device:
             return tensor.device
     backend = dist.get_backend() if dist.is_initialized() else ""
     return torch.device("cuda" if "nccl" in backend else "cpu")
-
-
-

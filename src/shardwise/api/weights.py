@@ -1,7 +1,7 @@
 """Weights into a store: from a real model, or made module by module for one on meta.
 
-Enters: the user's model and this rank's `ParameterStore`. Leaves: nothing; the store is filled. Only
-one module's tensors exist at full size at a time, so a model larger than a device can start.
+Enters: the user's model and this rank's `ParameterStore`. Leaves: nothing; the store is filled.
+Only one module's tensors exist at full size at a time, so a model larger than a device can start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.frontend import skeleton
 
 def load_weights(model: nn.Module, store: rt.ParameterStore, seed: int) -> None:
     """Copy this rank's part of every parameter and buffer."""
-    names = {n: t for n, t in (*model.named_parameters(), *model.named_buffers())}
+    names = dict((*model.named_parameters(), *model.named_buffers()))
     known = [e.spec.name for e in store.entries] + list(store.buffers)
     if not any(names[name].is_meta for name in known):
         for name in known:

@@ -100,8 +100,10 @@ class Body:
             for value in dying:
                 self.names.release(value)
             wish = item.path.rsplit(".", 2)[-2] if "." in item.path else "x"
-            targets = [self._target(o, self._block_wish(item, i, wish), uses)
-                       for i, o in enumerate(item.outputs)]
+            targets = [
+                self._target(o, self._block_wish(item, i, wish), uses)
+                for i, o in enumerate(item.outputs)
+            ]
             left = ", ".join(targets)
             self._line(f"{left} = {attribute_path('self', item.path)}({arguments})")
             return
@@ -144,7 +146,7 @@ class Body:
         if "key" in kwargs:  # a random operator
             kwargs["key"] = _Key(kwargs["key"])
             kwargs["rng"] = _Raw("self.rng")
-        if step.fn == "rt.draw" or step.fn.startswith("rt.") and "device" in kwargs:
+        if step.fn == "rt.draw" or (step.fn.startswith("rt.") and "device" in kwargs):
             kwargs["device"] = Device()
         for name in ("of", "to_of"):
             cut = kwargs.get(name)
@@ -295,8 +297,15 @@ def _leaves_module(step: Step, items: list[Item | Loop], index: int) -> bool:
 def _returns_sequence(step: Step) -> bool:
     """Operators that give a list even when it has one element."""
     name = step.fn.split(".")[1] if step.fn.count(".") else ""
-    return name in {"chunk", "split", "split_with_sizes", "unbind", "tensor_split", "meshgrid",
-                    "broadcast_tensors"}
+    return name in {
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "tensor_split",
+        "meshgrid",
+        "broadcast_tensors",
+    }
 
 
 def _returns_tensor(step: Step) -> bool:

@@ -62,7 +62,7 @@ def run_reference(
     with KeepDouble():
         output = model(*args, **kwargs)
         loss = find_loss(output, batch, loss_fn)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     leaves = torch.utils._pytree.tree_leaves(output)
     gradients = {
         name: None if p.grad is None else p.grad.detach().clone()

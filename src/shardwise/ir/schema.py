@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from shardwise.ir.graph import Node
 
 
-@lru_cache(maxsize=None)
+@cache
 def operator(name: str) -> Any:
     """The `OpOverload` of `namespace.op.overload`, or None when torch does not know it."""
     found: Any = torch.ops
@@ -26,7 +26,7 @@ def operator(name: str) -> Any:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def signature(name: str) -> tuple[tuple[str, Any], ...] | None:
     """`(argument, default)` in schema order; a missing default is `...`. None: no schema."""
     op = operator(name)

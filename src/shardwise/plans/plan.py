@@ -27,9 +27,9 @@ RNG_MODES = ("exact", "fast")
 class ParameterEntry:
     """What a plan says of the parameters that match a glob.
 
-    `layout` maps a mesh axis to a cut, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or to
-    "whole". `zero` is how gradients and state are shared among the ranks that hold the same values:
-    0 all-reduced, 1 sharded optimizer state, 2 also gradients, 3 also the parameter itself.
+    `layout` maps a mesh axis to a cut, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or
+    to "whole". `zero` is how gradients and state are shared among the ranks that hold the same
+    values: 0 all-reduced, 1 sharded optimizer state, 2 also gradients, 3 also the parameter itself.
     """
 
     layout: Mapping[str, str] = field(default_factory=dict)
@@ -40,9 +40,9 @@ class ParameterEntry:
 class Plan:
     """How to split one model over a mesh, as data.
 
-    `roles` says what each mesh axis cuts: the "batch" (parameters whole) or "parameters".
-    `inputs` maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice
-    of `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`.
+    `roles` says what each mesh axis cuts: the "batch" (parameters whole) or "parameters". `inputs`
+    maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice of
+    `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`.
     """
 
     name: str
@@ -133,7 +133,9 @@ class Plan:
         except FileNotFoundError:
             raise PlanError(f"there is no plan file {path}") from None
         except json.JSONDecodeError as error:
-            raise PlanError(f"{path} is not JSON: {error.msg}", where=f"line {error.lineno}") from None
+            raise PlanError(
+                f"{path} is not JSON: {error.msg}", where=f"line {error.lineno}"
+            ) from None
         return Plan.from_json(data, where=str(path))
 
     @staticmethod
@@ -209,9 +211,7 @@ def _check_items(fields: Mapping[str, Any], where: str) -> None:
                 raise PlanError(f"{key} should be a list of text, found {item!r}", where=where)
     for name, dim in fields.get("inputs", {}).items():
         if dim is not None and type(dim) is not int:
-            raise PlanError(
-                f"inputs[{name!r}] should be a dim or null, found {dim!r}", where=where
-            )
+            raise PlanError(f"inputs[{name!r}] should be a dim or null, found {dim!r}", where=where)
     for node, choices in fields.get("nodes", {}).items():
         texts = choices.values() if isinstance(choices, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
@@ -246,16 +246,21 @@ def _check(plan: Plan) -> None:
     axes = plan.mesh.names
     for axis, role in plan.roles.items():
         if axis not in axes:
-            raise PlanError(f"roles name axis {axis!r}, {plan.mesh} has none{did_you_mean(axis, axes)}")
+            raise PlanError(
+                f"roles name axis {axis!r}, {plan.mesh} has none{did_you_mean(axis, axes)}"
+            )
         if role not in ROLES:
-            raise PlanError(f"role {role!r} of axis {axis!r}{did_you_mean(role, ROLES)}",
-                            hint=" or ".join(ROLES))
+            raise PlanError(
+                f"role {role!r} of axis {axis!r}{did_you_mean(role, ROLES)}",
+                hint=" or ".join(ROLES),
+            )
     missing = [axis for axis in axes if axis not in plan.roles]
     if missing:
         raise PlanError(f"axis {missing[0]!r} has no role", hint='roles: {"dp": "batch"}')
     if plan.rng not in RNG_MODES:
-        raise PlanError(f"rng {plan.rng!r}{did_you_mean(plan.rng, RNG_MODES)}",
-                        hint=" or ".join(RNG_MODES))
+        raise PlanError(
+            f"rng {plan.rng!r}{did_you_mean(plan.rng, RNG_MODES)}", hint=" or ".join(RNG_MODES)
+        )
     for glob, entry in plan.parameters.items():
         if entry.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={entry.zero} of {glob!r}", hint="0, 1, 2 or 3")

@@ -100,6 +100,10 @@ def input_cuts(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
     for source in graph.inputs:
         shape = graph.values[source.value].shape
         for glob, dim in plan.inputs.items():
-            if fnmatchcase(source.name, glob) and dim is not None and -len(shape) <= dim < len(shape):
+            if (
+                fnmatchcase(source.name, glob)
+                and dim is not None
+                and -len(shape) <= dim < len(shape)
+            ):
                 cuts[source.value] = Shard(dim % len(shape), ((1, shape[dim], 1),))
     return cuts

@@ -195,9 +195,7 @@ class _Lowering:
             keyed = ((k, self.keys[node.name] if k == "key" else v) for k, v in local.kwargs)
             return LocalCall(local.fn, local.args, tuple(keyed))
         if rule.size_arg is not None:
-            return replace_arguments(
-                node, call.arguments, {rule.size_arg: results[0].type.shape}
-            )
+            return replace_arguments(node, call.arguments, {rule.size_arg: results[0].type.shape})
         return LocalCall(node.op, node.args, node.kwargs)
 
     def _local(self, node: Node, needs: tuple[Layout, ...]) -> Local:
@@ -244,14 +242,20 @@ class _Lowering:
         before, after = move.before[axis], move.layout[axis]
         kwargs: list[tuple[str, object]] = []
         if isinstance(before, Shard):
-            kwargs += [("dim", before.dim), ("of", local_pattern(move.before, axis, self.coordinate))]
+            kwargs += [
+                ("dim", before.dim),
+                ("of", local_pattern(move.before, axis, self.coordinate)),
+            ]
             if isinstance(after, Shard):
                 kwargs += [
                     ("to_dim", after.dim),
                     ("to_of", local_pattern(move.layout, axis, self.coordinate)),
                 ]
         elif isinstance(after, Shard):
-            kwargs += [("dim", after.dim), ("of", local_pattern(move.layout, axis, self.coordinate))]
+            kwargs += [
+                ("dim", after.dim),
+                ("of", local_pattern(move.layout, axis, self.coordinate)),
+            ]
         elif move.fn == "rt.reduce" and getattr(before, "op", "sum") != "sum":
             kwargs.append(("op", before.op))  # type: ignore[union-attr]
         return _step(
@@ -301,9 +305,7 @@ class _Lowering:
         return tuple(storages)
 
 
-def _bind_operands(
-    node: Node, call: LocalCall, names: list[str]
-) -> tuple[Any, Any, list[int]]:
+def _bind_operands(node: Node, call: LocalCall, names: list[str]) -> tuple[Any, Any, list[int]]:
     """The local call's arguments over local names, and which operand each tensor argument is.
 
     A value that a node uses twice may be at hand under two names: uses are matched in order.

@@ -80,14 +80,10 @@ def plan_moves(
         if isinstance(target, Shard) and now[axis] != target:
             fn = {"P": "rt.reduce_scatter", "R": "rt.shard", "R*": "rt.take"}[kind(now[axis])]
             move("rt.take" if fn == "rt.shard" and not carries_grad else fn, (axis,), target)
-    for fn, target in (("rt.fanout", FANOUT), ("rt.as_partial", needed)):
-        axes = tuple(
-            a
-            for a in changed
-            if kind(now[a]) == "R" and kind(needed[a]) == ("R*" if target is FANOUT else "P")
-        )
+    for fn, last in (("rt.fanout", "R*"), ("rt.as_partial", "P")):
+        axes = tuple(a for a in changed if kind(now[a]) == "R" and kind(needed[a]) == last)
         if axes:
-            move(fn, axes, target)
+            move(fn, axes, needed)
     for axis in sizes:
         if not same_on_axis(now, needed, axis, sizes):
             raise ProgramError(f"no moves from {held} to {needed}: {axis} stays {now[axis]}")

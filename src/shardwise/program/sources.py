@@ -2,8 +2,8 @@
 
 Enters: `Resolved`. Leaves: `Sources`. On a mesh axis a whole value whose uses all differ between
 ranks has a partial gradient. For a parameter that is synchronized in buckets (`sync`) instead of
-inside backward; the same holds for values computed from parameters alone (a cast or scaled weight, a
-position bias), which are then held as R≠ so that the reduction happens once, at the parameter.
+inside backward; the same holds for values computed from parameters alone (a cast or scaled weight,
+a position bias), which are then held as R≠ so that the reduction happens once, at the parameter.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def find_sources(resolved: Resolved) -> Sources:
             tuple((a, FANOUT if a in axes else p) for a, p in held.axes)
         )
     whole = Layout(tuple((a.axis, REPLICATE) for a in resolved.assignments))
-    for source in (*graph.buffers, *graph.constants):
-        layouts[source.value] = whole
-    for source in graph.inputs:
-        layouts[source.value] = _input_layout(resolved, source.value, whole)
+    layouts |= {buffer.value: whole for buffer in graph.buffers}
+    layouts |= {constant.value: whole for constant in graph.constants}
+    layouts |= {i.value: _input_layout(resolved, i.value, whole) for i in graph.inputs}
     units = parameter_units(resolved)
     return Sources(layouts=layouts, sync=sync, units=units, differing=differing)
 
@@ -85,7 +84,7 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
             pure |= {n for n in node.outputs if n in carries}
     kept = {b.mutation for b in graph.buffers} | {graph.loss}
     kept |= {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)}
-    differs = {v: False for v in pure}  # becomes True at the first differing use
+    differs = dict.fromkeys(pure, False)  # becomes True at the first differing use
     equal: set[str] = set()
     for node in reversed(graph.nodes):
         candidate = assignment.nodes[node.name]
@@ -109,17 +108,16 @@ def _input_layout(resolved: Resolved, value: str, whole: Layout) -> Layout:
     for assignment in resolved.assignments:
         needs: list[Placement] = []
         for node in resolved.graph.nodes:
-            for name, needed in zip(
-                node.inputs, assignment.nodes[node.name].operands, strict=True
-            ):
+            for name, needed in zip(node.inputs, assignment.nodes[node.name].operands, strict=True):
                 if name == value:
                     needs.append(needed)
         first = next(iter(needs), REPLICATE)
         agreed = all(same_placement(first, n, assignment.ranks) for n in needs)
         taken = [s for _, s in layout.shards]
-        if isinstance(first, Shard) and agreed:
-            if all(s.dim != first.dim or compatible(s.of, first.of) for s in taken):
-                layout = layout.with_axis(assignment.axis, first)
+        if not (isinstance(first, Shard) and agreed):
+            continue
+        if all(s.dim != first.dim or compatible(s.of, first.of) for s in taken):
+            layout = layout.with_axis(assignment.axis, first)
     return layout
 
 

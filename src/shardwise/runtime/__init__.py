@@ -13,6 +13,7 @@ from shardwise.runtime.parameters import *  # noqa: F403
 from shardwise.runtime.probe import *  # noqa: F403
 from shardwise.runtime.processes import *  # noqa: F403
 from shardwise.runtime.random import *  # noqa: F403
-from shardwise.runtime.splits import Split, take_local  # noqa: F401
+from shardwise.runtime.splits import Split as Split
+from shardwise.runtime.splits import take_local as take_local
 from shardwise.runtime.store import *  # noqa: F403
 from shardwise.runtime.threads import *  # noqa: F403

@@ -1,90 +1,37 @@
 """Layouts for one mesh axis: a choice for every node, found by dynamic programming.
 
 Enters: a graph's `Facts` and a `Task` (what is fixed, what may be cut). Leaves: an `Assignment`.
-
-Nodes are visited in order. A state is the placement of every live value; among states that agree on
-these the cheapest survives, and of all states the `beam` cheapest. A value is stored as its producer
-gives it; other placements it was turned into for a use stay at hand, so a conversion is paid once.
-With a beam as wide as the number of states the answer is optimal for the costs of `costs`.
+With a beam as wide as the number of states the answer is optimal for the costs of `costs` among
+what `allowed` admits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
-
-from shardwise.errors import InfeasiblePlan, PlanError
-from shardwise.ir import Graph, Node
-from shardwise.sharding.candidates import Candidate, Cut, Pass, candidates
-from shardwise.sharding.costs import IMPOSSIBLE, PER_BYTE, PER_SLICE, PER_TRANSFER, move_cost, same_placement, work
+from shardwise.ir import Graph
+from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import FANOUT, REPLICATE, Placement, Shard, compatible
+from shardwise.sharding.placements import REPLICATE, Placement
+from shardwise.sharding.search import Search, State
+from shardwise.sharding.task import Assignment, Task
 
-WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
-# Through these a partial sum of a parameter split may pass: residuals, casts, renamed positions.
-DELAYED = frozenset(
-    "add sub view reshape transpose permute unsqueeze squeeze flatten unflatten to contiguous clone "
-    "sum mean div _to_copy alias dropout".split()
-)
-RIVALS = 12  # how many cheaper states a state is compared with
-CUT_VECTOR = 10 * PER_TRANSFER  # a norm's weight is cut only where the work around it asks for it
-MOVED_PARAMETER = 20.0  # parameters are stored as they are used, rather than moved in every step
-
-Held = tuple[Placement, ...]  # the stored placement first, then what uses turned it into
+__all__ = ["Assignment", "Task", "assign"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is asked of one mesh axis.
-
-    `parameters` fixes placements by value name; others are whole, or chosen when `split` is set.
-    `inputs` fixes which cut of an input may be taken; None leaves all inputs free. `choices` forces
-    nodes to a candidate, by its text. `weights` is the cost of holding one element of a parameter.
-    """
-
-    axis: str
-    ranks: int
-    parameters: Mapping[str, Placement] = field(default_factory=dict)
-    split: bool = False
-    inputs: Mapping[str, Placement] | None = None
-    choices: Mapping[str, str] = field(default_factory=dict)
-    weight: float = 1e4
-    beam: int = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """The choice of every node and the storage of every parameter on one mesh axis."""
-
-    axis: str
-    ranks: int
-    nodes: Mapping[str, Candidate]
-    parameters: Mapping[str, Placement]
-    cost: float
-
-
-@dataclass(slots=True)
-class _State:
-    cost: float
-    held: tuple[Held, ...]
-    chosen: Candidate | None = None
-    stored: tuple[tuple[str, Placement], ...] = ()
-    previous: _State | None = None
-
-
-def assign(graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...] = ()) -> Assignment:
+def assign(
+    graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...] = ()
+) -> Assignment:
     """The cheapest choices for one mesh axis, given those of earlier axes."""
-    search = _Search(graph, facts, task, earlier)
-    states = [_State(0.0, ())]
+    search = Search(graph, facts, task, earlier)
+    states = [State(0.0, ())]
     for index, node in enumerate(graph.nodes):
         states = search.step(index, node, states)
     best = min(states, key=lambda s: s.cost)
     nodes: dict[str, Candidate] = {}
     parameters: dict[str, Placement] = {}
-    state: _State | None = best
+    state: State | None = best
     for node in reversed(graph.nodes):
-        assert state is not None and state.chosen is not None
+        assert state is not None
+        assert state.chosen is not None
         nodes[node.name] = state.chosen
         parameters.update(state.stored)
         state = state.previous
@@ -94,305 +41,3 @@ def assign(graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ..
     return Assignment(
         axis=task.axis, ranks=task.ranks, nodes=ordered, parameters=parameters, cost=best.cost
     )
-
-
-class _Search:
-    """One run of the dynamic program: the live values, and the transition at each node."""
-
-    def __init__(
-        self, graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...]
-    ) -> None:
-        self.graph, self.facts, self.task, self.earlier = graph, facts, task, earlier
-        self.parameters = {p.value for p in graph.parameters}
-        self.inputs = {i.value for i in graph.inputs}
-        self.free = self.inputs | {c.value for c in graph.constants}
-        self.free |= {b.value for b in graph.buffers}
-        self.last: dict[str, int] = {}
-        for index, node in enumerate(graph.nodes):
-            for name in (*node.inputs, *node.outputs):
-                self.last[name] = max(index, self.last.get(name, -1))
-        self.ends = {graph.loss} if graph.loss else set()
-        self.ends |= {b.mutation for b in graph.buffers if b.mutation}
-        self.live: list[str] = []
-        self.pure = parameter_values(graph, facts)
-        self.tables = constant_values(graph)
-        self.products = products(graph, facts)
-        self.turned: dict[tuple[str, Held, Placement], float] = {}
-
-    def step(self, index: int, node: Node, states: list[_State]) -> list[_State]:
-        """All states after `node`."""
-        options = self._options(node)
-        operands = list(dict.fromkeys(node.inputs))
-        new = [name for name in operands if name not in self.live]
-        self.live += new
-        where = [self.live.index(name) for name in operands]
-        produced = [n for n in node.outputs if self.last[n] > index]
-        keep = [i for i, name in enumerate(self.live) if self.last[name] > index]
-        groups: dict[tuple[Held | None, ...], list[_State]] = {}
-        for state in states:
-            held = (*state.held, *(None for _ in new))
-            groups.setdefault(tuple(held[i] for i in where), []).append(state)
-        best: dict[tuple[Held, ...], _State] = {}
-        for present, members in groups.items():
-            for candidate in options:
-                moved = self._move(node, candidate, dict(zip(operands, present, strict=True)))
-                if moved is None:
-                    continue
-                cost, after, stored = moved
-                results = dict(zip(node.outputs, candidate.results, strict=True))
-                tail = tuple((results[n],) for n in produced)
-                for state in members:
-                    held_list = [*state.held, *(None for _ in new)]
-                    for i, name in zip(where, operands, strict=True):
-                        held_list[i] = after[name]
-                    key = (*(held_list[i] for i in keep), *tail)
-                    total = state.cost + cost
-                    known = best.get(key)
-                    if known is None or total < known.cost:
-                        best[key] = _State(total, key, candidate, stored, state)
-        self.live = [self.live[i] for i in keep] + produced
-        if not best:
-            raise InfeasiblePlan(
-                f"no way to run {node.op} on mesh axis {self.task.axis} satisfies the plan",
-                where=node.origin,
-                hint="loosen the entries for its parameters or for this node",
-            )
-        return self._prune(list(best.values()))
-
-    def _prune(self, states: list[_State]) -> list[_State]:
-        """The states worth keeping.
-
-        A state is dropped when a cheaper one could be turned into it for the difference. Of the rest
-        the cheapest stay; each way to store parameters that are still used keeps a share.
-        """
-        tied = [i for i, name in enumerate(self.live) if name in self.parameters]
-        groups: dict[tuple[Placement, ...], list[_State]] = {}
-        for state in sorted(states, key=lambda s: s.cost):
-            group = groups.setdefault(tuple(state.held[i][0] for i in tied), [])
-            if not any(self._reaches(other, state) for other in group[:RIVALS]):
-                group.append(state)
-        share = max(8, self.task.beam // len(groups))
-        return [state for group in groups.values() for state in group[:share]]
-
-    def _reaches(self, rival: _State, state: _State) -> bool:
-        """Whether the cheaper rival becomes this state by moves that cost no more than the rest."""
-        room = state.cost - rival.cost
-        for name, mine, theirs in zip(self.live, rival.held, state.held, strict=True):
-            if mine is theirs or mine == theirs:
-                continue
-            for needed in theirs:
-                room -= self._turning(name, mine, needed)
-                if room < 0:
-                    return False
-        return True
-
-    def _turning(self, name: str, held: Held, needed: Placement) -> float:
-        key = (name, held, needed)
-        found = self.turned.get(key)
-        if found is None:
-            found = self.turned[key] = self._price(name, held, needed)
-        return found
-
-    def _options(self, node: Node) -> tuple[Candidate, ...]:
-        """The node's candidates that the task and earlier mesh axes allow."""
-        rule = self.facts.rules[node.name]
-        found = candidates(rule, self.facts.structures[node.name])
-        allowed = tuple(c for c in found if self._fits(node, c) and self._holds(node, c))
-        forced = self.task.choices.get(node.name)
-        if forced is None:
-            return allowed
-        chosen = tuple(c for c in found if str(c.choice) == forced and self._fits(node, c))
-        if not chosen:
-            known = ", ".join(f"'{c.choice}'" for c in found)
-            raise PlanError(
-                f"node {node.name} ({node.op}) cannot '{forced}' on mesh axis {self.task.axis}",
-                where=node.origin,
-                hint=f"one of {known}",
-            )
-        return chosen
-
-    def _fits(self, node: Node, candidate: Candidate) -> bool:
-        """Whether the cuts of earlier mesh axes leave room for this one."""
-        for other in self.earlier:
-            theirs = other.nodes[node.name]
-            if isinstance(candidate.choice, Cut) and isinstance(theirs.choice, Cut):
-                axis = self.facts.rules[node.name].axes[candidate.choice.axis]
-                twice = theirs.choice.axis == axis.name
-                if twice and axis.once:
-                    return False
-                if twice and axis.outermost and axis.size % (self.task.ranks * other.ranks):
-                    return False  # offsets of nested uneven parts
-            pairs = (*zip(candidate.operands, theirs.operands, strict=True),
-                     *zip(candidate.results, theirs.results, strict=True))
-            for mine, its in pairs:
-                if isinstance(mine, Shard) and isinstance(its, Shard) and mine.dim == its.dim:
-                    if not compatible(mine.of, its.of):
-                        return False
-        return True
-
-    def _holds(self, node: Node, candidate: Candidate) -> bool:
-        """Whether a cut is of the kind this axis is for.
-
-        In a parameter split, a node with parameters cuts one of them or does the same work. Tables
-        made of nothing (positions) are not where a cut begins.
-        """
-        if isinstance(candidate.choice, Pass):
-            return not self.task.split or node.op.split(".")[1] in DELAYED
-        if not isinstance(candidate.choice, Cut):
-            return True
-        if not node.inputs:
-            return False
-        if not self.task.split:
-            return True
-        if self._splinters(node, candidate.choice):
-            return False
-        mine = [
-            placement
-            for name, placement in zip(node.inputs, candidate.operands, strict=True)
-            if name in self.parameters
-        ]
-        return not mine or any(isinstance(p, Shard) for p in mine)
-
-    def _splinters(self, node: Node, choice: Cut) -> bool:
-        """Whether the innermost factor is cut (inside a head) although an outer one would do."""
-        structure = self.facts.structures[node.name][choice.axis]
-        if len(structure) != 1 or len(structure[0]) < 2 or choice.pattern[0][2] != 1:
-            return False
-        return any(size >= self.task.ranks for size in structure[0][:-1])
-
-    def _move(
-        self, node: Node, candidate: Candidate, present: Mapping[str, Held | None]
-    ) -> tuple[float, dict[str, Held], tuple[tuple[str, Placement], ...]] | None:
-        """Cost of feeding a candidate from what is held; the placements then at hand."""
-        task = self.task
-        rule = self.facts.rules[node.name]
-        effort = work(self.facts.calls[node.name], rule)
-        cost = effort
-        if isinstance(candidate.choice, Cut):
-            cost = effort / task.ranks + rule.axes[candidate.choice.axis].talks * PER_TRANSFER
-            cost += self._irregular(node) if task.split else 0.0
-        elif isinstance(candidate.choice, Pass) and len(node.inputs) > 1:
-            cost += PER_SLICE  # at a tie, sums are completed before they are added to others
-        after = dict(present)
-        stored: list[tuple[str, Placement]] = []
-        for name, needed in zip(node.inputs, candidate.operands, strict=True):
-            held = after[name]
-            if held is None:
-                first = self._store(name, needed)
-                if first is None:
-                    return None
-                held = (first,)
-                if name in self.parameters:
-                    stored.append((name, first))
-                    cost += self._holding(name, first)
-            price = self._price(name, held, needed)
-            if price == IMPOSSIBLE or (price > 0 and not self._may_begin(node, name, held, needed)):
-                return None
-            if price > 0 and not any(same_placement(h, needed, task.ranks) for h in held):
-                held = (*held, needed)
-            cost += price
-            after[name] = held
-        for name, given in zip(node.outputs, candidate.results, strict=True):
-            if name in self.ends:
-                value = self.graph.values[name]
-                cost += move_cost(value, given, REPLICATE, task.ranks, False)
-        return cost, {k: v for k, v in after.items() if v is not None}, tuple(stored)
-
-    def _may_begin(self, node: Node, name: str, held: Held, needed: Placement) -> bool:
-        """Whether a whole value may be cut here.
-
-        Tables that depend on no input stay as their producers left them until an activation needs a
-        part; in a parameter split, only products of matrices begin to cut an activation.
-        """
-        if not isinstance(needed, Shard) or held[0] != REPLICATE or name in self.parameters:
-            return True
-        if name in self.tables:
-            return node.outputs[0] not in self.tables
-        return not self.task.split or node.name in self.products
-
-    def _irregular(self, node: Node) -> float:
-        """The price of cutting a norm's weight: the stream between blocks stays whole at a tie."""
-        mine = [self.graph.values[n].shape for n in node.inputs if n in self.parameters]
-        if not mine or any(sum(size > 1 for size in shape) > 1 for shape in mine):
-            return 0.0
-        if node.op.split(".")[1] in ("add", "sub"):  # a bias follows the product before it
-            return 0.0
-        return CUT_VECTOR + 2 * PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
-
-    def _store(self, name: str, needed: Placement) -> Placement | None:
-        """The storage of a value at its first use: inputs are whole, parameters as decided."""
-        if name not in self.parameters:
-            return REPLICATE
-        fixed = self.task.parameters.get(name)
-        if fixed is not None:
-            return fixed
-        if isinstance(needed, Shard):
-            return needed if self.task.split else None
-        return REPLICATE
-
-    def _holding(self, name: str, placement: Placement) -> float:
-        value = self.graph.values[name]
-        share = 1 / self.task.ranks if isinstance(placement, Shard) else 1.0
-        matrix = sum(size > 1 for size in value.shape) > 1
-        return value.numel * share * (self.task.weight if matrix and self.task.split else 1.0)
-
-    def _price(self, name: str, held: Held, needed: Placement) -> float:
-        """The cheapest way to the needed placement from any at hand."""
-        task, value = self.task, self.graph.values[name]
-        if name in self.free:
-            return self._free_price(name, needed)
-        grad = name in self.facts.carries_grad
-        if name in self.pure and needed == FANOUT:
-            grad = False  # a parameter's partial gradient is reduced with the others, in buckets
-        price = min(move_cost(value, h, needed, task.ranks, grad) for h in held)
-        return price * MOVED_PARAMETER if name in self.parameters else price
-
-    def _free_price(self, name: str, needed: Placement) -> float:
-        """Inputs, buffers and constants are whole everywhere: cutting them costs nothing."""
-        if name not in self.inputs or self.task.inputs is None:
-            return 0.0
-        allowed = self.task.inputs.get(name)
-        if not isinstance(needed, Shard):
-            return 0.0 if allowed is None else WHOLE_INPUT
-        fits = allowed is not None and same_placement(allowed, needed, self.task.ranks)
-        return 0.0 if fits else IMPOSSIBLE
-
-
-def parameter_values(graph: Graph, facts: Facts) -> frozenset[str]:
-    """Values through which gradients reach parameters alone: parameters, casts of them, …"""
-    pure = {p.value for p in graph.parameters}
-    for node in graph.nodes:
-        carrying = [n for n in node.inputs if n in facts.carries_grad]
-        fed = any(n not in facts.carries_grad for n in node.inputs)
-        if carrying and all(n in pure for n in carrying) and (not fed or _small(graph, node)):
-            pure |= set(node.outputs)
-    return frozenset(pure)
-
-
-def constant_values(graph: Graph) -> frozenset[str]:
-    """Values computed from no input and no parameter: position tables, masks."""
-    varying = {i.value for i in graph.inputs} | {p.value for p in graph.parameters}
-    constant: set[str] = set()
-    for node in graph.nodes:
-        if any(name in varying for name in node.inputs):
-            varying |= set(node.outputs)
-        else:
-            constant |= set(node.outputs)
-    return frozenset(constant)
-
-
-def products(graph: Graph, facts: Facts) -> frozenset[str]:
-    """Nodes that do many operations per element: matrix products, attention, convolutions."""
-    found = set()
-    for node in graph.nodes:
-        call = facts.calls[node.name]
-        largest = max((prod(shape) for shape in (*call.operands, *call.results)), default=1)
-        if work(call, facts.rules[node.name]) >= 4 * largest:
-            found.add(node.name)
-    return frozenset(found)
-
-
-def _small(graph: Graph, node: Node) -> bool:
-    """Whether other operands leave the result no larger than what is looked up: no batch in it."""
-    inputs = {i.value for i in graph.inputs}
-    return not any(name in inputs for name in node.inputs)

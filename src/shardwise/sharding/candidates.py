@@ -1,7 +1,7 @@
 """What a node can do on one mesh axis, and the placements that follow.
 
-Enters: a `NodeRule` and the structures of its axes. Leaves: `Candidate`s, each with what it needs of
-every operand and what it gives for every result.
+Enters: a `NodeRule` and the structures of its axes. Leaves: `Candidate`s, each with what it needs
+of every operand and what it gives for every result.
 
 - `Same`: every rank does the same work on whole values.
 - `Cut(axis, pattern)`: an axis of the node is cut.
@@ -111,6 +111,7 @@ def axis_structures(rule: NodeRule) -> dict[str, Structure]:
 
 
 def same(rule: NodeRule) -> Candidate:
+    """Every rank does the same work on whole values."""
     return Candidate(
         Same(),
         tuple(REPLICATE for _ in rule.operands),
@@ -119,6 +120,7 @@ def same(rule: NodeRule) -> Candidate:
 
 
 def pass_candidate(rule: NodeRule, operands: frozenset[int]) -> Candidate:
+    """Partial sums of these operands pass; the others are used for different work."""
     needs = tuple(PARTIAL if i in operands else FANOUT for i in range(len(rule.operands)))
     return Candidate(Pass(operands), needs, tuple(PARTIAL for _ in rule.results))
 

@@ -2,8 +2,10 @@
 
 They order alternatives where a strategy leaves a choice; they are not predictions of time.
 
-- A byte moved between ranks counts as `PER_BYTE` multiply-adds, and each transfer as `PER_TRANSFER`.
-- A node counts as the size of its iteration space, divided by the ranks where one of its axes is cut.
+- A byte moved between ranks counts as `PER_BYTE` multiply-adds, and each transfer as
+  `PER_TRANSFER`.
+- A node counts as the size of its iteration space, divided by the ranks where one of its axes is
+  cut.
 """
 
 from __future__ import annotations

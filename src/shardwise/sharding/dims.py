@@ -10,6 +10,7 @@ Enters and leaves: plain tuples; every function is pure and returns None where n
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from math import prod
 
@@ -61,7 +62,7 @@ def refine_product(a: Segment, b: Segment) -> Segment | None:
     """
     strides = sorted(_strides(a) | _strides(b))
     factors = []
-    for small, large in zip(strides, strides[1:], strict=False):
+    for small, large in itertools.pairwise(strides):
         if large % small:
             return None
         factors.append(large // small)
@@ -106,8 +107,7 @@ def _cut_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
         return None
     bounds = [0, *(p // inner for p in inside), segment[0]]
     return [
-        tuple(f for f in (b - a, *segment[1:]) if f != 1)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        tuple(f for f in (b - a, *segment[1:]) if f != 1) for a, b in itertools.pairwise(bounds)
     ]
 
 
@@ -154,11 +154,13 @@ def section(structure: Structure, start: int, stop: int) -> Structure | None:
     pieces = cut(structure, (start, stop))
     if pieces is None:
         return None
-    chosen, position = [], 0
+    chosen: list[Segment] = []
+    position = 0
     for piece in pieces:
-        if start <= position and position + prod(piece) <= stop and prod(piece):
+        size = int(prod(piece))
+        if start <= position and position + size <= stop and size:
             chosen.append(piece)
-        position += prod(piece)
+        position += size
     return canonical(tuple(chosen)) if chosen else None
 
 

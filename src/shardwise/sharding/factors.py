@@ -115,8 +115,10 @@ class _Refiner:
         """Unify a node's axes with its values' dims; whether an axis changed."""
         rule, axes = self.table[node.name], self.axes[node.name]
         changed = False
-        tensors = (*zip(node.inputs, rule.operands, strict=True),
-                   *zip(node.outputs, rule.results, strict=True))
+        tensors = (
+            *zip(node.inputs, rule.operands, strict=True),
+            *zip(node.outputs, rule.results, strict=True),
+        )
         for value, dims in tensors:
             for index, dim in enumerate(dims):
                 if dim == ():
@@ -168,5 +170,3 @@ def _divide(structure: Structure, sizes: list[int]) -> list[Structure] | None:
             return None
         parts.append((tuple(own),))
     return parts
-
-

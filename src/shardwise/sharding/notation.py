@@ -6,8 +6,9 @@
     "b k+, 1 k+ -> b"                 `1` is a dim without an axis
 
 Operands are the call's tensor arguments in order; operands at the end that a call leaves out may be
-left out. `+` before an operand says that it is added to the result (a bias). `~` before an operand says that the node is linear in it, `~~` that it is linear in all
-operands so marked together: then partial sums may pass through.
+left out. `+` before an operand says that it is added to the result (a bias). `~` before an operand
+says that the node is linear in it, `~~` that it is linear in all operands so marked together: then
+partial sums may pass through.
 
 Enters: text. Leaves: a `RuleFunction`. Patterns are parsed once.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from shardwise.errors import RuleError
@@ -42,7 +43,7 @@ class Pattern:
     results: tuple[Tensor, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Pattern:
     """Parse a rule; a malformed one is an error that shows the text and the place."""
     left, arrow, right = text.partition("->")
@@ -174,8 +175,8 @@ def _match(
             stem = _name(dim[0]).removesuffix("...") or "_"
             flags = dim[0][len(_name(dim[0])) :]
             count = len(shape) - len(tensor.dims) + 1
-            names = [f"{stem}{count - i}" for i in range(count)]  # aligned at the right
-            expanded += [(name + flags,) for name in names]
+            aligned = range(count, 0, -1)  # named from the right, as broadcasting aligns
+            expanded += [(f"{stem}{number}{flags}",) for number in aligned]
         else:
             expanded.append(dim)
     if len(expanded) != len(shape):
@@ -184,7 +185,7 @@ def _match(
             f"{shape}",
             where=call.node.origin,
         )
-    result = []
+    result: list[Dim] = []
     for dim, size in zip(expanded, shape, strict=True):
         names = tuple(_name(token) for token in dim)
         for name, token in zip(names, dim, strict=True):

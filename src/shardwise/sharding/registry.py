@@ -67,6 +67,7 @@ def find_rule(op: str) -> RuleFunction | None:
 
 
 def whole_reason(op: str) -> str | None:
+    """Why an operator is never cut, if it is not."""
     return WHOLE.get(op) or WHOLE.get(op.rsplit(".", 1)[0])
 
 

@@ -41,8 +41,8 @@ class Axis:
     `reduce` is what results without this axis become when it is cut: "sum", "max" or "min" for a
     partial result, "same" when the local implementation already gives every rank the whole result.
     `frozen` axes may not be cut. `outermost` axes may only be cut at their outermost factor, so
-    that a shard is one contiguous range. `once` axes may be cut by one mesh axis only. `talks` is the
-    number of transfers, forward and backward, inside the local implementation of a cut.
+    that a shard is one contiguous range. `once` axes may be cut by one mesh axis only. `talks` is
+    the number of transfers, forward and backward, inside the local implementation of a cut.
     """
 
     name: str
@@ -98,8 +98,9 @@ class NodeRule:
     `operands` follow `node.inputs` (repeats kept), `results` follow `node.outputs`. `linear` lists
     sets of operand positions: the node is linear in those operands together while the others are
     held, so partial sums may pass through. `additive` operands (a bias) are added to the result:
-    where the result is partial they are needed as partial too, so that they count once. `localize` rewrites the call for local sizes; without
-    it the call stays as it is, but for size arguments. `whole` says why nothing may be cut.
+    where the result is partial they are needed as partial too, so that they count once. `localize`
+    rewrites the call for local sizes; without it the call stays as it is, but for size arguments.
+    `whole` says why nothing may be cut.
     """
 
     axes: Mapping[str, Axis]
@@ -165,6 +166,7 @@ class Call:
 def replace_arguments(
     node: Node, arguments: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> LocalCall:
+    """The node's call with some arguments, by schema name, replaced."""
     names = [name for name, _ in signature(node.op) or ()]
     args = list(node.args)
     kwargs = dict(node.kwargs)

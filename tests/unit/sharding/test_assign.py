@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plans.resolve import axis_task
-from shardwise.sharding.assign import Assignment, Held, Task, _Search, assign
+from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts, analyze
+from shardwise.sharding.search import Held, Search
 
 
 class Net(nn.Module):
@@ -50,10 +51,10 @@ def views(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
     return F.linear(x, a).view(4, 2, 4).transpose(0, 1).amax(-1).sum()
 
 
-def exhaustive(search: _Search, facts: Facts) -> float:
+def exhaustive(search: Search, facts: Facts) -> float:
     """The least cost over every combination of candidates."""
     nodes = search.graph.nodes
-    options = [search._options(node) for node in nodes]
+    options = [search.allowed.options(node) for node in nodes]
 
     def cheapest(index: int, held: dict[str, Held]) -> float:
         if index == len(nodes):
@@ -72,7 +73,7 @@ def exhaustive(search: _Search, facts: Facts) -> float:
     return cheapest(0, {})
 
 
-def cost_of(search: _Search, chosen: dict[str, Candidate]) -> float:
+def cost_of(search: Search, chosen: dict[str, Candidate]) -> float:
     """What an assignment costs when its choices are taken one after the other."""
     held: dict[str, Held] = {}
     total = 0.0
@@ -99,6 +100,6 @@ def test_the_cheapest_of_all_combinations(
     ((axis, _),) = plan.mesh.axes
     task: Task = axis_task(graph, free, axis, ranks)
     found: Assignment = assign(graph, facts, task)
-    search = _Search(graph, facts, task, ())
+    search = Search(graph, facts, task, ())
     assert found.cost == pytest.approx(exhaustive(search, facts), rel=1e-12)
     assert cost_of(search, dict(found.nodes)) == pytest.approx(found.cost, rel=1e-12)

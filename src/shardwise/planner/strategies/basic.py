@@ -133,8 +133,8 @@ def batch_inputs(graph: Graph, batch_dim: int | None) -> dict[str, int | None]:
 def tensor_axes(graph: Graph, facts: Facts, tp: int) -> tuple[int, ...]:
     """`tp` as one mesh axis, or refined into two where heads come in groups of fewer.
 
-    With 2 key heads on 4 ranks, keys are cut over the first axis of 2 and are the same on the second,
-    which cuts the query heads of each group.
+    With 2 key heads on 4 ranks, keys are cut over the first axis of 2 and are the same on the
+    second, which cuts the query heads of each group.
     """
     for node in graph.nodes:
         if not node.op.startswith("aten.scaled_dot_product_attention"):
