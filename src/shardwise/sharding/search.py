@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node
@@ -30,19 +29,20 @@ from shardwise.sharding.placements import FANOUT, REPLICATE, Placement, Shard
 from shardwise.sharding.task import Assignment, Task
 
 WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
-RIVALS = 12  # how many cheaper states a state is compared with
+RIVALS = 6  # how many cheaper states a state is compared with
 CUT_VECTOR = 10 * PER_TRANSFER  # a norm's weight is cut only where the work around it asks for it
 MOVED_PARAMETER = 20.0  # parameters are stored as they are used, rather than moved in every step
 
+UNBORN = -1  # the number of a value that is not held yet
 Held = tuple[Placement, ...]  # the stored placement first, then what uses turned it into
 
 
 @dataclass(slots=True)
 class State:
-    """One way to run the nodes so far; `held` follows the live values."""
+    """One way to run the nodes so far; `held` follows the live values, as numbers of `seen`."""
 
     cost: float
-    held: tuple[Held, ...]
+    held: tuple[int, ...]
     chosen: Candidate | None = None
     stored: tuple[tuple[str, Placement], ...] = ()
     previous: State | None = None
@@ -68,7 +68,17 @@ class Search:
         self.live: list[str] = []
         self.pure = parameter_values(graph, facts)
         self.allowed = Allowed(graph, facts, task, earlier)
-        self.turned: dict[tuple[str, Held, Placement], float] = {}
+        self.turned: dict[tuple[str, int, int], float] = {}
+        self.seen: list[Held] = []  # every `Held` has a number, so that states hash quickly
+        self.numbers: dict[Held, int] = {}
+
+    def number(self, held: Held) -> int:
+        """The number of what is held of a value."""
+        found = self.numbers.get(held)
+        if found is None:
+            found = self.numbers[held] = len(self.seen)
+            self.seen.append(held)
+        return found
 
     def step(self, index: int, node: Node, states: list[State]) -> list[State]:
         """All states after `node`."""
@@ -79,23 +89,26 @@ class Search:
         where = [self.live.index(name) for name in operands]
         produced = [n for n in node.outputs if self.last[n] > index]
         keep = [i for i, name in enumerate(self.live) if self.last[name] > index]
-        groups: dict[tuple[Held | None, ...], list[State]] = {}
+        unborn = (UNBORN,) * len(new)
+        groups: dict[tuple[int, ...], list[State]] = {}
         for state in states:
-            held = (*state.held, *(None for _ in new))
+            held = (*state.held, *unborn)
             groups.setdefault(tuple(held[i] for i in where), []).append(state)
-        best: dict[tuple[Held, ...], State] = {}
-        for present, members in groups.items():
+        best: dict[tuple[int, ...], State] = {}
+        for numbers, members in groups.items():
+            present = {n: self._known(i) for n, i in zip(operands, numbers, strict=True)}
             for candidate in options:
-                moved = self._move(node, candidate, dict(zip(operands, present, strict=True)))
+                moved = self._move(node, candidate, present)
                 if moved is None:
                     continue
                 cost, after, stored = moved
+                fed = [(i, self.number(after[n])) for i, n in zip(where, operands, strict=True)]
                 results = dict(zip(node.outputs, candidate.results, strict=True))
-                tail = tuple((results[n],) for n in produced)
+                tail = tuple(self.number((results[n],)) for n in produced)
                 for state in members:
-                    held_list: list[Any] = [*state.held, *(None for _ in new)]
-                    for i, name in zip(where, operands, strict=True):
-                        held_list[i] = after[name]
+                    held_list = [*state.held, *unborn]
+                    for i, number in fed:
+                        held_list[i] = number
                     key = (*(held_list[i] for i in keep), *tail)
                     total = state.cost + cost
                     known = best.get(key)
@@ -119,7 +132,8 @@ class Search:
         tied = [i for i, name in enumerate(self.live) if name in self.parameters]
         groups: dict[tuple[Placement, ...], list[State]] = {}
         for state in sorted(states, key=lambda s: s.cost):
-            group = groups.setdefault(tuple(state.held[i][0] for i in tied), [])
+            storage = tuple(self.seen[state.held[i]][0] for i in tied)
+            group = groups.setdefault(storage, [])
             if not any(self._reaches(other, state) for other in group[:RIVALS]):
                 group.append(state)
         share = max(8, self.task.beam // len(groups))
@@ -129,20 +143,24 @@ class Search:
         """Whether the cheaper rival becomes this state by moves that cost no more than the rest."""
         room = state.cost - rival.cost
         for name, mine, theirs in zip(self.live, rival.held, state.held, strict=True):
-            if mine is theirs or mine == theirs:
-                continue
-            for needed in theirs:
-                room -= self._turning(name, mine, needed)
+            if mine != theirs:
+                room -= self._turning(name, mine, theirs)
                 if room < 0:
                     return False
         return True
 
-    def _turning(self, name: str, held: Held, needed: Placement) -> float:
-        key = (name, held, needed)
+    def _turning(self, name: str, mine: int, theirs: int) -> float:
+        """What turning one number's placements of a value into another's costs."""
+        key = (name, mine, theirs)
         found = self.turned.get(key)
         if found is None:
-            found = self.turned[key] = self._price(name, held, needed)
+            held = self.seen[mine]
+            found = sum(self._price(name, held, needed) for needed in self.seen[theirs])
+            self.turned[key] = found
         return found
+
+    def _known(self, number: int) -> Held | None:
+        return None if number == UNBORN else self.seen[number]
 
     def _move(
         self, node: Node, candidate: Candidate, present: Mapping[str, Held | None]
