@@ -7,7 +7,7 @@ none: a part of the wrong shape, or ranks that should hold the same and do not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,7 +23,11 @@ from shardwise.sharding.placements import (
     Replicate,
 )
 
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Unassembled(Exception):

@@ -96,7 +96,7 @@ def _first_value(
         try:
             found = whole_value(parts, held.layout, tuple(expected.shape), program.mesh)
         except Unassembled as error:
-            problem = str(error)
+            problem: str | None = str(error)
         else:
             problem = _difference(found, expected, [*parts, *_operands(program, step, truth)])
         if problem:
@@ -198,7 +198,7 @@ def _first_result(program: Program, comparisons: Sequence[Comparison], blame: Bl
     for what in failed:
         name = what.split(" of ", 1)[-1].removesuffix(" after a step")
         if name in buffers:
-            made = program.graph.producers.get(buffers[name].mutation or "")
-            by = f" by {blame.describe(made)}" if made else ""
+            writer = program.graph.producers.get(buffers[name].mutation or "")
+            by = f" by {blame.describe(writer)}" if writer else ""
             return f"values agree; buffer {name} is not left as the model leaves it{by}"
     return f"values and gradients agree; {failed[0] if failed else 'a result'} differs"

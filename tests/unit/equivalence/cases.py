@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, batch
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name: str, strategy: str, **options: int) -> Case:
     model, batch = build(name)
     twin, wide = double(model, batch)

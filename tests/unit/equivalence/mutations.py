@@ -182,7 +182,8 @@ def contiguous_shard(program: Program, name: str, axis: str) -> Program:
     """A fused dim cut into plain ranges instead of by heads: the same sizes, other rows."""
     storage = next(s for s in program.rank_programs[0].parameters if s.name == name)
     shard = storage.layout[axis]
-    assert isinstance(shard, Shard) and shard.of[0][0] > 1
+    assert isinstance(shard, Shard)
+    assert shard.of[0][0] > 1
     plain = Shard(shard.dim, ((1, storage.shape[shard.dim], 1),))
     return change_storage(program, name, layout=Layout(((axis, plain),)))
 

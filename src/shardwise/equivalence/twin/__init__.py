@@ -1,5 +1,4 @@
-"""A smaller twin of a graph and its decisions: what a plan too large for this machine is shown
-on."""
+"""A smaller twin of a graph and its decisions, for plans too large for this machine."""
 
 from shardwise.equivalence.twin.build import Twin, build_twin
 from shardwise.equivalence.twin.certify import certify_twin, prepare_twin

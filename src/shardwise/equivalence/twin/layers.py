@@ -31,7 +31,8 @@ def _drop_at(graph: Graph, depth: int) -> tuple[Graph, list[str]]:
     for node, path in zip(graph.nodes, homes, strict=True):
         if path is not None:
             blocks.setdefault(path, []).append(node)
-    owners = {s.value: s.name for s in (*graph.parameters, *graph.buffers)}
+    owners = {p.value: p.name for p in graph.parameters}
+    owners |= {b.value: b.name for b in graph.buffers}
     kinds: dict[tuple[str, str], list[str]] = {}
     for path, nodes in blocks.items():
         key = (path.rpartition(".")[0], _signature(graph, path, nodes, owners))
@@ -136,7 +137,8 @@ def _without(graph: Graph, kept: list[bool], renamed: Mapping[str, str]) -> Grap
     buffers = [b for b in graph.buffers if b.value not in lost]
     parameters = tuple(p for p in graph.parameters if p.value not in lost)
     constants = tuple(c for c in graph.constants if c.value not in lost)
-    made |= {s.value for s in (*graph.inputs, *parameters, *buffers, *constants)}
+    made |= {i.value for i in graph.inputs} | {p.value for p in parameters}
+    made |= {b.value for b in buffers} | {c.value for c in constants}
     return dataclasses.replace(
         graph,
         nodes=tuple(nodes),

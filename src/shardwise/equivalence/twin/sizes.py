@@ -12,6 +12,7 @@ is scaled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from math import prod
 
 from shardwise.ir import Graph
@@ -107,7 +108,7 @@ class Sizes:
         self.bounds[axis] = bounds
         segments = [
             self._make(("part", *axis[1:], str(i)), stop - start)
-            for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (start, stop) in enumerate(pairwise(bounds))
         ]
         for first in segments:
             for second in segments:
@@ -244,9 +245,9 @@ class Sizes:
         if len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
             return ((1, self.new(key), 1),)
         segments = self._segments(key)
-        if segments is not None and len(segments) != len(pattern):
-            if len(pattern) == 1 and all(s == segments[0] for s in segments):
-                segments = [[self._constant(len(segments)), *segments[0]]]
+        several = segments is not None and len(segments) > len(pattern) == 1
+        if segments is not None and several and all(s == segments[0] for s in segments):
+            segments = [[self._constant(len(segments)), *segments[0]]]
         if segments is None or len(segments) != len(pattern):
             raise Unscalable([key], f"the cut {pattern} of a size made otherwise")
         return merge(tuple(self._cut(key, s, p) for s, p in zip(segments, pattern, strict=True)))
