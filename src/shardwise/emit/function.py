@@ -5,6 +5,7 @@ Enters: steps, block calls and loops in order. Leaves: lines of Python.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -252,15 +253,27 @@ class _Key:
 
 
 def attribute_path(root: str, path: str) -> str:
-    """`self.model.layers[0]` for a dotted path with numbers.
+    """`self.model.layers[0]` for a dotted path with numbers, or names that Python does not take.
 
-    >>> attribute_path("self", "blocks.0.attn")
-    'self.blocks[0].attn'
+    >>> attribute_path("self", "blocks.0.attn"), attribute_path("self", "heads.a-b")
+    ('self.blocks[0].attn', 'self.heads["a-b"]')
     """
     text = root
     for piece in path.split(".") if path else ():
-        text += f"[{piece}]" if piece.isdigit() else f".{piece}"
+        if is_subscript(piece):
+            text += f"[{piece}]" if piece.isdigit() else f"[{literal(piece)}]"
+        else:
+            text += f".{piece}"
     return text
+
+
+def is_subscript(piece: str) -> bool:
+    """Whether a part of a module path is written as an index.
+
+    >>> [is_subscript(piece) for piece in ("attn", "0", "for", "a-b")]
+    [False, True, True, True]
+    """
+    return not piece.isidentifier() or keyword.iskeyword(piece)
 
 
 def _has_value(arg: Any) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 import shardwise
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
-from shardwise.emit.function import INDENT, Body, Scope, attribute_path
+from shardwise.emit.function import INDENT, Body, Scope, attribute_path, is_subscript
 from shardwise.emit.names import identifier
 from shardwise.emit.render import literal
 from shardwise.emit.wrap import wrap
@@ -69,7 +69,9 @@ class _File:
         lines = ["import math\n"] if "math" in used else []
         lines += ["import torch"] if "torch" in used else []
         lines += ["import torch.nn.functional as F"] if "F" in used else []
-        lines += ["from torch import nn", "", "from shardwise import runtime as rt"]
+        lines += ["from torch import nn"] if "nn" in used else []
+        lines += [""] if lines and lines[-1] else []
+        lines += ["from shardwise import runtime as rt"]
         for op in dict.fromkeys(s.fn for s in self.ranks.steps):
             if op.startswith("autograd_function."):
                 lines += _function_import(op, self.graph.functions)
@@ -122,6 +124,7 @@ class _File:
             v: attribute_path("self", self.owners[v].removeprefix(f"{block.path}."))
             for v in block.own
         }
+        own = [self.owners[v].removeprefix(f"{block.path}.") for v in block.own]
         arguments = _arguments(block.inputs, self._wishes(block))
         scope = Scope(block.path, attribute, lambda _: "")
         body = Body(scope, arguments)
@@ -131,7 +134,7 @@ class _File:
         source = next((s.source for s in block.steps if s.source), "")
         init = self._init(block.steps, block.own, block.path, path_argument=True)
         lines = [
-            f"class {name}(nn.Module):",
+            f"class {name}({_base(own)}):",
             f'{INDENT}"""{where} ({source})."""' if source else f'{INDENT}"""{where}."""',
             "",
             *init,
@@ -173,7 +176,7 @@ class _File:
         steps = [s for item in self.items if isinstance(item, Step) for s in (item,)]
         init = self._init((*steps, *self.ranks.output_steps), tuple(own), "", path_argument=False)
         lines = [
-            "class Model(nn.Module):",
+            f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
             f'{INDENT}"""This rank\'s part of {self.graph.name}."""',
             "",
             *init,
@@ -285,6 +288,11 @@ class _File:
                 made = f'constants["{constant.value}"].to(device)'
             lines.append(f"self.constant_{index} = {made}")
         return lines
+
+
+def _base(paths: Iterable[str]) -> str:
+    """The base class of a module with members at these paths: `self[0]` needs one with indices."""
+    return "rt.Scope" if any(is_subscript(p.split(".")[0]) for p in paths) else "nn.Module"
 
 
 def _nested(data: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,18 +58,16 @@ class BufferSpec:
 
 
 class Scope(nn.Module):
-    """A bare module on the way to a parameter; numbered children are indexed, as in a list."""
+    """A module whose members are indexed: by number as in a list, or by name as in a dict."""
 
-    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+    def __getitem__(self, index: int | str | slice) -> Any:
         if isinstance(index, slice):
-            span = range(index.start or 0, index.stop)
-            return [self._child(i) for i in span]
-        return self._child(index)
-
-    def _child(self, index: int) -> nn.Module:
-        child = self._modules[str(index)]
-        assert child is not None
-        return child
+            return [self[i] for i in range(index.start or 0, index.stop)]
+        key = str(index)
+        for members in (self._modules, self._parameters, self._buffers):
+            if key in members:
+                return members[key]
+        raise KeyError(f"no member {key!r} in {type(self).__name__}")
 
 
 def attach(module: nn.Module, path: str, child: nn.Module) -> None:

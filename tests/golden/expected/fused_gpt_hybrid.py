@@ -313,7 +313,7 @@ class Model(nn.Module):
         rt.declare(self, "pos.weight", (16, 64), "float64")
         rt.declare(self, "norm.weight", (64,), "float64")
         rt.declare(self, "norm.bias", (64,), "float64")
-        for i in range(0, 2):
+        for i in range(2):
             rt.attach(self, f"blocks.{i}", Block(mesh, rng, device, f"blocks.{i}"))
 
     def forward(self, input_ids, labels, outputs=False):

@@ -265,7 +265,7 @@ class Model(nn.Module):
             "float64",
             persistent=False,
         )
-        for i in range(0, 2):
+        for i in range(2):
             rt.attach(
                 self,
                 f"model.layers.{i}",

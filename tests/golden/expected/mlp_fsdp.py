@@ -4,7 +4,6 @@ Written by shardwise for the graph G.
 Safe to edit; verify it again afterwards.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 

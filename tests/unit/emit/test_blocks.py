@@ -106,3 +106,43 @@ def test_any_order_of_layers_is_right(order: Callable[..., Tensor], strategy: st
     _, plan = source(model, strategy)
     certificate = sw.verify(model, (torch.randn(5, 6),), plan)
     assert certificate.ok, str(certificate)
+
+
+class Oddly(nn.Module):
+    """Parameters in lists and dicts, under names that Python does not take as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([torch.randn(6, 6) for _ in range(2)])
+        self.vectors = nn.ParameterDict({"a-b": torch.randn(6), "class": torch.randn(6)})
+        self.lines = nn.ModuleDict({"x-y": nn.Linear(6, 6), "for": nn.Linear(6, 6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = torch.tanh(x @ matrix)
+        x = self.lines["for"](self.lines["x-y"](x * self.vectors["a-b"]))
+        return (x + self.vectors["class"]).pow(2).mean()
+
+
+class Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.pow(2).mean()
+
+
+def sequential() -> nn.Module:
+    """Blocks that are sequences, in a model that is one."""
+    layers = [
+        nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
+        for _ in range(3)
+    ]
+    return nn.Sequential(*[nn.Sequential(layer, nn.GELU(), nn.Tanh()) for layer in layers], Last())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.parametrize("make", [Oddly, sequential])
+def test_members_without_a_name(make: Callable[[], nn.Module], strategy: str) -> None:
+    torch.manual_seed(0)
+    model = make()
+    _, plan = source(model, strategy)
+    certificate = sw.verify(model, (torch.randn(5, 6),), plan)
+    assert certificate.ok, str(certificate)
