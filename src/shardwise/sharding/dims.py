@@ -128,7 +128,17 @@ def refine(a: Structure, b: Structure) -> Structure | None:
     ((3, 4),)
     >>> refine(((12,),), ((6,), (3,), (3,)))
     ((6,), (3,), (3,))
+    >>> refine(((2,), (2, 2)), ((2, 2), (2,))) is None
+    True
     """
+    found = _common(a, b)
+    # Equal segments are written as one product, which forgets where they end: 2|2x2 and 2x2|2
+    # would give 3x2, and 3x2 with either of them that one again, without end.
+    stable = found is None or (_common(found, a) == found and _common(found, b) == found)
+    return found if stable else None
+
+
+def _common(a: Structure, b: Structure) -> Structure | None:
     if a == b:
         return a
     if length(a) != length(b):
