@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise import runtime as rt
-from shardwise.equivalence.reference import LEARNING_RATE, Reference
+from shardwise.equivalence.reference import LEARNING_RATE, Reference, damping
 from shardwise.frontend.batch import flatten_batch
 from shardwise.ir import Graph, Node, Ref, map_refs
 from shardwise.ir.interpret import interpret, is_random
@@ -90,7 +90,8 @@ def run_graph_reference(
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
     trained = [p for p in parameters.values() if p.requires_grad]
     if trained:
-        torch.optim.AdamW(trained, lr=LEARNING_RATE).step()
+        eps = damping(gradients.values())
+        torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=eps).step()
     after = {name: p.detach().clone() for name, p in parameters.items()}
     after |= {b.name: values[b.mutation or b.value].detach().clone() for b in graph.buffers}
     outputs = tuple(

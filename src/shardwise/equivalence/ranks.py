@@ -15,7 +15,7 @@ import torch
 
 from shardwise import runtime as rt
 from shardwise.emit import load
-from shardwise.equivalence.reference import LEARNING_RATE
+from shardwise.equivalence.reference import LEARNING_RATE, damping
 from shardwise.program import Program
 
 TIMEOUT_S = 60.0
@@ -79,8 +79,9 @@ def _train_once(
         loss, outputs = module(*local, outputs=True)
         loss.backward()
     gradients = store.gather_gradients()
-    optimizer = rt.optimizer(SimpleNamespace(store=store), torch.optim.AdamW, lr=LEARNING_RATE)
-    optimizer.step()
+    eps = damping(gradients.values())
+    holder = SimpleNamespace(store=store)
+    rt.optimizer(holder, torch.optim.AdamW, lr=LEARNING_RATE, eps=eps).step()
     after = store.gather_state_dict()
     after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
     return Outcome(

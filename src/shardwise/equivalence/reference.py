@@ -6,7 +6,8 @@ Enters: the user's model, batch and loss function. Leaves: `Reference`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,16 @@ def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return twin, call.batch_with(tensors)
 
 
+def damping(gradients: Iterable[torch.Tensor | None]) -> float:
+    """AdamW's `eps` for a check, in the size of the gradients.
+
+    AdamW divides a gradient by its own size. With the usual `eps` of 1e-8 a gradient that is zero
+    but for rounding (of a bias before a batch norm) would move its parameter by anything.
+    """
+    sizes = [g.abs().max().item() for g in gradients if g is not None and g.numel()]
+    return max(1e-8, 1e-4 * max((size for size in sizes if math.isfinite(size)), default=0.0))
+
+
 def run_reference(
     model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None = None
 ) -> Reference:
@@ -70,7 +81,8 @@ def run_reference(
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     if trained:
-        torch.optim.AdamW(trained, lr=LEARNING_RATE).step()
+        eps = damping(gradients.values())
+        torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=eps).step()
     return Reference(
         state=state,
         loss=loss.detach(),

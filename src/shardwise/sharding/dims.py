@@ -122,7 +122,7 @@ def boundaries(structure: Structure) -> tuple[int, ...]:
 
 @lru_cache(maxsize=100_000)
 def refine(a: Structure, b: Structure) -> Structure | None:
-    """The coarsest structure that both are made of, or None.
+    """The coarsest structure that both are made of, or None; never a coarser one than `a`.
 
     >>> refine(((3, 4),), ((4,), (4,), (4,)))
     ((3, 4),)
@@ -133,9 +133,8 @@ def refine(a: Structure, b: Structure) -> Structure | None:
     """
     found = _common(a, b)
     # Equal segments are written as one product, which forgets where they end: 2|2x2 and 2x2|2
-    # would give 3x2, and 3x2 with either of them that one again, without end.
-    stable = found is None or (_common(found, a) == found and _common(found, b) == found)
-    return found if stable else None
+    # would give 3x2, and 3x2 with 2|2x2 would give 2|2x2 again, without end.
+    return found if found is None or _common(found, a) == found else None
 
 
 def _common(a: Structure, b: Structure) -> Structure | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import RuleError
@@ -44,7 +45,7 @@ def equally_long(draw: Any) -> tuple[dims.Structure, dims.Structure]:
     found = []
     for _ in range(2):
         ends = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3)) | {0, size})
-        pieces = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        pieces = [b - a for a, b in pairwise(ends)]
         found.append(dims.canonical(tuple(draw(factorizations(piece)) for piece in pieces)))
     return found[0], found[1]
 
@@ -58,15 +59,35 @@ def factorizations(draw: Any, size: int) -> tuple[int, ...]:
 
 
 @given(st.one_of(equally_long(), st.tuples(structures, structures)))
-def test_a_refinement_is_made_of_both(pair: tuple[dims.Structure, dims.Structure]) -> None:
+def test_a_refinement_keeps_what_was_known(pair: tuple[dims.Structure, dims.Structure]) -> None:
     a, b = pair
     both = dims.refine(a, b)
-    assert both == dims.refine(b, a)
-    if both is None:
-        return
-    assert dims.length(both) == dims.length(a) == dims.length(b)
-    assert dims.refine(both, a) == both
-    assert dims.refine(both, b) == both
+    if both is not None:
+        assert dims.length(both) == dims.length(a) == dims.length(b)
+        assert dims.refine(both, a) == both
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 3), st.lists(equally_long(), min_size=2, max_size=4))
+def test_refining_ends(first: int, pairs: list[Any]) -> None:
+    """A structure that is refined by others in turn stops changing."""
+    found = [s for pair in pairs for s in pair]
+    held = found[first]
+    for _ in range(12):
+        before = held
+        for other in found:
+            held = dims.refine(held, other) or held
+        if held == before:
+            return
+    raise AssertionError(f"{found} refine each other without end")
+
+
+def test_heads_of_three_parts_are_found_one_after_the_other() -> None:
+    """A fused projection of 3 x 12 whose parts turn out to be 3 heads of 4 each."""
+    structure: dims.Structure = ((3, 12),)
+    for start in (0, 12, 24):
+        structure = dims.replace_section(structure, start, start + 12, ((3, 4),))
+    assert structure == ((3, 3, 4),)
 
 
 @given(structures)
