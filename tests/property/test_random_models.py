@@ -54,3 +54,30 @@ def test_random_models_equal_one_device(recipe: Recipe, strategy: Any) -> None:
 @given(recipes(max_layers=5), strategies())
 def test_many_random_models_equal_one_device(recipe: Recipe, strategy: Any) -> None:
     check(recipe, strategy)
+
+
+def recipe(*layers: tuple[Any, ...], **changes: Any) -> Recipe:
+    plain: dict[str, Any] = {
+        "kind": "vectors",
+        "batch": 4,
+        "length": 4,
+        "heads": 3,
+        "head_dim": 4,
+        "loss": "count",
+        "classes": 7,
+    }
+    return Recipe(layers=layers, **{**plain, **changes})
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(
+    "found",
+    [
+        recipe(("uneven",)),  # local parts of a chunk that are not equal
+        recipe(("+", "mix", "shift"), length=5, batch=1),  # factors that refine without end
+        recipe(("conv", "down", "batch"), kind="image"),  # a gradient that is rounding alone
+    ],
+    ids=lambda found: str(found.layers[0]),
+)
+def test_models_that_once_failed(found: Recipe, ranks: int) -> None:
+    check(found, ("tensor", ranks, {}))

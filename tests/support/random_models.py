@@ -113,6 +113,21 @@ class Mlp(nn.Module):
         return self.down(y)
 
 
+class Uneven(nn.Module):
+    """A fused projection of which some parts are read as heads and one is not."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.fused, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.fused(x).chunk(3, -1)
+        a = q.view(b, t, self.heads, -1) * k.view(b, t, self.heads, -1).softmax(-1)
+        return self.out(a.reshape(b, t, d)) + self.out(v.relu())
+
+
 class Rotate(nn.Module):
     """Rotary mixing of halves with a table of positions."""
 
@@ -182,6 +197,7 @@ def make_layer(layer: Layer, recipe: Recipe) -> nn.Module:
         "eager": lambda: Eager(width, heads),
         "mlp": lambda: Mlp(width, *options),
         "rotate": lambda: Rotate(width, heads),
+        "uneven": lambda: Uneven(width, heads),
         "mix": lambda: Mix(width, recipe.length, *options),
         "conv": lambda: Conv(width, *options),
     }
@@ -293,7 +309,9 @@ def recipes(draw: Any, max_layers: int = 4) -> Recipe:
 @st.composite
 def layers(draw: Any, heads: int) -> Layer:
     common = ["attention", "attention", "mlp", "mlp", "mix"]
-    name = draw(st.sampled_from(["linear", "norm", "rms", "gelu", "eager", "rotate", *common]))
+    name = draw(
+        st.sampled_from(["linear", "norm", "rms", "gelu", "eager", "rotate", "uneven", *common])
+    )
     options: tuple[Any, ...] = ()
     if name == "linear":
         options = (draw(st.booleans()),)

@@ -73,9 +73,9 @@ def split(call: Call) -> NodeRule:
     def localize(call: Call, local: Local) -> LocalCall:
         if f"d{dim}" not in local.cuts:
             return call.replace()
-        if call.get("chunks") == len(sizes) and len(set(sizes)) == 1:
-            return call.replace()
         parts = tuple(shape[dim] for shape in local.results)
+        if call.get("chunks") == len(sizes) and len(set(parts)) == 1:
+            return call.replace()
         return LocalCall("aten.split_with_sizes.default", (call.get("self"), parts, dim))
 
     return NodeRule(
