@@ -4,6 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTEST_ARGS ?=
@@ -42,8 +43,8 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 	@touch $@
 
 test: setup ## Run the everyday tests
-	@echo 'pytest -m "not slow and not gpu"'
-	@$(PY) -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+	@echo 'pytest -m "not slow and not gpu", in $(JOBS) processes'
+	@$(PY) -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: setup ## Run the slow tests
 	@echo 'pytest -m "slow and not gpu"'

@@ -12,6 +12,7 @@ ALLOWED = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks agree before a collective",
     "torch._ops": "OpOverload, the type of what a graph calls, has no public name",
     "torch._subclasses": "FakeTensorMode, which capture traces under, has no public name",
+    "torch.utils._python_dispatch": "capture evaluates constants outside of the trace",
     "torch.utils._pytree": "torch.export speaks of its inputs and outputs in these pytrees",
 }
 

@@ -28,7 +28,7 @@ __all__ = ["Reducer", "Reduction", "sync_axis"]
 ALONE_BYTES = 1 << 20  # a gradient of this size is reduced in place, without a bucket
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-OUTSTANDING_BYTES = 64 << 20  # more than this in flight: wait for the oldest
+OUTSTANDING_BYTES = 256 << 20  # more than this in flight: wait for the oldest
 
 
 def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:

@@ -91,7 +91,7 @@ def test_weights_that_are_not_numbers(name: str) -> None:
 
 
 def test_a_plan_for_another_model() -> None:
-    _, batch, plan = one_rank()
+    _, _, plan = one_rank()
     other, inputs = make("fused_gpt")
     with pytest.raises(PlanMismatch, match="was made for Odd"):
         sw.parallelize(other, inputs, plan=plan)

@@ -29,8 +29,13 @@ def on_meta(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     with torch.device("meta"):
         if name == "llama":
             config = hf.LlamaConfig(
-                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4,
-                num_attention_heads=32, num_key_value_heads=8, use_cache=False,
+                vocab_size=128256,
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_hidden_layers=4,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                use_cache=False,
             )
             return hf.LlamaForCausalLM(config).train(), tokens(64, 8192)
         if name == "fused_gpt":
@@ -41,8 +46,13 @@ def on_meta(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
             config = hf.GPT2Config(n_embd=1024, n_layer=6, n_head=16, **small)
             return hf.GPT2LMHeadModel(config).train(), tokens(8, 1024)
         config = hf.ViTConfig(
-            hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, intermediate_size=4096,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=1000,
+            hidden_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=1000,
         )
         batch = {"pixel_values": torch.zeros(64, 3, 224, 224), "labels": tokens(64)["labels"]}
         return hf.ViTForImageClassification(config).train(), batch

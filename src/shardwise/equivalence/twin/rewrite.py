@@ -21,9 +21,26 @@ from shardwise.sharding.rule import Call, NodeRule, Part, replace_arguments
 # Arguments that are rewritten below; any other integer that equals the size of one of the node's
 # axes (groups of a convolution, `repeats`, `k`) pins that axis.
 SIZE_NAMES = {
-    "size", "shape", "sizes", "split_size", "split_sizes", "normalized_shape", "start", "end",
-    "length", "index", "num_classes", "padding_idx", "ignore_index", "dim", "dims", "dim0",
-    "dim1", "step", "start_dim", "end_dim",
+    "size",
+    "shape",
+    "sizes",
+    "split_size",
+    "split_sizes",
+    "normalized_shape",
+    "start",
+    "end",
+    "length",
+    "index",
+    "num_classes",
+    "padding_idx",
+    "ignore_index",
+    "dim",
+    "dims",
+    "dim0",
+    "dim1",
+    "step",
+    "start_dim",
+    "end_dim",
 }
 
 
