@@ -224,7 +224,7 @@ class Model(nn.Module):
         if recipe.tied and recipe.kind == "tokens":
             self.head.weight = self.embed.weight
         if recipe.frozen:
-            self.head.requires_grad_(False)
+            self.head.requires_grad_(not any(True for _ in self.layers.parameters()))
             self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,8 @@ def run_reference(
     with KeepDouble():
         output = model(*args, **kwargs)
         loss = find_loss(output, batch, loss_fn)
+        if not loss.requires_grad:
+            raise VerifyError("the loss depends on no parameter that is trained")
         loss.backward()  # type: ignore[no-untyped-call]
     leaves = torch.utils._pytree.tree_leaves(output)
     gradients = {

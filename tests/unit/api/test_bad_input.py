@@ -15,6 +15,7 @@ from shardwise.errors import (
     PlanMismatch,
     RankError,
     ShardwiseError,
+    VerifyError,
 )
 from tests.support.training import make, plan_for
 
@@ -95,6 +96,13 @@ def test_a_plan_for_another_model() -> None:
     other, inputs = make("fused_gpt")
     with pytest.raises(PlanMismatch, match="was made for Odd"):
         sw.parallelize(other, inputs, plan=plan)
+
+
+def test_a_model_without_trained_parameters_is_not_verified() -> None:
+    model, batch = make("odd")
+    model.requires_grad_(False)
+    with pytest.raises(VerifyError, match="no parameter that is trained"):
+        sw.verify(model, batch, plan_for(model, batch, "ddp", 2))
 
 
 class Inverse(nn.Module):
