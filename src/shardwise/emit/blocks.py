@@ -185,7 +185,7 @@ def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
         lines.append(
             f"{[names[o] for o in step.outputs]}={step.fn}"
             f"({_sign(step.args, names, block.path)},{_sign(step.kwargs, names, block.path)})"
-            f"{step.axes}{step.grad_enabled}{step.autocast}"
+            f"{step.axes}{step.grad_enabled}{step.autocast}{step.recompute is not None}"
             f"{step.module.removeprefix(block.path)}{step.module_class}"
         )
     lines.append(str([names[o] for o in block.outputs]))

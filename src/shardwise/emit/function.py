@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.emit.blocks import BlockCall, Item, Loop
+from shardwise.emit.blocks import BlockCall, Loop
 from shardwise.emit.names import Names, wish_for
+from shardwise.emit.regions import Region, fold_regions
 from shardwise.emit.render import Device, literal, render
 from shardwise.ir import Ref
 from shardwise.program import Step
@@ -30,6 +31,14 @@ class Scope:
     attribute: Mapping[str, str]  # value -> "self.attn.qkv.weight"
     class_of: Callable[[BlockCall], str]
     probe: bool = False
+    recompute: bool = False  # whether checkpointed steps are written as functions
+    members: frozenset[str] = frozenset()  # what the user's module already calls its own
+
+    def own(self, name: str) -> str:
+        """The attribute that holds one of ours: the mesh axis `tp`, `rng`, `device` or `path`."""
+        while name in self.members:
+            name += "_"
+        return f"self.{name}"
 
 
 class Body:
@@ -44,23 +53,27 @@ class Body:
         self.inlined: dict[str, str] = {}
         self.context: tuple[Any, ...] = (True, None)
         self.group = ""
+        self.regions = 0
 
-    def write(self, items: list[Item | Loop], returned: tuple[str, ...]) -> None:
+    def write(self, items: list[Any], returned: tuple[str, ...]) -> None:
         """All statements; names are reused after a value's last use."""
+        if self.scope.recompute:
+            items = fold_regions(items, returned, self.scope.attribute)
         uses = _uses(items, returned)
         for index, item in enumerate(items):
             dying = [v for v, (last, _) in uses.items() if last == index]
             if isinstance(item, Step):
                 self._step(item, items, index, uses, dying)
+            elif isinstance(item, Region):
+                self._flush_context((True, None))
+                self._region(item, dying, uses)
             else:
                 self._flush_context((True, None))
                 self._call(item, dying, uses)
 
     # ------------------------------------------------------------ statements
 
-    def _step(
-        self, step: Step, items: list[Item | Loop], index: int, uses: Any, dying: list[str]
-    ) -> None:
+    def _step(self, step: Step, items: list[Any], index: int, uses: Any, dying: list[str]) -> None:
         expression = self._expression(step)
         if self._may_inline(step, items, index, uses, expression):
             self.inlined[step.outputs[0]] = expression
@@ -87,6 +100,29 @@ class Body:
         for out in step.outputs:
             if out not in uses:
                 self.names.release(out)
+
+    def _region(self, region: Region, dying: list[str], uses: Mapping[str, Any]) -> None:
+        """A function that backward calls again; it sees only what it is given, and `self`."""
+        given = {value: self._value(Ref(value)) for value in region.inputs}
+        arguments = {v: self.stems.get(v, "x") for v in region.inputs}
+        for index, value in enumerate(arguments):
+            if list(arguments.values()).count(arguments[value]) > 1:
+                arguments[value] = f"{arguments[value]}_{index}"
+        inner = Body(replace(self.scope, recompute=False), arguments)
+        inner.write(list(region.steps), region.outputs)
+        self.regions += 1
+        name = f"recomputed_{self.regions}"
+        self._comment_text("")
+        self._line(f"def {name}({', '.join(arguments.values())}):")
+        for line in inner.lines:
+            self._line(f"{INDENT}{line}")
+        self._line(f"{INDENT}return {', '.join(inner._value(Ref(o)) for o in region.outputs)}")
+        for value in dying:
+            self.names.release(value)
+        targets = [self._target(o, inner.stems.get(o, "x"), uses) for o in region.outputs]
+        passed = ", ".join([name, *given.values()])
+        options = "use_reentrant=False, preserve_rng_state=False"
+        self._line(f"{', '.join(targets)} = checkpoint({passed}, {options})")
 
     def _target(self, out: str, wish: str, uses: Mapping[str, Any]) -> str:
         if out not in uses and not self.scope.probe:
@@ -146,7 +182,7 @@ class Body:
         kwargs = dict(step.kwargs)
         if "key" in kwargs:  # a random operator
             kwargs["key"] = _Key(kwargs["key"])
-            kwargs["rng"] = _Raw("self.rng")
+            kwargs["rng"] = _Raw(self.scope.own("rng"))
         if step.fn == "rt.draw" or (step.fn.startswith("rt.") and "device" in kwargs):
             kwargs["device"] = Device()
         for name in ("of", "to_of"):
@@ -163,15 +199,16 @@ class Body:
                 return self.names[arg.name]
             return self.scope.attribute[arg.name]
         if isinstance(arg, MeshAxis):
-            return f"self.{'_'.join(arg.names)}"
+            return self.scope.own("_".join(arg.names))
         if isinstance(arg, Device):
-            return "self.device"
+            return self.scope.own("device")
         if isinstance(arg, _Raw):
             return arg.text
         if isinstance(arg, _Key):
             prefix = f"{self.scope.path}."
             if self.scope.path and arg.text.startswith(prefix):
-                return f'f"{{self.path}}.{arg.text.removeprefix(prefix)}"'
+                mine = self.scope.own("path")
+                return f'f"{{{mine}}}.{arg.text.removeprefix(prefix)}"'
             return repr(arg.text)
         if isinstance(arg, tuple | list) and any(_has_value(a) for a in arg):
             inner = ", ".join(self._value(a) for a in arg)
@@ -179,7 +216,7 @@ class Body:
         return literal(arg)
 
     def _may_inline(
-        self, step: Step, items: list[Item | Loop], index: int, uses: Any, expression: str
+        self, step: Step, items: list[Any], index: int, uses: Any, expression: str
     ) -> bool:
         """Short values that only the next statement uses, once, are written inside it."""
         if self.scope.probe or len(step.outputs) != 1 or step.is_move or index + 1 >= len(items):
@@ -282,13 +319,13 @@ def _has_value(arg: Any) -> bool:
     return isinstance(arg, Ref | MeshAxis | Device | _Raw | _Key)
 
 
-def _item_inputs(item: Item | Loop) -> list[str]:
+def _item_inputs(item: Any) -> list[str]:
     if isinstance(item, Loop):
         return [v for call in item.calls for v in call.inputs]
     return list(item.inputs)
 
 
-def _uses(items: list[Item | Loop], returned: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+def _uses(items: list[Any], returned: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Value -> (index of its last use, number of uses)."""
     uses: dict[str, tuple[int, int]] = {}
     for index, item in enumerate(items):
@@ -299,7 +336,7 @@ def _uses(items: list[Item | Loop], returned: tuple[str, ...]) -> dict[str, tupl
     return uses
 
 
-def _leaves_module(step: Step, items: list[Item | Loop], index: int) -> bool:
+def _leaves_module(step: Step, items: list[Any], index: int) -> bool:
     """Whether this is the last step of its module's call."""
     following = items[index + 1] if index + 1 < len(items) else None
     return not isinstance(following, Step) or not (

@@ -59,5 +59,7 @@ def wish_for(outputs: int, fn: str, module: str, leaves_module: bool) -> str:
     leaf = module.rsplit(".", 1)[-1]
     if leaves_module and leaf and not leaf.isdigit() and outputs == 1:
         return leaf
+    if fn.startswith("autograd_function."):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", fn.rsplit(".", 1)[1]).lower()
     name = fn.split(".")[1] if fn.count(".") else fn
     return name.strip("_") or "x"

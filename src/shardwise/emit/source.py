@@ -46,6 +46,8 @@ class _File:
         self.items = fold_loops(items, Counter(v for i in items for v in i.inputs))
         self.blocks = [c for item in self.items for c in _calls(item)]
         self.classes = self._name_classes()
+        # Parameters of ZeRO-3 are gathered for their module's forward, not for a part of it.
+        self.recompute = not probe and all(s.zero < 3 for s in ranks.parameters)
 
     def text(self) -> str:
         classes = [self._block_class(key, name) for key, name in self.classes.items()]
@@ -70,6 +72,7 @@ class _File:
         lines += ["import torch"] if "torch" in used else []
         lines += ["import torch.nn.functional as F"] if "F" in used else []
         lines += ["from torch import nn"] if "nn" in used else []
+        lines += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint" in used else []
         lines += [""] if lines and lines[-1] else []
         lines += ["from shardwise import runtime as rt"]
         for op in dict.fromkeys(s.fn for s in self.ranks.steps):
@@ -126,13 +129,16 @@ class _File:
         }
         own = [self.owners[v].removeprefix(f"{block.path}.") for v in block.own]
         arguments = _arguments(block.inputs, self._wishes(block))
-        scope = Scope(block.path, attribute, lambda _: "")
+        members = _members(self.owners[v].removeprefix(f"{block.path}.") for v in block.own)
+        scope = Scope(
+            block.path, attribute, lambda _: "", recompute=self.recompute, members=members
+        )
         body = Body(scope, arguments)
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
         where = block.path if len(blocks) == 1 else f"{blocks[0].path} … {blocks[-1].path}"
         source = next((s.source for s in block.steps if s.source), "")
-        init = self._init(block.steps, block.own, block.path, path_argument=True)
+        init = self._init(block.steps, block.own, scope, path_argument=True)
         lines = [
             f"class {name}({_base(own)}):",
             f'{INDENT}"""{where} ({source})."""' if source else f'{INDENT}"""{where}."""',
@@ -167,14 +173,23 @@ class _File:
         for index, constant in enumerate(self.graph.constants):
             attribute[constant.value] = f"self.constant_{index}"
         arguments = _arguments(tuple(i.value for i in self.graph.inputs), self._input_names())
-        scope = Scope("", attribute, lambda b: self.classes[b.key], self.probe)
+        scope = Scope(
+            "",
+            attribute,
+            lambda b: self.classes[b.key],
+            self.probe,
+            self.recompute,
+            _members(self.owners.values()),
+        )
         body = Body(scope, arguments)
         kept = tuple(dict.fromkeys(_kept(self.ranks)))
         body.write(self.items, kept)
         closing = self._closing(body)
         signature = ", ".join(["self", *arguments.values(), "outputs=False"])
         steps = [s for item in self.items if isinstance(item, Step) for s in (item,)]
-        init = self._init((*steps, *self.ranks.output_steps), tuple(own), "", path_argument=False)
+        init = self._init(
+            (*steps, *self.ranks.output_steps), tuple(own), scope, path_argument=False
+        )
         lines = [
             f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
             f'{INDENT}"""This rank\'s part of {self.graph.name}."""',
@@ -216,7 +231,7 @@ class _File:
         return closing
 
     def _init(
-        self, steps: tuple[Step, ...], own: tuple[str, ...], path: str, *, path_argument: bool
+        self, steps: tuple[Step, ...], own: tuple[str, ...], scope: Scope, *, path_argument: bool
     ) -> list[str]:
         """`__init__`: mesh axes, parameters, buffers, blocks, constants."""
         taken = "mesh, rng, device, path" if path_argument else 'mesh, rng=None, device="cpu"'
@@ -228,12 +243,13 @@ class _File:
         body = ["super().__init__()"]
         for names in sorted({a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}):
             listed = ", ".join(f'"{n}"' for n in names)
-            body.append(f"self.{'_'.join(names)} = mesh.axis({listed})")
+            body.append(f"{scope.own('_'.join(names))} = mesh.axis({listed})")
         if any("key" in dict(s.kwargs) for s in steps):
-            body += ["self.rng = rng", *(["self.path = path"] if path_argument else [])]
-        body.append("self.device = device")
+            body.append(f"{scope.own('rng')} = rng")
+            body += [f"{scope.own('path')} = path"] if path_argument else []
+        body.append(f"{scope.own('device')} = device")
         for value in own:
-            body.append(self._declaration(value, path))
+            body.append(self._declaration(value, scope.path))
         if not path_argument:
             body += self._attachments()
             body += self._constants()
@@ -293,6 +309,11 @@ class _File:
 def _base(paths: Iterable[str]) -> str:
     """The base class of a module with members at these paths: `self[0]` needs one with indices."""
     return "rt.Scope" if any(is_subscript(p.split(".")[0]) for p in paths) else "nn.Module"
+
+
+def _members(names: Iterable[str]) -> frozenset[str]:
+    """First components of dotted names: the attributes that a module's own members take."""
+    return frozenset(name.split(".")[0] for name in names)
 
 
 def _nested(data: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.equivalence.precision import KeepDouble
 from shardwise.errors import VerifyError
 from shardwise.frontend.batch import read_batch
+from shardwise.frontend.functions import without_checkpoints
 from shardwise.frontend.loss import find_loss
 
 LEARNING_RATE = 1e-3
@@ -70,7 +71,7 @@ def run_reference(
     state = {name: t.detach().clone() for name, t in tensors.items()}
     args, kwargs = read_batch(batch).arguments(batch)
     model.zero_grad(set_to_none=True)
-    with KeepDouble():
+    with KeepDouble(), without_checkpoints():
         output = model(*args, **kwargs)
         loss = find_loss(output, batch, loss_fn)
         if not loss.requires_grad:

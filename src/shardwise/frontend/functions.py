@@ -86,6 +86,24 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Run checkpointed regions as they are: the same numbers, activations kept."""
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    apply = torch_checkpoint.CheckpointFunction.apply
+
+    def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = direct  # type: ignore[assignment]
+    torch_checkpoint.CheckpointFunction.apply = lambda run, _, *args: run(*args)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = generator
+        torch_checkpoint.CheckpointFunction.apply = apply  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def _group(recorder: Recorder) -> Iterator[None]:
     """Mark the nodes traced inside as one recompute group; an outer group takes its inner ones."""
     name = f"checkpoint_{recorder.num_groups}"

@@ -48,7 +48,14 @@ def lower(resolved: Resolved) -> Program:
         _Lowering(resolved, sources, ranks).run() for ranks in rank_classes(resolved, sources)
     )
     rules = resolved.facts.rules
+    kept = any(s.zero == 3 for p in programs for s in p.parameters)
+    groups = {node.recompute for node in resolved.graph.nodes if node.recompute}
     notes = [
+        f"{len(groups)} activation checkpoints of the model are not applied: its parameters are "
+        "gathered by block (zero 3)"
+        for _ in range(bool(groups) and kept)
+    ]
+    notes += [
         f"{node.op} at {node.origin}: rule found by experiment"
         for node in resolved.graph.nodes
         if rules[node.name].discovered

@@ -1,0 +1,56 @@
+"""Activation checkpointing of the user's model: steps that backward computes again.
+
+Enters: a function's items. Leaves: the same with each run of steps of one checkpoint as a `Region`,
+which is written as a function of its own and called through `torch.utils.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from shardwise.program import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Neighbouring steps of one checkpoint, with what they take from outside and give to it."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        return self.steps[0].module
+
+
+def fold_regions(items: list[Any], returned: tuple[str, ...], own: Any) -> list[Any]:
+    """Items with checkpointed steps folded; `own` are values that the function finds in `self`."""
+    folded: list[Any] = []
+    runs = [(k, list(g)) for k, g in groupby(items, lambda item: getattr(item, "recompute", None))]
+    after: list[set[str]] = [set(returned)]
+    for _, run in reversed(runs):
+        after.append(after[-1] | {name for item in run for name in _inputs(item)})
+    after.reverse()
+    for index, (group, run) in enumerate(runs):
+        if group is None:
+            folded += run
+        else:
+            folded.append(_region(run, after[index + 1], own))
+    return folded
+
+
+def _inputs(item: Any) -> list[str]:
+    calls = getattr(item, "calls", None) or (item,)
+    return [name for call in calls for name in call.inputs]
+
+
+def _region(steps: list[Step], used_after: set[str], own: Any) -> Region:
+    made = {out for step in steps for out in step.outputs}
+    inputs = dict.fromkeys(
+        n for step in steps for n in step.inputs if n not in made and n not in own
+    )
+    outputs = [out for step in steps for out in step.outputs if out in used_after]
+    return Region(steps=tuple(steps), inputs=tuple(inputs), outputs=tuple(outputs))

@@ -1,0 +1,61 @@
+"""Whole programs whose text has something special: recomputed regions, members named like ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+
+
+class Checkpointed(nn.Module):
+    """A region that backward computes again, with dropout in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def region(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.up(x).relu(), 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.region, x, use_reentrant=False)
+        return self.down(hidden).square().mean()
+
+
+class Clashing(nn.Module):
+    """Members with the names that generated code would use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.device = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.dp, self.tp = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(6, device=x.device)
+        x = self.tp(self.dp(x * self.rng + positions).relu())
+        return nn.functional.dropout(x - self.device, 0.5).square().mean()
+
+
+@pytest.mark.parametrize("model", [Checkpointed, Clashing])
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("hybrid", {"dp": 2, "tp": 2})])
+def test_equal_to_the_model(model: type[nn.Module], strategy: str, options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    module, batch = model(), (torch.randn(5, 6),)
+    graph = sw.capture(module, batch)
+    plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(4), **options)
+    certificate = sw.verify(module, batch, plan)
+    assert certificate.ok, certificate
+
+
+def test_a_checkpointed_region_is_recomputed() -> None:
+    batch = (torch.randn(5, 6),)
+    graph = sw.capture(Checkpointed(), batch)
+    text = sw.compile(graph, sw.strategies.ddp(graph, sw.Cluster.local(2))).source()
+    assert "def recomputed_1(x):" in text
+    assert "= checkpoint(" in text
+    program = sw.compile(graph, sw.strategies.fsdp(graph, sw.Cluster.local(2)))
+    assert "checkpoint(" not in program.source()
+    assert any("1 activation checkpoints" in note for note in program.lowered.notes)
