@@ -117,6 +117,7 @@ class Body:
         for line in inner.lines:
             self._line(f"{INDENT}{line}")
         self._line(f"{INDENT}return {', '.join(inner._value(Ref(o)) for o in region.outputs)}")
+        self.lines.append("")
         for value in dying:
             self.names.release(value)
         targets = [self._target(o, inner.stems.get(o, "x"), uses) for o in region.outputs]

@@ -359,7 +359,8 @@ def _mesh_axes(arg: Any) -> list[MeshAxis]:
 
 
 def _indented(lines: Any) -> list[str]:
-    return [f"{INDENT}{piece}" for line in lines for piece in str(line).split("\n")]
+    pieces = [piece for line in lines for piece in str(line).split("\n")]
+    return [f"{INDENT}{piece}" if piece.strip() else "" for piece in pieces]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -84,10 +84,16 @@ def compare_outcome(program: Program, found: Outcome, expected: Reference) -> li
         result.append(compare(f"gradient of {name}", mine, gradient, floor=floor))
     for name in sorted(set(found.gradients) - set(expected.gradients)):
         result.append(Comparison(f"gradient of {name}", float("inf"), "no such parameter"))
+    buffers = [
+        t.abs().max().item()
+        for name, t in expected.state_after.items()
+        if name not in expected.gradients and t.is_floating_point() and t.numel()
+    ]
+    smallest = NEGLIGIBLE * max(buffers, default=0.0)
     for name, tensor in expected.state_after.items():
         trained = name in expected.gradients
         what = f"{'parameter' if trained else 'buffer'} of {name} after a step"
-        floor = LEARNING_RATE if trained else 0.0  # how far a step can move a parameter
+        floor = LEARNING_RATE if trained else smallest  # how far a step can move a parameter
         result.append(compare(what, found.state_after[name], tensor, floor=floor))
     return result
 

@@ -54,7 +54,7 @@ def test_a_checkpointed_region_is_recomputed() -> None:
     batch = (torch.randn(5, 6),)
     graph = sw.capture(Checkpointed(), batch)
     text = sw.compile(graph, sw.strategies.ddp(graph, sw.Cluster.local(2))).source()
-    assert "def recomputed_1(x):" in text
+    assert "def recomputed_1(" in text
     assert "= checkpoint(" in text
     program = sw.compile(graph, sw.strategies.fsdp(graph, sw.Cluster.local(2)))
     assert "checkpoint(" not in program.source()
