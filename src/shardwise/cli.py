@@ -318,7 +318,7 @@ def fit(text: str) -> str:
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         wrapped = textwrap.wrap(
-            line, width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
+            line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
         )
         lines += wrapped if len(line) > width else [line]
     return "\n".join(lines)
