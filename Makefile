@@ -57,7 +57,7 @@ lint: setup ## Check style, types and import layers
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
-	@$(VENV)/bin/lint-imports --no-logo
+	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
 format: setup ## Format the code and apply safe fixes
 	@$(PY) -m ruff check --fix

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwise.version import __version__
+
 if TYPE_CHECKING:
     from shardwise import errors
     from shardwise.api import Program, compile, explain, parallelize, verify
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Certificate",

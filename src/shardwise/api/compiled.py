@@ -14,11 +14,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-import shardwise
 from shardwise import program as lowering
 from shardwise.emit import emit
 from shardwise.ir import Graph
 from shardwise.plans import Plan, resolve
+from shardwise.version import __version__
 
 CACHED_PROGRAMS = 32
 
@@ -79,7 +79,7 @@ _cache: OrderedDict[str, Program] = OrderedDict()
 def compile(graph: Graph, plan: Plan) -> Program:
     """Lower a plan and write the code of every distinct rank program."""
     key = hashlib.sha256(
-        f"{shardwise.__version__} {graph.fingerprint} {json.dumps(plan.to_json())}".encode()
+        f"{__version__} {graph.fingerprint} {json.dumps(plan.to_json())}".encode()
     ).hexdigest()
     if key not in _cache:
         lowered = lowering.lower(resolve(graph, plan))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import shardwise
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
 from shardwise.emit.function import INDENT, Body, Scope, attribute_path, is_subscript
 from shardwise.emit.names import identifier
@@ -24,6 +23,7 @@ from shardwise.ir import Ref, iter_refs
 from shardwise.program import Program, RankProgram, Step, Storage
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.rule import MeshAxis
+from shardwise.version import __version__
 
 SMALL_CONSTANT = 16
 
@@ -62,7 +62,7 @@ class _File:
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
         return (
             f'"""{self.graph.name} on {plan.mesh}, plan {plan.name}: rank{"s" * (len(ranks) > 1)} '
-            f"{shown}.\n\nWritten by shardwise {shardwise.__version__} for the graph "
+            f"{shown}.\n\nWritten by shardwise {__version__} for the graph "
             f'{self.graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
         )
 
