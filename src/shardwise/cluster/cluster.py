@@ -19,8 +19,9 @@ from shardwise.errors import ClusterError, did_you_mean
 
 FORMAT_VERSION = 1
 
-# Estimates for `Cluster.local`, measured on one thread of a shared x86 server with torch 2.13:
-# a 1024 x 1024 matmul, and gloo all-reduces of 4 bytes and of 64 MiB between 2 processes.
+# Estimates for `Cluster.local`, rounded from single runs on a shared x86 server with torch 2.13: a
+# 1024 x 1024 matmul on one thread; gloo all-reduces between 2 processes of 4 bytes (0.4 to 3.6 ms)
+# and of 64 MiB (101 to 461 ms).
 _CPU_FLOPS_PER_S = (("bfloat16", 1.0e10), ("float32", 2.5e10), ("float64", 1.2e10))
 _LOOPBACK_BANDWIDTH_BYTES_PER_S = 0.6e9
 _LOOPBACK_LATENCY_S = 4.0e-4
