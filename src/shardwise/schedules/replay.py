@@ -1,0 +1,102 @@
+"""When each action of a schedule would run, given how long each takes.
+
+Enters: a schedule, seconds per action, and the seconds a result takes to another group. Leaves:
+`Timeline`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.schedules.action import Action, ScheduleError
+from shardwise.schedules.order import Links, Span, run_in_order
+from shardwise.schedules.schedule import Schedule
+
+Durations = (
+    Mapping[tuple[str, int], float]
+    | Mapping[tuple[str, int, int], float]
+    | Callable[[Action], float]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A replayed schedule: `spans[group]` are its actions in list order, with start and end."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max((mine[-1].end for mine in self.spans if mine), default=0.0)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all groups' time in which they wait."""
+        groups = range(len(self.spans))
+        return sum(self.group_bubble(group) for group in groups) / len(self.spans)
+
+    def busy(self, group: int) -> float:
+        """Seconds in which a group computes."""
+        return sum(span.end - span.start for span in self.spans[group])
+
+    def group_bubble(self, group: int) -> float:
+        """The part of the step in which a group waits."""
+        return 1 - self.busy(group) / self.step_time if self.step_time else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.schedule.name}: step {self.step_time:.6g} s, bubble {self.bubble_fraction:.1%}"
+        ]
+        for group in range(len(self.spans)):
+            busy, bubble = self.busy(group), self.group_bubble(group)
+            lines.append(f"group {group}: busy {busy:.6g} s, bubble {bubble:.1%}")
+        return "\n".join(lines)
+
+
+def replay(
+    schedule: Schedule,
+    durations: Durations,
+    *,
+    transfer: float = 0.0,
+    edges: Iterable[tuple[int, int]] | None = None,
+) -> Timeline:
+    """Run every group's list in order, each action waiting for its inputs.
+
+    `durations` maps (kind, stage, microbatch) or (kind, stage) to seconds, the longer key winning,
+    or is a function of the action. A result reaches another group `transfer` seconds after its
+    end, while both groups go on. The schedule is not checked for being complete: see `check`.
+    """
+    seconds = durations if callable(durations) else _lookup(durations)
+    if not (math.isfinite(transfer) and transfer >= 0):
+        raise ScheduleError(f"transfer is {transfer!r} seconds, needs 0 or more")
+
+    def duration(action: Action) -> float:
+        value = seconds(action)
+        if not (math.isfinite(value) and value >= 0):
+            raise ScheduleError(f"{action} takes {value!r} seconds, needs 0 or more")
+        return value
+
+    links = Links.of(schedule.num_stages, edges)
+    spans = run_in_order(schedule.actions, links, duration, transfer)
+    return Timeline(schedule=schedule, spans=spans)
+
+
+def _lookup(durations: Mapping[Any, float]) -> Callable[[Action], float]:
+    def seconds(action: Action) -> float:
+        for key in (
+            (action.kind, action.stage, action.microbatch),
+            (action.kind, action.stage),
+        ):
+            if key in durations:
+                return durations[key]
+        raise ScheduleError(
+            f"there is no duration for {action}",
+            hint=f"durations[{action.kind!r}, {action.stage}] = seconds",
+        )
+
+    return seconds
