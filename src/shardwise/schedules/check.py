@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from shardwise.schedules.action import KINDS, Action, ScheduleError
 from shardwise.schedules.order import Links, run_in_order
 from shardwise.schedules.schedule import Schedule
+
+Message = tuple[Action, int]  # a result, and the stage that it is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,8 @@ def _check_complete(schedule: Schedule, backward: bool) -> None:
 
 def _incomplete(kinds: str, of: dict[str, Action]) -> str:
     """What is wrong with the kinds that a stage and microbatch has; empty where nothing is."""
+    if kinds in ("FB", "FIW"):
+        return ""
     if "F" not in kinds:
         return f"no {of['F']}, the forward of stage {of['F'].stage}"
     reasons = {
@@ -109,7 +114,7 @@ def _incomplete(kinds: str, of: dict[str, Action]) -> str:
         "BW": f"both {of['B']} and {of['W']}: the same weight gradients twice",
         "BIW": f"{of['B']} and also {of['I']} and {of['W']}: the same backward twice",
     }
-    return reasons.get(kinds[1:], "")
+    return reasons[kinds[1:]]
 
 
 def _not_forward_only(kinds: str, of: dict[str, Action]) -> str:
@@ -143,14 +148,14 @@ def _facts(schedule: Schedule, links: Links, backward: bool) -> Facts:
         [a for a in by_group[schedule.placement[stage]] if a.stage == stage] for stage in stages
     ]
     sent, received = _messages(schedule, links)
-    assert sum(sent, Counter()) == sum(received, Counter()), "each send has one receive"
+    assert Counter(chain(*sent)) == Counter(chain(*received)), "each send has one receive"
     return Facts(
         alive=tuple(_peak(mine, "BI", backward) for mine in by_group),
         alive_weights=tuple(_peak(mine, "BW", backward) for mine in by_group),
         stage_alive=tuple(_peak(mine, "BI", backward) for mine in by_stage),
         stage_alive_weights=tuple(_peak(mine, "BW", backward) for mine in by_stage),
-        sends=tuple(mine.total() for mine in sent),
-        receives=tuple(mine.total() for mine in received),
+        sends=tuple(len(mine) for mine in sent),
+        receives=tuple(len(mine) for mine in received),
     )
 
 
@@ -163,23 +168,20 @@ def _peak(actions: Sequence[Action], ends: str, backward: bool) -> int:
     return most
 
 
-def _messages(
-    schedule: Schedule, links: Links
-) -> tuple[list[Counter[tuple[Action, int]]], list[Counter[tuple[Action, int]]]]:
-    """Per group what it sends and receives: a result and the stage that it is for."""
+def _messages(schedule: Schedule, links: Links) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Per group what it sends and what it receives."""
     place = schedule.placement
-    sent: list[Counter[tuple[Action, int]]] = [Counter() for _ in schedule.actions]
-    received: list[Counter[tuple[Action, int]]] = [Counter() for _ in schedule.actions]
+    sent: list[list[Message]] = [[] for _ in schedule.actions]
+    received: list[list[Message]] = [[] for _ in schedule.actions]
     for group, mine in enumerate(schedule.actions):
         for action in mine:
             if action.kind == "W":
                 continue
-            forward = action.kind == "F"
-            targets = links.consumers if forward else links.producers
-            sent[group].update(
-                (action.result, stage) for stage in targets[action.stage] if place[stage] != group
-            )
-            received[group].update(
-                (need, action.stage) for need in links.needs(action) if place[need.stage] != group
-            )
+            readers = links.consumers if action.kind == "F" else links.producers
+            for stage in readers[action.stage]:
+                if place[stage] != group:
+                    sent[group].append((action.result, stage))
+            for need in links.needs(action):
+                if place[need.stage] != group:
+                    received[group].append((need, action.stage))
     return sent, received
