@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,19 @@ class Entry:
 
     `leaf` is what the forward uses and autograd accumulates into; `shown` is what
     `pm.parameters()` shows between steps; `piece` is what the optimizer updates. For zero 0 the
-    three are one; for zero 3 `shown` is the piece.
+    three are one; for zero 3 `shown` is the piece. `parts` are the parts of the program (pipeline
+    stages) on this rank that use it.
     """
 
-    __slots__ = ("bounds", "group", "leaf", "local_shape", "piece", "shown", "slots", "spec")
+    __slots__ = (
+        *("bounds", "group", "leaf", "local_shape", "parts", "piece", "shown", "slots", "spec"),
+    )
 
     def __init__(self, spec: ParameterSpec, local_shape: tuple[int, ...]) -> None:
         self.spec, self.local_shape = spec, local_shape
         self.bounds = (0, math.prod(local_shape))
         self.group: FlatGroup | None = None
+        self.parts: set[Hashable] = set()
         self.slots: list[tuple[nn.Module, str]] = []
         self.leaf: nn.Parameter
         self.shown: nn.Parameter

@@ -4,8 +4,12 @@ A `Unit` is a module of the generated program with the flat groups of its parame
 gather them before its forward, while the next unit's are already on their way; let them go after;
 and gather them again before its backward, which a hook on the gradient of its outputs announces.
 Autograd runs backward in the reverse order of the forward's calls, so that when a unit's backward
-begins, all units called after it are done: their memory goes, and sums not yet started start.
-The root unit stays gathered from the beginning of a step to its end.
+begins, all units called after it are done: their memory goes, and, in the last backward of a step,
+sums not yet started start. The root unit stays gathered from the beginning of a step to its end.
+
+A step runs the forward and backward of several micro-batches in any order, each in a window of
+its own (`begin_forward` … `end_forward`); each forward leaves a `Pass`, to which its hooks refer.
+A step without windows is one forward and one backward.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import Tensor, nn
 from shardwise.runtime.flat import Entry, FlatGroup
 from shardwise.runtime.transport import Pending
 
-__all__ = ["Unit", "Units"]
+__all__ = ["Pass", "Unit", "Units"]
 
 
 class Unit:
@@ -28,9 +32,11 @@ class Unit:
     def __init__(self, path: str, groups: Sequence[FlatGroup]) -> None:
         self.path, self.groups = path, tuple(groups)
         self.entries: list[Entry] = [entry for group in groups for entry in group.entries]
-        self.first_call: int | None = None
         self._pending: list[Pending] | None = None
         self.ready = False
+
+    def __repr__(self) -> str:
+        return f"Unit({self.path!r}, {len(self.entries)} parameters)"
 
     def start(self) -> None:
         """Begin to gather, unless that has been done."""
@@ -60,6 +66,29 @@ class Unit:
             self.ready = False
 
 
+class Pass:
+    """One forward of one part: the units in the order of their calls."""
+
+    def __init__(self, order: Sequence[Unit]) -> None:
+        self.order = order
+        self.calls: list[Unit] = []
+        self.first: dict[Unit, int] = {}
+        self.inside: list[int] = []
+        self.announced: set[Unit] = set()
+
+    def enter(self, unit: Unit) -> Unit | None:
+        """Note a call; the unit that is expected next."""
+        call = len(self.calls)
+        self.calls.append(unit)
+        self.first.setdefault(unit, call)
+        self.inside.append(call)
+        return self.order[call + 1] if call + 1 < len(self.order) else None
+
+    def called_after(self, call: int) -> list[Unit]:
+        """The units first called after `call`, the latest first."""
+        return [unit for unit, at in reversed(self.first.items()) if at > call]
+
+
 class Units:
     """All units of a program, and where in the step it is."""
 
@@ -73,95 +102,152 @@ class Units:
         self.units = [Unit(path, found) for path, found in by_path.items()]
         self._flush = flush
         self._orders: dict[Hashable, list[Unit]] = {}
-        self._order = self.units
-        self._calls: list[Unit] = []
-        self._in_backward = False
+        self._inline: dict[Hashable, dict[Unit, None]] = {}
+        self._mode, self._last, self._windows = "", True, False
         self._key: Hashable = None
+        self._order_key: Hashable = None
+        self._pass = Pass(())
+        self._current: tuple[Pass, int] = (self._pass, 0)
 
-    def attach(self, module: nn.Module) -> None:
+    def attach(self, module: nn.Module, part: Hashable = 0) -> None:
         """Hook a generated module's units.
 
         A program may write a block's code in its own forward, as where a block is called twice.
         Such a unit is gathered when the program begins, and stays until its end as the root does.
         """
         for unit in self.units:
+            if not any(part in entry.parts for entry in unit.entries):
+                continue
             target = _submodule(module, unit.path)
             if target is None:
-                module.register_forward_pre_hook(_eager(_use(unit)))
+                module.register_forward_pre_hook(self._inlined(unit, part))
                 continue
             target.register_forward_pre_hook(self._before(unit))
             target.register_forward_hook(self._after(unit))
 
+    # --- steps and windows ---------------------------------------------------------------
+
     def begin(self, key: Hashable) -> None:
-        """Start a step: gather the root, and the first unit ahead."""
-        self._key, self._order = key, self._orders.get(key, self.units)
-        self._calls, self._in_backward = [], False
-        for unit in self.units:
-            unit.first_call = None
-        self.root.start()
-        if self._order:
-            self._order[0].start()
+        """Start a step: gather the root."""
+        self._key, self._windows = key, False
+        self._inline.clear()
+        self._last = True
+        self._start_pass(0, None)
         self.root.use()
+
+    def begin_forward(self, part: Hashable, key: Hashable) -> None:
+        """Start a forward of a part: the first unit ahead."""
+        self._windows = True
+        self._start_pass(part, key)
+        if self._pass.order:
+            self._pass.order[0].start()
+
+    def end_forward(self) -> None:
+        """Nothing but the root stays gathered."""
+        self._orders.setdefault(self._order_key, self._pass.calls)
+        self._free_all()
+        self._mode = ""
+
+    def begin_backward(self, part: Hashable, last: bool) -> None:
+        """Start a backward of a part."""
+        self._windows, self._mode, self._last = True, "backward", last
+        self._current = (Pass(()), 0)
+        for unit in self._inline.get(part, ()):
+            unit.use()
+
+    def end_backward(self) -> None:
+        """Units that are still there are done; nothing but the root stays gathered."""
+        self._end_backward()
+        self._mode = ""
 
     def finish(self, *, abort: bool = False) -> None:
         """End a step: nothing stays gathered."""
-        if not abort:
-            self._orders.setdefault(self._key, list(self._calls) or self.units)
-        called = sorted(self.units, key=lambda u: -1 if u.first_call is None else u.first_call)
-        for unit in reversed(called):
-            if self._in_backward and not abort:
+        if not abort and not self._windows:
+            self._orders.setdefault(self._order_key, self._pass.calls)
+            if self._mode == "backward":
+                self._end_backward()
+        self._free_all()
+        self.root.free()
+        self._mode = ""
+
+    def _start_pass(self, part: Hashable, key: Hashable) -> None:
+        self._order_key = (self._key, part, key)
+        mine = [u for u in self.units if any(part in entry.parts for entry in u.entries)]
+        order = self._orders.get(self._order_key, mine)
+        self._pass, self._mode = Pass(order), "forward"
+
+    def _end_backward(self) -> None:
+        for unit in self._current[0].called_after(-1):
+            if self._last:
                 self._flush(unit.entries)
             unit.free()
-        self.root.free()
-        self._in_backward = False
+        self._free_all()
+
+    def _free_all(self) -> None:
+        for unit in reversed(self.units):
+            unit.free()
+
+    # --- hooks ---------------------------------------------------------------------------
+
+    def _inlined(self, unit: Unit, part: Hashable) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            self._inline.setdefault(part, {})[unit] = None
+            unit.use()
+
+        return _eager(before)
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
-            if self._in_backward:  # a recomputed forward
-                unit.use()
-                return
-            call = len(self._calls)
-            self._calls.append(unit)
-            if unit.first_call is None:
-                unit.first_call = call
             unit.use()
-            if call + 1 < len(self._order):
-                self._order[call + 1].start()
+            following = self._recomputed(unit) if self._in_backward else self._pass.enter(unit)
+            if following is not None:
+                following.start()
 
         return _eager(before)
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._in_backward:
+                found, call = self._current
+                if unit in found.announced and found.calls[call] is not unit:
+                    unit.free()  # until its own backward
                 return
-            call = len(self._calls) - 1
+            call = self._pass.inside.pop()
             if torch.is_grad_enabled():
                 for tensor in _tensors(output):
                     if tensor.requires_grad:
-                        self._announce(tensor, unit, call)
+                        self._announce(tensor, unit, self._pass, call)
             unit.free()
 
         return _eager(after)
 
-    def _announce(self, output: Tensor, unit: Unit, call: int) -> None:
-        def before_backward(_: Tensor) -> None:
-            self._before_backward(unit, call)
+    @property
+    def _in_backward(self) -> bool:
+        return self._mode == "backward"
 
+    def _recomputed(self, unit: Unit) -> Unit | None:
+        """The unit after this one in a forward that backward runs again."""
+        found, call = self._current
+        at = found.first.get(unit, call) + 1
+        return found.calls[at] if at < call else None
+
+    def _announce(self, output: Tensor, unit: Unit, found: Pass, call: int) -> None:
+        def before_backward(_: Tensor) -> None:
+            self._before_backward(unit, found, call)
+
+        found.announced.add(unit)
         output.register_hook(before_backward)  # type: ignore[no-untyped-call]
 
-    def _before_backward(self, unit: Unit, call: int) -> None:
-        self._in_backward = True
-        self._retire(call)
+    def _before_backward(self, unit: Unit, found: Pass, call: int) -> None:
+        self._mode, self._current = "backward", (found, call)
+        for done in found.called_after(call):
+            if done.ready:
+                if self._last:
+                    self._flush(done.entries)
+                done.free()
         unit.use()
         if call > 0:
-            self._calls[call - 1].start()
-
-    def _retire(self, call: int) -> None:
-        """Let go of what was first called after `call`: its backward is done."""
-        for unit in reversed(self.units):
-            if unit.ready and unit.first_call is not None and unit.first_call > call:
-                self._flush(unit.entries)
-                unit.free()
+            found.calls[call - 1].start()
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
@@ -171,13 +257,6 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
     except AttributeError:
         return None
     return None if type(found).forward is nn.Module.forward else found
-
-
-def _use(unit: Unit) -> Callable[..., None]:
-    def before(module: nn.Module, args: Any) -> None:
-        unit.use()
-
-    return before
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

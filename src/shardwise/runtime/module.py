@@ -73,16 +73,18 @@ class ParallelModule(nn.Module):
         key, program = self._program(batch, training=True, local=local)
         self.rng.step += 1
         with self.store.step(key):
-            loss, out = program(batch, outputs=outputs, local=local)
+            with self.store.forward():
+                loss, out = program(batch, outputs=outputs, local=local)
             if loss is None or not loss.requires_grad:
                 raise ProgramError("the loss depends on no parameter that is trained")
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self.store.backward(last=True):
+                loss.backward()  # type: ignore[no-untyped-call]
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
     def eval_step(self, batch: Any, *, local: bool = False) -> Any:
         """The model's outputs in eval mode, without gradients."""
         key, program = self._program(batch, training=False, local=local)
-        with self.store.evaluate(key):
+        with self.store.evaluate(key), self.store.forward():
             return program(batch, outputs=True, local=local)[1]
 
     def local_batch(self, batch: Any, training: bool = True) -> Any:

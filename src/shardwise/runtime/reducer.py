@@ -4,6 +4,10 @@ Each gradient belongs to a `Reduction`: an all-reduce of one large gradient in p
 of small ones, or a reduce-scatter of a flat group (zero 2 and 3). It starts when its last gradient
 has been accumulated. Gradients are summed, never averaged: the loss is the whole batch's.
 
+A step has a backward for every micro-batch of every part (pipeline stage) that this rank runs.
+Autograd adds their gradients up; sums over ranks start in the last backward of a part, and for a
+parameter of several parts in the last of theirs. A step without windows is one last backward.
+
 Which parameters have gradients is agreed over all ranks in a program's first step, because a rank
 with an empty shard may produce none where others do. There its gradient is zero; and reductions
 with such parameters start at the same fixed points on all ranks instead of on arrival.
@@ -41,11 +45,20 @@ class Reduction:
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None) -> None:
         self.entries, self.axis, self.group = tuple(entries), axis, group
-        self.early = True
-        self.waiting = len(self.entries)
+        self.expected: dict[Entry, int] = {}  # arrivals in the last backward; none: no early start
+        self.waiting: dict[Entry, int] = {}
         self.launched = False
         self.bytes = sum(e.numel * e.leaf.element_size() for e in self.entries)
         self._pending: Pending | None = None
+
+    def arrives(self, entry: Entry) -> bool:
+        """Count an arrival in the last backward; whether it was the last one expected."""
+        if entry in self.waiting:
+            self.waiting[entry] -= 1
+            if self.waiting[entry] == 0:
+                del self.waiting[entry]
+                return not self.waiting
+        return False
 
     def launch(self) -> None:
         """Start the sum of what has arrived; what has not counts as zero."""
@@ -91,7 +104,7 @@ class Reduction:
 
     def drop(self) -> None:
         """Forget everything, after an error."""
-        self._pending, self.launched, self.waiting = None, False, len(self.entries)
+        self._pending, self.launched, self.waiting = None, False, dict(self.expected)
 
 
 @dataclass(slots=True)
@@ -117,7 +130,10 @@ class Reducer:
         self.entries = [e for e in entries if e.spec.requires_grad]
         self.plans: dict[Hashable, Plan] = {}
         self.plan = Plan()
-        self._arrived: dict[Entry, None] = {}
+        self._arrived: dict[Entry, int] = {}  # in the order of the first arrival; how many final
+        self._ahead: dict[Entry, set[Hashable]] = {}  # parts whose last backward is to come
+        self._part: Hashable = None
+        self._last = True
         self._flying: list[Reduction] = []
         self._stash: dict[Entry, Tensor] = {}
         self.active = False
@@ -132,9 +148,11 @@ class Reducer:
         return arrived
 
     def begin(self, key: Hashable) -> None:
-        """Prepare for one backward of the program `key`."""
+        """Prepare for one step of the program `key`."""
         self.plan = self.plans.setdefault(key, Plan())
         self._arrived.clear()
+        self._ahead = {}
+        self._last = True
         for reduction in self.plan.reductions:
             reduction.drop()
         for entry in self.entries:
@@ -145,8 +163,29 @@ class Reducer:
                 entry.piece.grad = None
         self.active = True
 
+    def begin_window(self, part: Hashable, last: bool) -> None:
+        """Start a forward or backward of a part; `last`: its last backward of this step."""
+        if not self._ahead:
+            self._ahead = {entry: set(entry.parts) for entry in self.entries}
+        self._part, self._last = part, last
+
+    def end_window(self) -> None:
+        """In the last backward of a part: start what its entries still have to sum."""
+        if self._last:
+            mine = [entry for entry in self.entries if self._part in entry.parts]
+            self.flush(mine)
+            for entry in mine:
+                self._ahead[entry].discard(self._part)
+        self._last = False
+
+    def _is_final(self, entry: Entry) -> bool:
+        """Whether no backward to come adds to the entry's gradient."""
+        ahead = self._ahead.get(entry)
+        return not ahead or (self._last and ahead == {self._part})
+
     def _on_arrival(self, entry: Entry) -> None:
-        self._arrived[entry] = None
+        final = self._is_final(entry)
+        self._arrived[entry] = self._arrived.get(entry, 0) + final
         if entry not in self.plan.known:
             return
         reduction = self.plan.of.get(entry)
@@ -161,8 +200,7 @@ class Reducer:
                 f"{entry.spec.unit!r}",
                 hint='put parameters that several units use into the root unit ""',
             )
-        reduction.waiting -= 1
-        if reduction.waiting == 0 and reduction.early:
+        if final and reduction.arrives(entry):
             self._launch(reduction)
 
     def _launch(self, reduction: Reduction) -> None:
@@ -173,16 +211,17 @@ class Reducer:
 
     def flush(self, entries: Iterable[Entry]) -> None:
         """Start what these entries still have to sum; a fixed point of all ranks' programs."""
-        wanted = [e for e in entries if e.spec.requires_grad]
+        wanted = [e for e in entries if e.spec.requires_grad and self._is_final(e)]
         unknown = [e for e in wanted if e not in self.plan.known]
         if unknown:
             self._agree(unknown)
         for reduction in dict.fromkeys(self.plan.of[e] for e in wanted if e in self.plan.of):
-            if not reduction.launched:
+            if not reduction.launched and all(self._is_final(e) for e in reduction.entries):
                 self._launch(reduction)
 
     def finish(self) -> set[Entry]:
         """Complete all sums; the entries that now have a gradient."""
+        self._ahead = {}
         self.flush(self.entries)
         for reduction in self._flying:
             reduction.finish()
@@ -224,20 +263,23 @@ class Reducer:
 
     def _agree(self, entries: list[Entry]) -> None:
         """Learn over all ranks which of these have gradients, and form their reductions."""
-        here = torch.tensor([[e in self._arrived for e in entries]], dtype=torch.int32)
+        counts = torch.tensor([self._arrived.get(e, 0) for e in entries], dtype=torch.int32)
+        here = torch.tensor([e in self._arrived for e in entries], dtype=torch.int32)
         place = {e: i for i, e in enumerate(self._arrived)}
         order = torch.tensor([place.get(e, len(place)) for e in entries], dtype=torch.int64)
         device = entries[0].leaf.device
-        votes = torch.cat([here, 1 - here]).to(device)
-        some, not_all = self.mesh.world.all_reduce(votes, "max").wait().tolist()
+        votes = torch.stack([here, counts, -counts]).to(device)
+        some, most, least = self.mesh.world.all_reduce(votes, "max").wait().tolist()
         order = self.mesh.world.broadcast(order.to(device)).wait()
         ordered = [entries[i] for i in torch.argsort(order, stable=True).tolist()]
         used = {e for e, has in zip(entries, some, strict=True) if has}
-        uneven = {e for e, lacks in zip(entries, not_all, strict=True) if lacks}
+        arrivals = dict(zip(entries, most, strict=True))
+        uneven = {e for e, x, y in zip(entries, most, least, strict=True) if x != -y}
         self.plan.known.update(entries)
         self.plan.used |= used
         for reduction in self._form([e for e in ordered if e in used]):
-            reduction.early = not any(e in uneven for e in reduction.entries)
+            if not any(e in uneven for e in reduction.entries):
+                reduction.expected = {e: n for e in reduction.entries if (n := arrivals[e])}
             self.plan.add(reduction)
 
     def _form(self, entries: list[Entry]) -> list[Reduction]:

@@ -2,6 +2,12 @@
 
 Full tensors enter one at a time (`load_full`), so that no rank ever needs the whole model; full
 tensors leave by `gather_state_dict` and `gather_gradients`, which all ranks call together.
+
+A rank may run several generated modules ("parts", pipeline stages), each several times per step:
+
+    with store.step(key):
+        with store.forward(part, key): …                # for every micro-batch of every part,
+        with store.backward(part, last=last_of_part): …  # in any order
 """
 
 from __future__ import annotations
@@ -25,18 +31,24 @@ __all__ = ["ParameterStore"]
 
 
 class ParameterStore:
-    """The parameters and buffers of a generated module on this rank."""
+    """The parameters and buffers of the generated modules on this rank.
+
+    `module` is the only one, or the first, or a mapping from parts to modules.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Mapping[Hashable, nn.Module],
         mesh: ProcessMesh,
         specs: Sequence[ParameterSpec],
         buffers: Sequence[BufferSpec] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self.mesh, self.device = mesh, torch.device(device)
+        modules = {0: module} if isinstance(module, nn.Module) else dict(module)
         self.entries = [self._entry(spec) for spec in specs]
+        for entry in self.entries:
+            entry.parts = {part for part, found in modules.items() if _slots(found, entry)}
         self.groups = self._group()
         self._by_name = {n: e for e in self.entries for n in (e.spec.name, *e.spec.aliases)}
         self.buffer_specs = tuple(buffers)
@@ -48,7 +60,8 @@ class ParameterStore:
         self.reducer = Reducer(mesh, self.entries)
         self.units = Units([g for g in self.groups if g.zero == 3], self.reducer.flush)
         self.with_gradient: set[Entry] = set()
-        self.attach(module)
+        for part, found in modules.items():
+            self.attach(found, part)
 
     def _entry(self, spec: ParameterSpec) -> Entry:
         shape = local_shape(spec.shape, spec.splits, self.mesh.coordinates, self.mesh.axes)
@@ -63,7 +76,8 @@ class ParameterStore:
                 entry.own_whole(self.device, dtype)
                 continue
             alone = spec.name if entry.numel * dtype.itemsize >= ALONE_BYTES else None
-            key = (spec.unit, spec.sync, dtype, spec.zero, spec.requires_grad, alone)
+            parts = frozenset(entry.parts)
+            key = (spec.unit, spec.sync, dtype, spec.zero, spec.requires_grad, alone, parts)
             together.setdefault(key, []).append(entry)
         return [
             FlatGroup(found, sync_axis(found[0], self.mesh), self.device, torch_dtype(dtype))
@@ -71,21 +85,19 @@ class ParameterStore:
             for dtype in [found[0].spec.dtype]
         ]
 
-    def attach(self, module: nn.Module) -> None:
-        """Make a generated module use this memory; several may share it."""
+    def attach(self, module: nn.Module, part: Hashable = 0) -> None:
+        """Make a generated module use this memory; several may share it, also as one part."""
         for entry in self.entries:
-            for name in (entry.spec.name, *entry.spec.aliases):
-                with contextlib.suppress(AttributeError):
-                    owner, last = locate(module, name)
-                    if last in owner._parameters:
-                        entry.slots.append((owner, last))
-            entry.show(entry.shown)
+            if slots := _slots(module, entry):
+                entry.slots += slots
+                entry.parts.add(part)
+                entry.show(entry.shown)
         for alias, name in self._aliases.items():
             with contextlib.suppress(AttributeError):
                 owner, last = locate(module, alias)
                 if last in owner._buffers:
                     owner._buffers[last] = self.buffers[name]
-        self.units.attach(module)
+        self.units.attach(module, part)
 
     # --- full tensors in and out ---------------------------------------------------------
 
@@ -210,7 +222,10 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def step(self, key: Hashable = None) -> Iterator[None]:
-        """Around the forward and backward of one batch: gradients are added at the end."""
+        """Around the forward and backward of one batch: gradients are added at the end.
+
+        Without windows of `forward` and `backward` in it, it is one forward and one backward.
+        """
         self.reducer.begin(key)
         self.units.begin(("train", key))
         try:
@@ -221,6 +236,28 @@ class ParameterStore:
             self.reducer.abort()
             self.units.finish(abort=True)
             raise
+
+    @contextlib.contextmanager
+    def forward(self, part: Hashable = 0, key: Hashable = None) -> Iterator[None]:
+        """Around the forward of one micro-batch of a part, in a `step` or `evaluate`."""
+        self.reducer.begin_window(part, last=False)
+        self.units.begin_forward(part, key)
+        yield
+        self.units.end_forward()
+        self.reducer.end_window()
+
+    @contextlib.contextmanager
+    def backward(self, part: Hashable = 0, *, last: bool) -> Iterator[None]:
+        """Around the backward of one micro-batch of a part, or of its weights' gradients alone.
+
+        `last` says that no later one of this step adds to the part's gradients: they are then
+        summed over ranks.
+        """
+        self.reducer.begin_window(part, last)
+        self.units.begin_backward(part, last)
+        yield
+        self.units.end_backward()
+        self.reducer.end_window()
 
     @contextlib.contextmanager
     def evaluate(self, key: Hashable = None) -> Iterator[None]:
@@ -243,3 +280,14 @@ class ParameterStore:
             self.load_full(entry.spec.name, load(entry.spec.name))
         for spec in self.buffer_specs:
             self.load_full(spec.name, load(spec.name))
+
+
+def _slots(module: nn.Module, entry: Entry) -> list[tuple[nn.Module, str]]:
+    """Where in the module the entry's parameter is, under any of its names."""
+    found: list[tuple[nn.Module, str]] = []
+    for name in (entry.spec.name, *entry.spec.aliases):
+        with contextlib.suppress(AttributeError):
+            owner, last = locate(module, name)
+            if last in owner._parameters:
+                found.append((owner, last))
+    return found
