@@ -11,10 +11,14 @@ from shardwise.runtime.operators import *  # noqa: F403
 from shardwise.runtime.operators.factories import *  # noqa: F403
 from shardwise.runtime.optimizer import *  # noqa: F403
 from shardwise.runtime.parameters import *  # noqa: F403
+from shardwise.runtime.pipeline import *  # noqa: F403
 from shardwise.runtime.probe import *  # noqa: F403
 from shardwise.runtime.processes import *  # noqa: F403
 from shardwise.runtime.random import *  # noqa: F403
+from shardwise.runtime.recorder import *  # noqa: F403
 from shardwise.runtime.splits import Split as Split
 from shardwise.runtime.splits import take_local as take_local
 from shardwise.runtime.store import *  # noqa: F403
 from shardwise.runtime.threads import *  # noqa: F403
+from shardwise.runtime.tied import *  # noqa: F403
+from shardwise.runtime.transfers import *  # noqa: F403
