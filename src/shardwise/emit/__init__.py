@@ -1,6 +1,8 @@
 """Program -> Python source."""
 
+from shardwise.emit.executor import LoadedPipeline, build
 from shardwise.emit.load import load
+from shardwise.emit.pipeline import PipelineSources, emit_pipeline
 from shardwise.emit.source import emit
 
-__all__ = ["emit", "load"]
+__all__ = ["LoadedPipeline", "PipelineSources", "build", "emit", "emit_pipeline", "load"]

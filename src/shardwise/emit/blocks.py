@@ -54,6 +54,7 @@ def _ends(program: RankProgram) -> Iterable[str]:
     """Values needed after the last step."""
     if program.loss:
         yield program.loss
+    yield from program.sends
     yield from (name for _, name in program.mutations)
     yield from (ref.name for ref in iter_refs(program.outputs))
     for step in program.output_steps:

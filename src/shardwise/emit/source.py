@@ -28,16 +28,21 @@ from shardwise.version import __version__
 SMALL_CONSTANT = 16
 
 
-def emit(program: Program, rank: int = 0, *, probe: bool = False) -> str:
-    """The source of the program that `rank` runs."""
-    return _File(program, program.of_rank(rank), probe).text()
+def emit(program: Program, rank: int = 0, *, probe: bool = False, stage: int | None = None) -> str:
+    """The source of the program that `rank` runs; in time, of a place of rank and micro-batch.
+
+    As a pipeline's `stage` its forward also gives what later stages use.
+    """
+    return _File(program, program.of_rank(rank), probe, stage).text()
 
 
 class _File:
     """Writes one file."""
 
-    def __init__(self, program: Program, ranks: RankProgram, probe: bool) -> None:
-        self.program, self.ranks, self.probe = program, ranks, probe
+    def __init__(
+        self, program: Program, ranks: RankProgram, probe: bool, stage: int | None
+    ) -> None:
+        self.program, self.ranks, self.probe, self.stage = program, ranks, probe, stage
         self.graph = program.graph
         self.owners = {s.value: s.name for s in ranks.parameters}
         self.owners |= {b.value: b.name for b in self.graph.buffers}
@@ -58,13 +63,26 @@ class _File:
     # ------------------------------------------------------------ head
 
     def _docstring(self) -> str:
-        plan, ranks = self.program.plan, self.ranks.ranks
-        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        plan = self.program.plan
+        stage = "" if self.stage is None else f"stage {self.stage} of "
         return (
-            f'"""{self.graph.name} on {plan.mesh}, plan {plan.name}: rank{"s" * (len(ranks) > 1)} '
-            f"{shown}.\n\nWritten by shardwise {__version__} for the graph "
+            f'"""{stage}{self.graph.name} on {plan.mesh}, plan {plan.name}: {self._places()}'
+            f".\n\nWritten by shardwise {__version__} for the graph "
             f'{self.graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
         )
+
+    def _places(self) -> str:
+        """Whom the file is for: ranks, or ranks of a stage and micro-batches."""
+        mesh, time = self.program.mesh, self.program.time_axis
+        if time is None:
+            return _numbers("rank", self.ranks.ranks)
+        count = mesh.axis_size(time)
+        size = mesh.size // count
+        ranks = tuple(dict.fromkeys(place % size for place in self.ranks.ranks))
+        batches = tuple(dict.fromkeys(place // size for place in self.ranks.ranks))
+        if len(batches) == count:
+            return _numbers("rank", ranks)
+        return f"{_numbers('rank', ranks)}, {_numbers('micro-batch', batches)}"
 
     def _imports(self, body: str) -> list[str]:
         used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
@@ -88,7 +106,7 @@ class _File:
             kind = self.graph.values[buffer.value]
             spec = (
                 f'rt.BufferSpec(name="{buffer.name}", shape={literal(kind.shape)}, '
-                f'dtype="{_dtype(kind.dtype)}"'
+                f'dtype="{dtype_name(kind.dtype)}"'
             )
             if buffer.aliases:
                 spec += f", aliases={literal(buffer.aliases)}"
@@ -97,8 +115,13 @@ class _File:
             text.append(f"{INDENT}{spec}),")
         text += [")", "INPUTS = {"] if self.graph.buffers else ["INPUTS = {"]
         for item in self.ranks.inputs:
-            text.append(f'{INDENT}"{item.name}": {_splits(item.layout)},')
+            if item.kind == "batch":
+                text.append(f'{INDENT}"{item.name}": {splits_text(item.layout)},')
         text.append("}")
+        for table, kind in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
+            names = tuple(i.name for i in self.ranks.inputs if i.kind == kind)
+            text += [f"{table} = {literal(names)}"] if names else []
+        text += [f"SENT = {literal(self.graph.sends)}"] if self.graph.sends else []
         return "\n".join(wrap(line) for line in text)
 
     # ------------------------------------------------------------ classes
@@ -165,7 +188,16 @@ class _File:
         return wishes
 
     def _input_names(self) -> dict[str, str]:
-        return {i.value: i.name for i in self.graph.inputs}
+        received = [i for i in self.graph.inputs if i.kind == "received"]
+        names = {i.value: i.name for i in self.graph.inputs if i.kind == "batch"}
+        names |= {i.value: _stem(i.value.removesuffix("_of_batch")) for i in self.graph.inputs
+                  if i.kind == "beforehand"}
+        taken = set(names.values())
+        carried = [i.value for i in received if i.value in self.ranks.carries_grad]
+        for item in received:
+            wish = "x" if carried[:1] == [item.value] and "x" not in taken else _stem(item.value)
+            names[item.value] = wish
+        return names
 
     def _model_class(self) -> str:
         own = [v for v in self.owners if not any(v in b.own for b in self.blocks)]
@@ -206,13 +238,19 @@ class _File:
         body.context = (True, None)
         body.lines, written = [], body.lines
         if self.ranks.mutations:
-            body.lines.append("with torch.no_grad():")
+            time = self.program.time_axis
+            indent = INDENT if time else ""
+            body.lines += [f"if {body.scope.own(time)}.final:"] if time else []
+            body.lines.append(f"{indent}with torch.no_grad():")
             for name, value in self.ranks.mutations:
                 target = attribute_path("self", name)
-                body.lines.append(f"{INDENT}{target}.copy_({body.names[value]})")
+                body.lines.append(f"{indent}{INDENT}{target}.copy_({body._value(Ref(value))})")
         loss = self.ranks.loss
-        if loss is not None:
-            body.lines += ["if not outputs:", f"{INDENT}return {body._value(Ref(loss))}"]
+        first = body._value(Ref(loss)) if loss is not None else "None"
+        if self.stage is not None:
+            first += f", {_tuple([body._value(Ref(name)) for name in self.ranks.sends])}"
+        if loss is not None or self.stage is not None:
+            body.lines += ["if not outputs:", f"{INDENT}return {first}"]
         closing = body.lines
         body.lines = []
         if self.ranks.output_steps:
@@ -223,9 +261,7 @@ class _File:
                 body._line(f"{name} = {body._expression(step)}")
             body.context = (True, None)
         leaves = [body._value(leaf) for leaf in self.ranks.outputs]
-        joined = ", ".join(leaves) + ("," if len(leaves) == 1 else "")
-        first = body._value(Ref(loss)) if loss is not None else "None"
-        body.lines.append(f"return {first}, ({joined})")
+        body.lines.append(f"return {first}, {_tuple(leaves)}")
         closing += body.lines
         body.lines = written
         return closing
@@ -241,7 +277,10 @@ class _File:
         taken += ", constants=None" if constants and not path_argument else ""
         lines = [f"def __init__(self, {taken}):"]
         body = ["super().__init__()"]
-        for names in sorted({a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}):
+        axes = {a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}
+        time = self.program.time_axis
+        axes |= {(time,)} if time and self.ranks.mutations and not path_argument else set()
+        for names in sorted(axes):
             listed = ", ".join(f'"{n}"' for n in names)
             body.append(f"{scope.own('_'.join(names))} = mesh.axis({listed})")
         if any("key" in dict(s.kwargs) for s in steps):
@@ -261,14 +300,14 @@ class _File:
         storage = self.storages.get(value)
         if storage is not None:
             frozen = "" if storage.requires_grad else ", requires_grad=False"
-            shape, dtype = literal(storage.local_shape), _dtype(storage.dtype)
+            shape, dtype = literal(storage.local_shape), dtype_name(storage.dtype)
             return f'rt.declare(self, "{name}", {shape}, "{dtype}"{frozen})'
         kind = self.graph.values[value]
         buffer = next(b for b in self.graph.buffers if b.value == value)
         temporary = "" if buffer.persistent else ", persistent=False"
         return (
             f'rt.declare_buffer(self, "{name}", {literal(kind.shape)}, '
-            f'"{_dtype(kind.dtype)}"{temporary})'
+            f'"{dtype_name(kind.dtype)}"{temporary})'
         )
 
     def _attachments(self) -> list[str]:
@@ -326,8 +365,18 @@ def _calls(item: Item | Loop) -> tuple[BlockCall, ...]:
     return (item,) if isinstance(item, BlockCall) else ()
 
 
+def _tuple(items: list[str]) -> str:
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+def _numbers(what: str, numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}"
+
+
 def _kept(ranks: RankProgram) -> list[str]:
     kept = [ranks.loss] if ranks.loss else []
+    kept += ranks.sends
     kept += [name for _, name in ranks.mutations]
     made = {o for step in ranks.output_steps for o in step.outputs}
     kept += [n for step in ranks.output_steps for n in step.inputs if n not in made]
@@ -363,11 +412,11 @@ def _indented(lines: Any) -> list[str]:
     return [f"{INDENT}{piece}" if piece.strip() else "" for piece in pieces]
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _splits(layout: Layout) -> str:
+def splits_text(layout: Layout) -> str:
     cuts = [
         f'rt.Split(axis="{axis}", dim={shard.dim}, of={literal(shard.of)})'
         for axis, shard in layout.shards
@@ -377,17 +426,19 @@ def _splits(layout: Layout) -> str:
 
 def _parameter_spec(storage: Storage) -> str:
     fields = [f'name="{storage.name}"', f"shape={literal(storage.shape)}"]
-    fields.append(f'dtype="{_dtype(storage.dtype)}"')
+    fields.append(f'dtype="{dtype_name(storage.dtype)}"')
     if storage.aliases:
         fields.append(f"aliases={literal(storage.aliases)}")
     if storage.layout.shards:
-        fields.append(f"splits={_splits(storage.layout)}")
+        fields.append(f"splits={splits_text(storage.layout)}")
     if storage.sync:
         fields += [f"sync={literal(storage.sync)}", f"zero={storage.zero}"]
     if storage.unit:
         fields.append(f'unit="{storage.unit}"')
     if not storage.requires_grad:
         fields.append("requires_grad=False")
+    if storage.borrowed:
+        fields.append("borrowed=True")
     return f"rt.ParameterSpec({', '.join(fields)})"
 
 

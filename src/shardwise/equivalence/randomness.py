@@ -14,10 +14,10 @@ import torch
 from shardwise import runtime as rt
 from shardwise.equivalence.reference import LEARNING_RATE, Reference, damping
 from shardwise.frontend.batch import flatten_batch
-from shardwise.ir import Graph, Node, Ref, map_refs
+from shardwise.ir import Graph, Node, Ref, map_refs, node_keys
 from shardwise.ir.interpret import interpret, is_random
 from shardwise.plans import Plan
-from shardwise.program.keys import random_keys
+
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.registry import rule_for
 from shardwise.sharding.rule import Call, Local
@@ -32,7 +32,7 @@ def draws(graph: Graph) -> bool:
 
 def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
     """For `interpret(random=…)`: runs a random node as one rank would, keyed by its place."""
-    keys = random_keys(graph)
+    keys = node_keys(graph)
 
     def run(node: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call.of(node, graph.values)

@@ -12,6 +12,7 @@ from shardwise.ir.graph import (
     format_arg,
     iter_refs,
     map_refs,
+    node_keys,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "format_arg",
     "iter_refs",
     "map_refs",
+    "node_keys",
 ]

@@ -67,6 +67,7 @@ class Node:
     grad_enabled: bool = True  # False inside torch.no_grad()
     autocast: tuple[str, torch.dtype, bool] | None = None  # (device type, dtype, enabled)
     recompute: str | None = None  # name of the activation-checkpoint group it is in
+    key: str = ""  # its name by place, where the graph is a part of another one (see `node_keys`)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -105,12 +106,15 @@ class Buffer:
 class Input:
     """One tensor of the batch: its value and its path, `input_ids` or `0` or `batch.mask`.
 
-    `path` is the pytree key path; two inputs may not share a tensor (capture separates them).
+    `path` is the pytree key path; two inputs may not share a tensor (capture separates them). In a
+    part of a graph an input may also be `received` from an earlier stage, or be computed from
+    the whole batch `beforehand`.
     """
 
     value: str
     name: str
     path: tuple[str | int, ...]
+    kind: str = "batch"  # "batch", "received" or "beforehand"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +149,7 @@ class Graph:
     module_classes: Mapping[str, str] = field(default_factory=dict)  # path -> class name
     functions: Mapping[str, Any] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()  # values that later stages use, in a part of a graph
 
     def __str__(self) -> str:
         return to_text(self)
@@ -188,6 +193,24 @@ class Graph:
         for name in (*leaves, *mutations, *([self.loss] if self.loss else [])):
             if name not in defined:
                 raise ShardwiseError(f"graph output %{name} is undefined", where=self.name)
+
+
+def node_keys(graph: Graph) -> dict[str, str]:
+    """Node name -> module path, operator and its number among its like in that module.
+
+    These names do not depend on a plan, and are the same for other batch sizes and types: they key
+    random draws and say where a pipeline stage begins. `blocks.0.drop.dropout_0` is the first
+    dropout of the module blocks.0.drop.
+    """
+    counts: dict[tuple[str, str], int] = {}
+    keys: dict[str, str] = {}
+    for node in graph.nodes:
+        name = node.op.split(".")[1] if "." in node.op else node.op
+        number = counts.get((node.module, name), 0)
+        counts[node.module, name] = number + 1
+        path = f"{node.module}." if node.module else ""
+        keys[node.name] = node.key or f"{path}{name}_{number}"
+    return keys
 
 
 def iter_refs(arg: Any) -> Iterator[Ref]:
@@ -249,4 +272,5 @@ def to_text(graph: Graph, *, provenance: bool = True) -> str:
         lines.append(f"{line}  # {node.origin}" if provenance else line)
     lines.append(f"  loss %{graph.loss}")
     lines.append(f"  outputs {format_arg(graph.outputs)}")
+    lines += [f"  sends {', '.join(f'%{name}' for name in graph.sends)}"] if graph.sends else []
     return "\n".join(lines)

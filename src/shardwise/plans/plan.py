@@ -16,10 +16,18 @@ from typing import Any
 
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
-from shardwise.ir import Graph
+from shardwise.ir import Graph, node_keys
+from shardwise.plans.execution import (
+    OFFLOADS,
+    RECOMPUTE_MODES,
+    TIME,
+    Precision,
+    Stage,
+    check_stages,
+)
 
 FORMAT_VERSION = 1
-ROLES = ("batch", "parameters")
+ROLES = ("batch", "parameters", "time")
 RNG_MODES = ("exact", "fast")
 
 
@@ -43,6 +51,13 @@ class Plan:
     `roles` says what each mesh axis cuts: the "batch" (parameters whole) or "parameters". `inputs`
     maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice of
     `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`.
+
+    `stages` cut the model in time; each has its own ranks and mesh, and `mesh` is that of the first.
+    A step is computed in `microbatches`, as if the batch were whole; with `per_microbatch` each is
+    a batch of its own, as one device accumulating gradients would take it. `schedule` names the
+    order of work, or lists the actions of every group of ranks. `recompute` says which activations
+    backward computes again: "none", "full" (by block), "selective" (what is cheap), or a list of
+    module globs.
     """
 
     name: str
@@ -54,6 +69,13 @@ class Plan:
     parameters: Mapping[str, ParameterEntry] = field(default_factory=dict)
     nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     units: tuple[str, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    schedule: str | tuple[tuple[str, ...], ...] = ""
+    microbatches: int = 1
+    per_microbatch: bool = False
+    recompute: str | tuple[str, ...] = "none"
+    precision: Precision = Precision()
+    offload: tuple[str, ...] = ()
     rng: str = "exact"
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -61,6 +83,56 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    # ------------------------------------------------------------ ranks and stages
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all stages."""
+        if not self.stages:
+            return self.mesh.size
+        return len({rank for stage in self.stages for rank in stage.ranks})
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """The stages; a plan without any is one stage."""
+        whole = Stage(first="", ranks=tuple(range(self.mesh.size)), mesh=self.mesh)
+        return self.stages or (whole,)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that run stages, in the order of their first stage."""
+        return tuple(dict.fromkeys(stage.ranks for stage in self.all_stages))
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a step is more than one forward and one backward."""
+        return bool(self.stages) or self.microbatches > 1
+
+    @property
+    def splits_time(self) -> bool:
+        """Whether micro-batches are parts of one batch: a mesh axis in time."""
+        return self.microbatches > 1 and not self.per_microbatch
+
+    def for_stage(self, index: int) -> Plan:
+        """The plan of one stage alone, with micro-batches as its first mesh axis."""
+        return self.on_mesh(self.all_stages[index].mesh, timed=self.splits_time)
+
+    def on_mesh(self, mesh: Mesh, *, timed: bool = False) -> Plan:
+        """The same decisions for another mesh, without stages."""
+        axes = ((TIME, self.microbatches), *mesh.axes) if timed else mesh.axes
+        roles = {axis: self.roles[axis] for axis in mesh.names}
+        return replace(
+            self,
+            mesh=Mesh(axes=axes),
+            roles={TIME: "time", **roles} if timed else roles,
+            parameters={g: _restricted(e, mesh.names) for g, e in self.parameters.items()},
+            nodes={n: {a: c[a] for a in c if a in mesh.names} for n, c in self.nodes.items()},
+            stages=(),
+            schedule="",
+            microbatches=1,
+            per_microbatch=False,
+        )
 
     # ------------------------------------------------------------ reading decisions
 
@@ -81,6 +153,22 @@ class Plan:
 
     def check(self, graph: Graph) -> None:
         """Raise unless this plan is for this model, and every name in it exists."""
+        self._check_model(graph)
+        places = list(node_keys(graph).values())
+        order = []
+        for index, stage in enumerate(self.stages[1:], start=1):
+            if stage.first not in places:
+                raise PlanError(
+                    f"no node {stage.first!r} to begin a stage at"
+                    f"{did_you_mean(stage.first, places)}",
+                    where=f"stages[{index}]",
+                    hint="shardwise explain lists the places of nodes",
+                )
+            order.append(places.index(stage.first))
+        if any(b <= a for a, b in zip([0, *order], order, strict=False)):
+            raise PlanError("stages must begin at later and later nodes", where="stages")
+
+    def _check_model(self, graph: Graph) -> None:
         if self.fingerprint != model_fingerprint(graph):
             raise PlanMismatch(
                 f"the plan {self.name!r} was made for {self.model} ({self.fingerprint}), "
@@ -116,6 +204,13 @@ class Plan:
             "parameters": {k: _entry_json(v) for k, v in self.parameters.items()},
             "nodes": {k: dict(v) for k, v in self.nodes.items()},
             "units": list(self.units),
+            "stages": [stage.to_json() for stage in self.stages],
+            "schedule": _listed(self.schedule),
+            "microbatches": self.microbatches,
+            "per_microbatch": self.per_microbatch,
+            "recompute": _listed(self.recompute),
+            "precision": self.precision.to_json(),
+            "offload": list(self.offload),
             "rng": self.rng,
             "seed": self.seed,
             "notes": list(self.notes),
@@ -148,12 +243,18 @@ class Plan:
             for glob, entry in fields.get("parameters", {}).items()
         }
         try:
-            mesh = Mesh(axes=tuple(fields["mesh"].items()))
-            return Plan(
-                **{k: v for k, v in fields.items() if k not in ("mesh", "parameters")},
-                mesh=mesh,
-                parameters=parameters,
-            )
+            made = {
+                "mesh": Mesh(axes=tuple(fields["mesh"].items())),
+                "parameters": parameters,
+                "stages": tuple(
+                    Stage.from_json(stage, f"{where}: stages[{i}]")
+                    for i, stage in enumerate(fields.get("stages", ()))
+                ),
+                "precision": Precision.from_json(
+                    fields.get("precision", {}), f"{where}: precision"
+                ),
+            }
+            return Plan(**{**fields, **made})
         except PlanError as error:
             place = f"{where}: {error.where}" if error.where else where
             raise PlanError(error.message, where=place, hint=error.hint) from None
@@ -177,6 +278,13 @@ _PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
     "parameters": dict,
     "nodes": dict,
     "units": list,
+    "stages": list,
+    "schedule": (str, list),
+    "microbatches": int,
+    "per_microbatch": bool,
+    "recompute": (str, list),
+    "precision": dict,
+    "offload": list,
     "rng": str,
     "seed": int,
     "notes": list,
@@ -192,20 +300,41 @@ def _fields(data: Any, known: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in data.items():
         if key not in known:
             raise PlanError(f"unknown field {key!r}{did_you_mean(key, known)}", where=where)
-        if not isinstance(value, known[key]) or isinstance(value, bool):
-            raise PlanError(
-                f"field {key!r} should be {known[key].__name__}, found {value!r}", where=where
-            )
+        wanted = known[key] if isinstance(known[key], tuple) else (known[key],)
+        if type(value) not in wanted:
+            names = " or ".join(kind.__name__ for kind in wanted)
+            raise PlanError(f"field {key!r} should be {names}, found {value!r}", where=where)
     if known is _PLAN_FIELDS:
         missing = [key for key in _REQUIRED if key not in data]
         if missing:
             raise PlanError(f"field {missing[0]!r} is missing", where=where)
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    return {k: _frozen(v) for k, v in data.items()}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
+    """The entry without cuts on mesh axes that a stage does not have."""
+    cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
+    return ParameterEntry(layout=cuts, zero=entry.zero)
 
 
 def _check_items(fields: Mapping[str, Any], where: str) -> None:
     """What the lists and objects of a plan hold: text, dims of inputs, choices of nodes."""
-    for key in ("units", "notes"):
+    for row in fields.get("schedule", ()):
+        if not isinstance(row, str) and not all(isinstance(action, str) for action in row):
+            raise PlanError(
+                f"schedule should be a name or lists of actions, found {row!r}",
+                where=where,
+                hint='"1f1b", or [["0F0", "0B0"]]: a list for each group of ranks',
+            )
+    for key in ("units", "notes", "offload", "recompute"):
         for item in fields.get(key, ()):
             if not isinstance(item, str):
                 raise PlanError(f"{key} should be a list of text, found {item!r}", where=where)
@@ -243,7 +372,10 @@ def _check(plan: Plan) -> None:
     """The plan's own consistency, without a graph."""
     if plan.version != FORMAT_VERSION:
         raise PlanError(f"plan version {plan.version}, this Shardwise reads {FORMAT_VERSION}")
-    axes = plan.mesh.names
+    check_stages(plan.stages)
+    if plan.stages and plan.stages[0].mesh != plan.mesh:
+        raise PlanError(f"mesh is {plan.mesh}, that of the first stage {plan.stages[0].mesh}")
+    axes = tuple(dict.fromkeys([*plan.mesh.names, *(a for s in plan.stages for a in s.mesh.names)]))
     for axis, role in plan.roles.items():
         if axis not in axes:
             raise PlanError(
@@ -252,7 +384,12 @@ def _check(plan: Plan) -> None:
         if role not in ROLES:
             raise PlanError(
                 f"role {role!r} of axis {axis!r}{did_you_mean(role, ROLES)}",
-                hint=" or ".join(ROLES),
+                hint=" or ".join(ROLES[:2]),
+            )
+        if (role == "time") != (axis == TIME):
+            raise PlanError(
+                f"role {role!r} of axis {axis!r}: micro-batches are the axis {TIME!r}",
+                hint='"microbatches": 4 makes that axis',
             )
     missing = [axis for axis in axes if axis not in plan.roles]
     if missing:
@@ -261,12 +398,28 @@ def _check(plan: Plan) -> None:
         raise PlanError(
             f"rng {plan.rng!r}{did_you_mean(plan.rng, RNG_MODES)}", hint=" or ".join(RNG_MODES)
         )
+    _check_execution(plan)
     for glob, entry in plan.parameters.items():
         if entry.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={entry.zero} of {glob!r}", hint="0, 1, 2 or 3")
         _check_axes(entry.layout, axes, f"parameters[{glob!r}]")
     for node, choices in plan.nodes.items():
         _check_axes(choices, axes, f"nodes[{node!r}]")
+
+
+def _check_execution(plan: Plan) -> None:
+    if plan.microbatches < 1:
+        raise PlanError(f"microbatches={plan.microbatches}", hint="1 or more")
+    if isinstance(plan.recompute, str) and plan.recompute not in RECOMPUTE_MODES:
+        raise PlanError(
+            f"recompute {plan.recompute!r}{did_you_mean(plan.recompute, RECOMPUTE_MODES)}",
+            hint=f"{', '.join(RECOMPUTE_MODES)} or a list of module globs",
+        )
+    for what in plan.offload:
+        if what not in OFFLOADS:
+            raise PlanError(
+                f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
+            )
 
 
 def _check_axes(mapping: Mapping[str, Any], axes: tuple[str, ...], where: str) -> None:

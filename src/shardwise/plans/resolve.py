@@ -16,6 +16,7 @@ from shardwise.plans.plan import Plan
 from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATE, Layout, Placement, Shard, parse_shard
+from shardwise.sharding.time import Timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,11 @@ class Resolved:
     plan: Plan
     facts: Facts
     assignments: tuple[Assignment, ...]
+    timed: Timed | None = None  # of the first assignment, where that is of micro-batches
+
+    def is_time(self, axis: str) -> bool:
+        """Whether the mesh axis is that of micro-batches."""
+        return self.plan.roles[axis] == "time"
 
     def parameter_layout(self, value: str) -> Layout:
         """How a parameter is stored, without the flat sharding of ZeRO."""
@@ -53,12 +59,17 @@ class Resolved:
 def resolve(graph: Graph, plan: Plan, facts: Facts | None = None) -> Resolved:
     """Solve every mesh axis of the plan."""
     plan.check(graph)
-    facts = facts or analyze(graph)
-    done: tuple[Assignment, ...] = ()
+    return resolve_part(graph, plan, facts or analyze(graph))
+
+
+def resolve_part(graph: Graph, plan: Plan, facts: Facts, timed: Timed | None = None) -> Resolved:
+    """Solve every mesh axis for a part of a graph, whose axis of micro-batches is solved."""
+    done: tuple[Assignment, ...] = (timed.assignment,) if timed is not None else ()
     for axis, ranks in plan.mesh.axes:
-        task = axis_task(graph, plan, axis, ranks)
-        done = (*done, assign(graph, facts, task, done))
-    return Resolved(graph=graph, plan=plan, facts=facts, assignments=done)
+        if plan.roles[axis] != "time":
+            task = axis_task(graph, plan, axis, ranks)
+            done = (*done, assign(graph, facts, task, done))
+    return Resolved(graph=graph, plan=plan, facts=facts, assignments=done, timed=timed)
 
 
 def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.ir import Node, Ref, TensorType, map_refs
+from shardwise.ir import Node, Ref, TensorType, map_refs, node_keys
 from shardwise.plans import Resolved
-from shardwise.program.keys import random_keys
 from shardwise.program.moves import Move, plan_moves
 from shardwise.program.program import (
     LocalInput,
@@ -30,9 +29,11 @@ from shardwise.program.sources import Sources, find_sources
 from shardwise.sharding.candidates import Cut, Pass
 from shardwise.sharding.placements import (
     FANOUT,
+    PARTIAL,
     REPLICATE,
     Coordinate,
     Layout,
+    Partial,
     Shard,
     local_pattern,
     local_shape,
@@ -41,11 +42,15 @@ from shardwise.sharding.placements import (
 from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
 
 
-def lower(resolved: Resolved) -> Program:
-    """The program of every class of ranks."""
+def lower(resolved: Resolved, *, borrowed: frozenset[str] = frozenset()) -> Program:
+    """The program of every class of ranks; in time, of ranks and micro-batches.
+
+    `borrowed` are parameters whose home is another stage.
+    """
     sources = find_sources(resolved)
     programs = tuple(
-        _Lowering(resolved, sources, ranks).run() for ranks in rank_classes(resolved, sources)
+        _Lowering(resolved, sources, ranks, borrowed).run()
+        for ranks in rank_classes(resolved, sources)
     )
     rules = resolved.facts.rules
     kept = any(s.zero == 3 for p in programs for s in p.parameters)
@@ -104,18 +109,26 @@ def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
 class _Lowering:
     """One pass over the nodes for one class of ranks."""
 
-    def __init__(self, resolved: Resolved, sources: Sources, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        sources: Sources,
+        ranks: tuple[int, ...],
+        borrowed: frozenset[str],
+    ) -> None:
         self.resolved, self.sources, self.ranks = resolved, sources, ranks
+        self.borrowed = borrowed
         self.graph, self.facts = resolved.graph, resolved.facts
         mesh = resolved.plan.mesh
         self.sizes = dict(mesh.axes)
         place = mesh.coordinate(ranks[0])
         self.coordinate: Coordinate = {a: (place[a], n) for a, n in mesh.axes}
-        self.whole = Layout(tuple((a, REPLICATE) for a in mesh.names))
+        whole = [(a, FANOUT if resolved.is_time(a) else REPLICATE) for a in mesh.names]
+        self.whole = Layout(tuple(whole))
         self.values: dict[str, LocalValue] = {}
         self.steps: list[Step] = []
         self.converted: dict[tuple[str, Layout], str] = {}
-        self.keys = random_keys(self.graph)
+        self.keys = node_keys(self.graph)
 
     def run(self) -> RankProgram:
         for value, layout in self.sources.layouts.items():
@@ -129,11 +142,11 @@ class _Lowering:
         )
         loss = None
         if self.graph.loss:
-            loss = self._convert(self.graph.loss, self.whole, self._last(self.graph.loss))
+            term = [(a, PARTIAL if self.resolved.is_time(a) else p) for a, p in self.whole.axes]
+            loss = self._convert(self.graph.loss, Layout(tuple(term)), self._last(self.graph.loss))
+        sends = tuple(self._send(name) for name in self.graph.sends)
         steps, self.steps = tuple(self.steps), []
-        outputs = map_refs(
-            self.graph.outputs, lambda ref: Ref(self._convert(ref.name, self.whole, None))
-        )
+        outputs = map_refs(self.graph.outputs, lambda ref: Ref(self._output(ref.name)))
         return RankProgram(
             ranks=self.ranks,
             inputs=self._inputs(),
@@ -145,7 +158,23 @@ class _Lowering:
             output_steps=tuple(self.steps),
             mutations=mutations,
             carries_grad=self.facts.carries_grad,
+            sends=sends,
         )
+
+    def _send(self, value: str) -> str:
+        """The value as it leaves for another stage: shards as they are, sums completed."""
+        held = self.values[value].layout
+        sent = [
+            (a, REPLICATE if isinstance(p, Partial) and not self.resolved.is_time(a) else p)
+            for a, p in held.axes
+        ]
+        return self._convert(value, Layout(tuple(sent)), self._last(value))
+
+    def _output(self, value: str) -> str:
+        """An output as the user sees it: whole on the mesh, of this micro-batch in time."""
+        held = self.values[value].layout
+        shown = [(a, held[a] if self.resolved.is_time(a) else p) for a, p in self.whole.axes]
+        return self._convert(value, Layout(tuple(shown)), None)
 
     def _last(self, value: str) -> Node | None:
         return self.graph.producers.get(value)
@@ -284,12 +313,15 @@ class _Lowering:
                 path=i.path,
                 layout=self.sources.layouts[i.value],
                 shape=self.graph.values[i.value].shape,
+                kind=i.kind,
             )
             for i in self.graph.inputs
         )
 
+    def _zero(self, name: str, sync: tuple[str, ...]) -> int:
+        return (self.resolved.plan.entry(name).zero or 0) if sync else 0
+
     def _parameters(self) -> tuple[Storage, ...]:
-        plan = self.resolved.plan
         storages = []
         for p in self.graph.parameters:
             full, local = self.graph.values[p.value], self.values[p.value]
@@ -304,9 +336,10 @@ class _Lowering:
                     dtype=full.dtype,
                     layout=self.resolved.parameter_layout(p.value),
                     sync=sync,
-                    zero=(plan.entry(p.name).zero or 0) if sync else 0,
+                    zero=0 if p.value in self.borrowed else self._zero(p.name, sync),
                     unit=self.sources.units[p.value],
                     requires_grad=p.requires_grad,
+                    borrowed=p.value in self.borrowed,
                 )
             )
         return tuple(storages)

@@ -84,6 +84,9 @@ def plan_moves(
         axes = tuple(a for a in changed if kind(now[a]) == "R" and kind(needed[a]) == last)
         if axes:
             move(fn, axes, needed)
+    differing = tuple(a for a in changed if kind(now[a]) == "R*" and kind(needed[a]) == "P")
+    if differing:
+        move("rt.once", differing, needed)
     for axis in sizes:
         if not same_on_axis(now, needed, axis, sizes):
             raise ProgramError(f"no moves from {held} to {needed}: {axis} stays {now[axis]}")

@@ -34,7 +34,9 @@ MOVES = {
     "rt.as_partial": ("R", "P"),
     "rt.pad": ("S", "P"),
     "rt.all_to_all": ("S", "S"),
+    "rt.once": ("R*", "P"),
 }
+LOCAL_MOVES = {"rt.take", "rt.pad", "rt.once"}  # what micro-batches may do: nothing is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class Storage:
     zero: int
     unit: str
     requires_grad: bool
+    borrowed: bool = False  # its home is another stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,7 @@ class LocalInput:
     path: tuple[str | int, ...]
     layout: Layout
     shape: tuple[int, ...]  # of the whole input
+    kind: str = "batch"  # or "received", "beforehand"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,7 @@ class RankProgram:
     output_steps: tuple[Step, ...]  # moves that only the outputs need
     mutations: tuple[tuple[str, str], ...]  # buffer name -> local value with its new content
     carries_grad: frozenset[str] = frozenset()  # graph values through which gradients flow
+    sends: tuple[str, ...] = ()  # local values that later stages use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +150,20 @@ class Program:
             for step in (*program.steps, *program.output_steps):
                 if step.is_move:
                     _verify_move(program, step, sizes)
+                    self._verify_time(program, step)
                 else:
                     _verify_needs(program, step, sizes)
-            _verify_ends(program, sizes)
+            _verify_ends(program, sizes, self.time_axis)
+
+    @property
+    def time_axis(self) -> str | None:
+        """The mesh axis of micro-batches, if there is one."""
+        return next((axis for axis, role in self.plan.roles.items() if role == "time"), None)
+
+    def _verify_time(self, program: RankProgram, step: Step) -> None:
+        if self.time_axis in step.axes and step.fn not in LOCAL_MOVES:
+            value = program.values[step.inputs[0]].value
+            raise ProgramError(f"{step.fn} of %{value} would need other micro-batches: {step}")
 
     def __str__(self) -> str:
         return "\n\n".join(format_rank_program(p, self.mesh) for p in self.rank_programs)
@@ -189,14 +205,22 @@ def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) ->
             )
 
 
-def _verify_ends(program: RankProgram, sizes: Mapping[str, int]) -> None:
-    """The loss and the new contents of buffers are whole on every rank."""
+def _verify_ends(program: RankProgram, sizes: Mapping[str, int], time: str | None) -> None:
+    """The loss and the new contents of buffers are whole on every rank; no partial sum is sent.
+
+    The loss of a micro-batch is a term of the batch's.
+    """
     ends = [("the loss", program.loss)] if program.loss else []
     ends += [(f"buffer {name}", value) for name, value in program.mutations]
     for what, name in ends:
         for axis, held in program.values[name or ""].layout.axes:
-            if sizes[axis] > 1 and kind(held) not in ("R", "R*"):
+            wanted = ("P",) if axis == time and what == "the loss" else ("R", "R*")
+            if sizes[axis] > 1 and kind(held) not in wanted:
                 raise ProgramError(f"{what} is left as {axis}:{held}, every rank needs it whole")
+    for name in program.sends:
+        for axis, held in program.values[name].layout.axes:
+            if axis != time and sizes[axis] > 1 and kind(held) not in ("R", "S"):
+                raise ProgramError(f"%{name} is sent as {axis}:{held}")
 
 
 def format_rank_program(program: RankProgram, mesh: Mesh) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.ir import Graph, Ref
+from shardwise.ir import Graph, Input, Ref
 from shardwise.plans import Resolved
 from shardwise.sharding.assign import Assignment
 from shardwise.sharding.candidates import Same
@@ -49,7 +49,11 @@ class Sources:
 def find_sources(resolved: Resolved) -> Sources:
     """Decide how every source is held."""
     graph = resolved.graph
-    differing = {a.axis: differing_values(resolved, a) for a in resolved.assignments}
+    every = frozenset(graph.values)  # in time all work differs: gradients are added up
+    differing = {
+        a.axis: every if resolved.is_time(a.axis) else differing_values(resolved, a)
+        for a in resolved.assignments
+    }
     layouts: dict[str, Layout] = {}
     sync: dict[str, tuple[str, ...]] = {}
     for parameter in graph.parameters:
@@ -60,15 +64,22 @@ def find_sources(resolved: Resolved) -> Sources:
             if isinstance(p, Replicate)
             and parameter.value in differing[a]
             and parameter.requires_grad
+            and not resolved.is_time(a)
         )
         sync[parameter.value] = axes
         layouts[parameter.value] = Layout(
-            tuple((a, FANOUT if a in axes else p) for a, p in held.axes)
+            tuple((a, FANOUT if a in axes or resolved.is_time(a) else p) for a, p in held.axes)
         )
-    whole = Layout(tuple((a.axis, REPLICATE) for a in resolved.assignments))
+    whole = Layout(
+        tuple(
+            (a.axis, FANOUT if resolved.is_time(a.axis) else REPLICATE)
+            for a in resolved.assignments
+        )
+    )
     layouts |= {buffer.value: whole for buffer in graph.buffers}
     layouts |= {constant.value: whole for constant in graph.constants}
-    layouts |= {i.value: _input_layout(resolved, i.value, whole) for i in graph.inputs}
+    for source in graph.inputs:
+        layouts[source.value] = _input_layout(resolved, source, whole)
     units = parameter_units(resolved)
     return Sources(layouts=layouts, sync=sync, units=units, differing=differing)
 
@@ -83,7 +94,7 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
         if same and inputs and node.grad_enabled and all(n in pure for n in inputs):
             pure |= {n for n in node.outputs if n in carries}
     kept = {b.mutation for b in graph.buffers} | {graph.loss}
-    kept |= {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)}
+    kept |= {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)} | set(graph.sends)
     differs = dict.fromkeys(pure, False)  # becomes True at the first differing use
     equal: set[str] = set()
     for node in reversed(graph.nodes):
@@ -102,10 +113,20 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
     return frozenset(v for v, used in differs.items() if used and v not in equal and v not in kept)
 
 
-def _input_layout(resolved: Resolved, value: str, whole: Layout) -> Layout:
-    """The shard that all uses of an input agree on, axis by axis; else whole."""
-    layout = whole
+def _input_layout(resolved: Resolved, source: Input, whole: Layout) -> Layout:
+    """The shard that all uses of an input agree on, axis by axis; else whole.
+
+    What comes from an earlier stage is held as the search decided.
+    """
+    layout, value = whole, source.value
     for assignment in resolved.assignments:
+        if resolved.timed is not None and resolved.is_time(assignment.axis):
+            layout = layout.with_axis(assignment.axis, resolved.timed.values[value])
+            continue
+        if source.kind == "received":
+            decided = assignment.parameters.get(value, REPLICATE)
+            layout = layout.with_axis(assignment.axis, decided)
+            continue
         needs: list[Placement] = []
         for node in resolved.graph.nodes:
             for name, needed in zip(node.inputs, assignment.nodes[node.name].operands, strict=True):

@@ -15,6 +15,7 @@ g(R≠)=P, so that each redistribution has the dual one as its backward:
     as_partial      R= -> P    keep on the first    | nothing
     pad             S  -> P    zero-pad             | slice
     all_to_all      S  -> S'   all-to-all           | all-to-all
+    once            R≠ -> P    keep on the first    | keep on the first
 
 `of` says how the dim is cut over this axis (see `splits`), in sizes that other axes have already
 cut. No function changes its argument; over an axis of one rank each returns it as it is.
@@ -38,6 +39,7 @@ __all__ = [
     "fanout",
     "gather",
     "gather_fanout",
+    "once",
     "pad",
     "reduce",
     "reduce_fanout",
@@ -153,3 +155,10 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
         return x
     there, back = (axis, dim, of, to_dim, to_of), (axis, to_dim, to_of, dim, of)
     return _redistribute(x, moves.all_to_all, there, moves.all_to_all, back)
+
+
+def once(x: Tensor, axis: Axis) -> Tensor:
+    """R≠ -> P: the value on the first, zeros on the others, and so its gradient."""
+    if axis.size == 1:
+        return x
+    return _redistribute(x, moves.keep_first, (axis,), moves.keep_first, (axis,))

@@ -15,7 +15,9 @@ from torch import Tensor
 from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 
-__all__ = ["Axis", "ProcessMesh", "axis_groups", "part"]
+__all__ = ["TIME", "Axis", "ProcessMesh", "TimeAxis", "axis_groups", "part"]
+
+TIME = "mb"  # the axis of micro-batches
 
 
 @functools.lru_cache(maxsize=65536)
@@ -90,8 +92,40 @@ class Axis:
         return self._transport.broadcast(flat, root, self._group).then(lambda _: tensor)
 
 
+class TimeAxis(Axis):
+    """The axis of micro-batches, alone or with mesh axes inside it; `index` is that of now.
+
+    Nothing can be sent along it: generated code only takes this micro-batch's part.
+    """
+
+    __slots__ = ("_inner", "_mesh")
+
+    def __init__(self, mesh: ProcessMesh, inner: Axis | None) -> None:
+        self.name = TIME if inner is None else f"{TIME}.{inner.name}"
+        self._mesh, self._inner = mesh, inner
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self._mesh.microbatches * (self._inner.size if self._inner is not None else 1)
+
+    @property
+    def index(self) -> int:  # type: ignore[override]
+        inner = self._inner
+        if inner is None:
+            return self._mesh.microbatch
+        return self._mesh.microbatch * inner.size + inner.index
+
+    @property
+    def final(self) -> bool:
+        """Whether this is the last forward of the step."""
+        return self._mesh.final
+
+
 class ProcessMesh:
-    """Named axes over the ranks 0 … product of sizes - 1, seen from one rank.
+    """Named axes over ranks, seen from one of them, in one micro-batch.
+
+    `rank` is this rank's place in `ranks`, by default 0 … product of sizes - 1. `everyone` are the
+    ranks of all stages. `microbatch` is set by whoever runs the step.
 
     >>> mesh = ProcessMesh({"dp": 1, "tp": 1})
     >>> mesh.axis("dp", "tp")
@@ -99,11 +133,23 @@ class ProcessMesh:
     """
 
     def __init__(
-        self, axes: Mapping[str, int], rank: int = 0, transport: Transport | None = None
+        self,
+        axes: Mapping[str, int],
+        rank: int = 0,
+        transport: Transport | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        everyone: Sequence[int] | None = None,
+        microbatches: int = 1,
+        timed: bool = True,
     ) -> None:
         self.axes = dict(axes)
         self.size = math.prod(self.axes.values())
         self.rank = rank
+        self.ranks = tuple(ranks) if ranks is not None else tuple(range(self.size))
+        self._everyone = tuple(everyone) if everyone is not None else self.ranks
+        self.microbatches, self.microbatch, self.final = microbatches, 0, True
+        self.timed = timed and microbatches > 1  # whether they are parts of one batch
         self.transport: Transport = transport if transport is not None else LocalTransport()
         if not 0 <= rank < self.size:
             raise ProgramError(f"rank {rank} is not in {self!r} of {self.size} ranks")
@@ -112,22 +158,46 @@ class ProcessMesh:
         self.coordinates = coordinates(self.axes, rank)
         self._cached: dict[tuple[str, ...], Axis] = {}
 
+    @property
+    def place_axes(self) -> dict[str, int]:
+        """The mesh axes, with that of micro-batches first."""
+        return {TIME: self.microbatches, **self.axes} if self.timed else self.axes
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where on these this rank is now."""
+        return {TIME: self.microbatch, **self.coordinates} if self.timed else self.coordinates
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
 
     def axis(self, *names: str) -> Axis:
         """These mesh axes as one, given in the mesh's order; none: this rank alone."""
+        if names and names[0] == TIME:
+            return TimeAxis(self, self.space_axis(*names[1:]) if names[1:] else None)
+        return self.space_axis(*names)
+
+    def space_axis(self, *names: str) -> Axis:
+        """As `axis`, without that of micro-batches."""
         found = self._cached.get(names)
         if found is None:
-            ranks = _ranks_along(self.axes, self.coordinates, self._checked(names))
-            group = Group(ranks, ranks.index(self.rank))
+            places = _ranks_along(self.axes, self.coordinates, self._checked(names))
+            group = Group(tuple(self.ranks[p] for p in places), places.index(self.rank))
             found = self._cached[names] = Axis(".".join(names) or "self", group, self.transport)
         return found
 
     @property
     def world(self) -> Axis:
         """All ranks of the mesh as one axis."""
-        return self.axis(*self.axes)
+        return self.space_axis(*self.axes)
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks of all stages as one axis."""
+        if self._everyone == self.ranks:
+            return self.world
+        group = Group(self._everyone, self._everyone.index(self.ranks[self.rank]))
+        return Axis("everyone", group, self.transport)
 
     def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
@@ -158,7 +228,9 @@ def _ranks_along(
 
 
 def axis_groups(
-    axes: Mapping[str, int], combinations: Iterable[Sequence[str]]
+    axes: Mapping[str, int],
+    combinations: Iterable[Sequence[str]],
+    ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Every group of two or more ranks that the combinations of mesh axes need, without repeats.
 
@@ -167,7 +239,7 @@ def axis_groups(
     groups: dict[tuple[int, ...], None] = {}
     for names in combinations:
         for rank in range(math.prod(axes.values())):
-            ranks = _ranks_along(axes, coordinates(axes, rank), names)
-            if len(ranks) > 1:
-                groups.setdefault(ranks)
+            places = _ranks_along(axes, coordinates(axes, rank), names)
+            if len(places) > 1:
+                groups.setdefault(tuple(ranks[p] for p in places) if ranks else places)
     return list(groups)

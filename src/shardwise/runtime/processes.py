@@ -17,11 +17,12 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
-from shardwise.runtime.transport import Group, LocalTransport, Pending
+from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 
-__all__ = ["ProcessGroupTransport", "process_mesh"]
+__all__ = ["ProcessGroupTransport", "process_mesh", "process_meshes"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_MESSAGE_TAG = 8000
 _TAG = 7001  # keeps these messages apart from other point-to-point traffic of the group
 _REDUCED_BY_GLOO = frozenset(
     getattr(torch, name)
@@ -54,7 +55,7 @@ class ProcessGroupTransport:
                     self._groups[ranks] = made
         default = dist.group.WORLD
         assert default is not None
-        self._groups[world] = default
+        self._groups[world] = self._messages = default
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         if not flat.numel():
@@ -170,6 +171,24 @@ class ProcessGroupTransport:
         work = dist.broadcast(_bytes(host), group.ranks[root], group=pg, async_op=True)
         return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
 
+    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
+        if not flat.numel():
+            return Pending(flat)
+        pg = self._messages
+        staged = flat.is_cuda and str(dist.get_backend(pg)) == "gloo"
+        sent = flat.cpu() if staged else flat
+        work = dist.isend(_bytes(sent), target, group=pg, tag=_MESSAGE_TAG + tag)
+        return _after(flat, [work], keep=sent)
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        if not flat.numel():
+            return Pending(flat)
+        pg = self._messages
+        staged = flat.is_cuda and str(dist.get_backend(pg)) == "gloo"
+        host = torch.empty(flat.shape, dtype=flat.dtype) if staged else flat
+        work = dist.irecv(_bytes(host), source, group=pg, tag=_MESSAGE_TAG + tag)
+        return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
+
     def _for(self, tensor: Tensor, group: Group) -> tuple[str, dist.ProcessGroup]:
         """The backend that will carry the tensor, and the process group."""
         found = self._groups.get(group.ranks)
@@ -236,6 +255,43 @@ def _after(
         _ = keep
 
     return Pending(result, wait)
+
+
+def process_meshes(
+    groups: Sequence[tuple[tuple[int, ...], dict[str, int]]],
+    timeout: float | None = None,
+    microbatches: int = 1,
+    timed: bool = True,
+) -> ProcessMesh:
+    """This rank's mesh, where several groups of ranks have one each; all ranks call it."""
+    everyone = sorted(rank for ranks, _ in groups for rank in ranks)
+    wanted = [tuple(everyone)]
+    for ranks, axes in groups:
+        wanted += axis_groups(axes, _combinations(tuple(axes)), ranks)
+    transport: Transport = LocalTransport()
+    rank = 0
+    if dist.is_initialized():
+        transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout)
+        rank = transport.rank
+    for ranks, axes in groups:
+        if rank in ranks:
+            return ProcessMesh(
+                axes,
+                ranks.index(rank),
+                transport,
+                ranks=ranks,
+                everyone=everyone,
+                microbatches=microbatches,
+                timed=timed,
+            )
+    raise RankError(f"rank {rank} has no stage in this plan")
+
+
+def _combinations(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """All combinations of mesh axes, in mesh order."""
+    return [
+        tuple(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1, 2 ** len(names))
+    ]
 
 
 def process_mesh(

@@ -49,6 +49,8 @@ class Rng:
     ) -> torch.Generator:
         """A generator for one node in this step, at a place on some axes."""
         text = f"{self.seed}|{self.step}|{key}|{list(place)}"
+        if self.mesh.microbatches > 1 and not self.mesh.timed:  # each is a batch of its own
+            text += f"|micro-batch {self.mesh.microbatch}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         made = torch.Generator(device)
         made.manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
@@ -63,7 +65,7 @@ class Rng:
         device: torch.device | str,
     ) -> Tensor:
         """This rank's part of a random tensor of the given whole shape."""
-        at, axes = self.mesh.coordinates, self.mesh.axes
+        at, axes = self.mesh.place, self.mesh.place_axes
         splits = [
             s if isinstance(s, Split) else Split(axis=s[0], dim=s[1], of=s[2]) for s in splits
         ]

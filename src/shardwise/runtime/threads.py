@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -50,6 +51,31 @@ class _Board:
         self.changed = threading.Condition()
         self.exchanges: dict[tuple[tuple[int, ...], int], _Exchange] = {}
         self.failed: dict[int, BaseException] = {}
+        self.letters: dict[tuple[int, int, int], deque[Tensor]] = {}  # (from, to, tag)
+
+    def post(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
+        with self.changed:
+            self.letters.setdefault((source, target, tag), deque()).append(tensor)
+            self.changed.notify_all()
+
+    def fetch(self, source: int, target: int, tag: int) -> Tensor:
+        key = (source, target, tag)
+        with self.changed:
+            arrived = self.changed.wait_for(
+                lambda: self.letters.get(key) or self.failed, self.timeout
+            )
+            if self.failed:
+                raise _Released
+            if not arrived:
+                raise RankError(
+                    f"rank {source} sent nothing to rank {target} within {self.timeout} s",
+                    where=f"message {tag}",
+                )
+            letters = self.letters[key]
+            tensor = letters.popleft()
+            if not letters:
+                del self.letters[key]
+            return tensor
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -149,6 +175,15 @@ class ThreadTransport:
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
         kind = f"broadcast from {root} of {flat.numel()} {flat.dtype}"
         return self._exchange(kind, group, [flat.clone()], lambda sent: flat.copy_(sent[root][0]))
+
+    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
+        self._board.post(self.rank, target, tag, flat.clone())
+        return Pending(flat)
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        return Pending(flat).then(
+            lambda out: out.copy_(self._board.fetch(source, self.rank, tag))
+        )
 
 
 def run_threads(

@@ -1,7 +1,7 @@
 """How flat tensors travel between ranks: what a transport offers, and the one of a single rank.
 
 A transport moves 1-D contiguous tensors within a `Group` of ranks. Everything that knows about
-dims, splits and gradients is built on these five operations. Each returns at once with a
+dims, splits and gradients is built on these operations. Each returns at once with a
 `Pending`; its `wait()` gives the result. All ranks of a group call the same operations in the
 same order.
 """
@@ -44,6 +44,11 @@ class Pending:
             finish, self._finish = self._finish, None
             finish()
         return self._result
+
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting is known to take no time."""
+        return self._finish is None
 
     def then(self, after: Callable[[Tensor], Tensor]) -> Pending:
         """This tensor transformed once it has arrived."""
@@ -89,6 +94,14 @@ class Transport(Protocol):
         """Overwrite `flat` with that of the group's `root`-th rank."""
         ...
 
+    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
+        """Send to one rank; messages of one tag arrive in the order they were sent."""
+        ...
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        """Overwrite `flat` with what one rank sent."""
+        ...
+
 
 class LocalTransport:
     """The transport of a single rank: no operation is ever needed."""
@@ -114,6 +127,12 @@ class LocalTransport:
 
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
         return Pending(self._alone(flat, group))
+
+    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
+        raise ProgramError(f"a single rank cannot send to rank {target}")
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        raise ProgramError(f"a single rank cannot receive from rank {source}")
 
     @staticmethod
     def _alone(flat: Tensor, group: Group) -> Tensor:

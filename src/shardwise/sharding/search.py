@@ -25,7 +25,7 @@ from shardwise.sharding.costs import (
     work,
 )
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import FANOUT, REPLICATE, Placement, Shard
+from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Shard
 from shardwise.sharding.task import Assignment, Task
 
 WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
@@ -56,8 +56,10 @@ class Search:
     ) -> None:
         self.graph, self.facts, self.task, self.earlier = graph, facts, task, earlier
         self.parameters = {p.value for p in graph.parameters}
-        self.inputs = {i.value for i in graph.inputs}
+        self.inputs = {i.value for i in graph.inputs if i.kind == "batch"}
+        self.received = {i.value for i in graph.inputs if i.kind == "received"}
         self.free = self.inputs | {c.value for c in graph.constants}
+        self.free |= {i.value for i in graph.inputs if i.kind == "beforehand"}
         self.free |= {b.value for b in graph.buffers}
         self.last: dict[str, int] = {}
         for index, node in enumerate(graph.nodes):
@@ -65,6 +67,7 @@ class Search:
                 self.last[name] = max(index, self.last.get(name, -1))
         self.ends = {graph.loss} if graph.loss else set()
         self.ends |= {b.mutation for b in graph.buffers if b.mutation}
+        self.sends = set(graph.sends)
         self.live: list[str] = []
         self.pure = parameter_values(graph, facts)
         self.allowed = Allowed(graph, facts, task, earlier)
@@ -185,8 +188,9 @@ class Search:
                     return None
                 held = (first,)
                 if name in self.parameters:
-                    stored.append((name, first))
                     cost += self._holding(name, first)
+                if name in self.parameters or name in self.received:
+                    stored.append((name, first))
             price = self._price(name, held, needed)
             if price == IMPOSSIBLE:
                 return None
@@ -200,6 +204,8 @@ class Search:
             if name in self.ends:
                 value = self.graph.values[name]
                 cost += move_cost(value, given, REPLICATE, task.ranks, False)
+            elif name in self.sends and isinstance(given, Partial):
+                cost += move_cost(self.graph.values[name], given, REPLICATE, task.ranks, False)
         return cost, {k: v for k, v in after.items() if v is not None}, tuple(stored)
 
     def _irregular(self, node: Node) -> float:
@@ -212,7 +218,12 @@ class Search:
         return CUT_VECTOR + 2 * PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
 
     def _store(self, name: str, needed: Placement) -> Placement | None:
-        """The storage of a value at its first use: inputs are whole, parameters as decided."""
+        """The storage of a value at its first use.
+
+        Inputs are whole, parameters as decided; a value from an earlier stage comes as needed.
+        """
+        if name in self.received:
+            return needed if isinstance(needed, Shard) else REPLICATE
         if name not in self.parameters:
             return REPLICATE
         fixed = self.task.parameters.get(name)

@@ -1,0 +1,191 @@
+"""A pipeline as Python files: one per stage program, and one with what holds between them.
+
+Enters: a `Pipeline`. Leaves: `PipelineSources`. `pipeline.py` says which ranks run which stage, what
+travels between stages, and in which order every group of ranks works: the schedule as a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.emit.render import literal
+from shardwise.emit.source import INDENT, dtype_name, emit, splits_text
+from shardwise.emit.wrap import wrap
+from shardwise.ir import Ref
+from shardwise.plans import TIME
+from shardwise.program.pipeline import Pipeline, StageProgram, Transfer
+from shardwise.sharding.placements import Partial, Shard
+from shardwise.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSources:
+    """The files of one stage: of every class of places, and what it computes beforehand."""
+
+    places: tuple[tuple[int, ...], ...]  # of each text: places of micro-batch and rank
+    texts: tuple[str, ...]
+    before_ranks: tuple[tuple[int, ...], ...] = ()
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSources:
+    """All files of a pipeline."""
+
+    pipeline: str
+    stages: tuple[StageSources, ...]
+
+    def files(self) -> dict[str, str]:
+        """File name -> text."""
+        found = {"pipeline.py": self.pipeline}
+        for index, stage in enumerate(self.stages):
+            for number, text in enumerate(stage.texts):
+                more = f"_{number}" if len(stage.texts) > 1 else ""
+                found[f"stage_{index}{more}.py"] = text
+            for number, text in enumerate(stage.before):
+                more = f"_{number}" if len(stage.before) > 1 else ""
+                found[f"stage_{index}_beforehand{more}.py"] = text
+        return found
+
+
+def emit_pipeline(pipeline: Pipeline, *, probe: bool = False) -> PipelineSources:
+    """The files of all stages, and the one that joins them."""
+    return PipelineSources(
+        pipeline=_pipeline_file(pipeline),
+        stages=tuple(_stage_files(stage, probe) for stage in pipeline.stages),
+    )
+
+
+def _stage_files(stage: StageProgram, probe: bool) -> StageSources:
+    programs = stage.program.rank_programs
+    before = stage.beforehand.rank_programs if stage.beforehand is not None else ()
+    return StageSources(
+        places=tuple(p.ranks for p in programs),
+        texts=tuple(
+            emit(stage.program, p.ranks[0], probe=probe, stage=stage.index) for p in programs
+        ),
+        before_ranks=tuple(p.ranks for p in before),
+        before=tuple(emit(stage.beforehand, p.ranks[0]) for p in before if stage.beforehand),
+    )
+
+
+def _pipeline_file(pipeline: Pipeline) -> str:
+    plan, schedule = pipeline.plan, pipeline.schedule
+    head, *rows = str(schedule).splitlines()
+    kind = "parts of one batch" if plan.splits_time else "batches of their own"
+    lines = [
+        f'"""{pipeline.graph.name} in {len(pipeline.stages)} stages, plan {plan.name}.',
+        "",
+        f"Written by shardwise {__version__} for the graph {pipeline.graph.fingerprint}.",
+        'Safe to edit; verify it again afterwards.\n"""',
+        "",
+        "from shardwise import runtime as rt",
+        "",
+        f"MICROBATCHES = {plan.microbatches}  # {kind}",
+        f"TIMED = {plan.splits_time}",
+        f"BATCH_DIMS = {literal_dict(_batch_dims(pipeline))}",
+        "",
+        "STAGES = (",
+        *(f"{INDENT}{_stage(stage)}," for stage in pipeline.stages),
+        ")",
+        "",
+        "# What stages send each other for every micro-batch, and whether a gradient comes back.",
+        *_table("TRANSFERS", [_transfer(t) for t in pipeline.transfers]),
+        "",
+        "# Parameters of several stages: their home first, then those that borrow them.",
+        *_table("TIED", _tied(pipeline)),
+        "",
+        "# The leaves of the model's output.",
+        *_table("OUTPUTS", _outputs(pipeline)),
+        *_loss(pipeline),
+        "",
+        f"# {head}",
+        "# 0F3 is the forward of stage 0 for micro-batch 3, B its backward; I and W are the halves",
+        "# of a backward for inputs and for weights.",
+        'SCHEDULE = """',
+        *rows,
+        '"""',
+    ]
+    return "\n".join(wrap(line) if line.startswith(INDENT) else line for line in lines) + "\n"
+
+
+def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
+    from shardwise.plans.resolve import input_cuts
+
+    cuts = input_cuts(pipeline.graph, pipeline.plan) or {}
+    return {i.name: cuts[i.value].dim for i in pipeline.graph.inputs if i.value in cuts}  # type: ignore[union-attr]
+
+
+def literal_dict(mapping: dict[str, int]) -> str:
+    return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in mapping.items()) + "}"
+
+
+def _table(name: str, rows: list[str]) -> list[str]:
+    if not rows:
+        return [f"{name} = ()"]
+    return [f"{name} = (", *(f"{INDENT}{row}," for row in rows), ")"]
+
+
+def _stage(stage: StageProgram) -> str:
+    axes = literal_dict(dict(stage.mesh.axes))
+    return f"rt.StageSpec(ranks={literal(stage.ranks)}, axes={axes})"
+
+
+def _transfer(transfer: Transfer) -> str:
+    fields = [
+        f'value="{transfer.value}"',
+        f"source={transfer.source}",
+        f"target={transfer.target}",
+        f"shape={literal(transfer.type.shape)}",
+        f'dtype="{dtype_name(transfer.type.dtype)}"',
+    ]
+    fields += ["gradient=True"] if transfer.gradient else []
+    fields += [f"sent={splits_text(transfer.sent)}"] if transfer.sent.shards else []
+    fields += [f"received={splits_text(transfer.received)}"] if transfer.received.shards else []
+    return f"rt.TransferSpec({', '.join(fields)})"
+
+
+def _tied(pipeline: Pipeline) -> list[str]:
+    rows = []
+    for name, stages in pipeline.tied.items():
+        stored = []
+        for index in stages:
+            programs = pipeline.stages[index].program.rank_programs
+            stored.append(next(s for s in programs[0].parameters if s.name == name))
+        home = stored[0]
+        splits = [splits_text(s.layout) for s in stored]
+        row = (
+            f'rt.TiedSpec(name="{name}", shape={literal(home.shape)}, '
+            f'dtype="{dtype_name(home.dtype)}", stages={literal(stages)}, '
+            f"splits=({', '.join(splits)})"
+        )
+        rows.append(row + ("" if home.requires_grad else ", trained=False") + ")")
+    return rows
+
+
+def _outputs(pipeline: Pipeline) -> list[str]:
+    rows = []
+    giving = {leaf: stage.index for stage in pipeline.stages for leaf in stage.outputs}
+    for position, leaf in enumerate(pipeline.graph.outputs):
+        if not isinstance(leaf, Ref):
+            rows.append(literal(leaf))
+            continue
+        kind = pipeline.graph.values[leaf.name]
+        row = (
+            f"rt.OutputSpec(stage={giving[position]}, shape={literal(kind.shape)}, "
+            f'dtype="{dtype_name(kind.dtype)}"'
+        )
+        held = pipeline.output_times.get(position)
+        if isinstance(held, Shard):
+            row += f', split=rt.Split(axis="{TIME}", dim={held.dim}, of={literal(held.of)})'
+        elif isinstance(held, Partial):
+            row += ", summed=True"
+        rows.append(row + ")")
+    return rows
+
+
+def _loss(pipeline: Pipeline) -> list[str]:
+    if pipeline.graph.loss is None:
+        return ["LOSS_STAGE = None", 'LOSS_DTYPE = ""']
+    dtype = dtype_name(pipeline.graph.values[pipeline.graph.loss].dtype)
+    return [f"LOSS_STAGE = {pipeline.loss_stage}", f'LOSS_DTYPE = "{dtype}"']

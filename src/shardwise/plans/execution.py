@@ -1,0 +1,202 @@
+"""What a plan says of time: pipeline stages, number types, recomputation.
+
+Enters: fields of a plan file. Leaves: `Stage` and `Precision`, parts of a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from shardwise.cluster import Mesh
+from shardwise.errors import PlanError, ShardwiseError, did_you_mean
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+RECOMPUTE_MODES = ("none", "full", "selective")
+OFFLOADS = ("activations", "optimizer", "parameters")
+TIME = "mb"  # the mesh axis of micro-batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The nodes from `first` up to the next stage's, run by `ranks` arranged as `mesh`.
+
+    `first` is a node's place, `blocks.3.ln.layer_norm_0` (`shardwise explain` lists them); the
+    first stage begins at "". Stages on the same ranks are virtual stages of one group.
+    """
+
+    first: str
+    ranks: tuple[int, ...]
+    mesh: Mesh
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first": self.first,
+            "ranks": format_ranks(self.ranks),
+            "mesh": dict(self.mesh.axes),
+        }
+
+    @staticmethod
+    def from_json(data: Any, where: str) -> Stage:
+        """The stage that `to_json` gave, or an edited one."""
+        known = {"first": str, "ranks": str, "mesh": dict}
+        check_fields(data, known, known, where)
+        try:
+            mesh = Mesh(axes=tuple(data["mesh"].items()))
+        except ShardwiseError as error:
+            raise PlanError(error.message, where=where, hint=error.hint) from None
+        return Stage(first=data["first"], ranks=parse_ranks(data["ranks"], where), mesh=mesh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Number types of a training step; "" leaves a type as the model has it.
+
+    The model computes in `compute`, as if it had been cast to it; with `autocast` each operator
+    in the type that `torch.autocast` gives it. Parameters are stored and optimized in `master`,
+    gradients of micro-batches added up in `gradients` and summed over ranks in `reduce`.
+    `loss_scale` is "dynamic", a number, or "".
+    """
+
+    compute: str = ""
+    autocast: bool = False
+    master: str = ""
+    gradients: str = ""
+    reduce: str = ""
+    loss_scale: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "master", "gradients", "reduce"):
+            dtype = getattr(self, name)
+            if dtype and dtype not in DTYPES:
+                raise PlanError(
+                    f"precision {name}={dtype!r}{did_you_mean(dtype, DTYPES)}",
+                    hint=", ".join(DTYPES),
+                )
+        if self.loss_scale not in ("", "dynamic") and not _is_positive(self.loss_scale):
+            raise PlanError(
+                f"precision loss_scale={self.loss_scale!r}", hint='"dynamic" or a number'
+            )
+
+    @staticmethod
+    def of(name: str | Precision | None) -> Precision:
+        """`"bf16"`, `"fp16"` or `"fp32"`, with float32 master weights and gradients.
+
+        >>> Precision.of("fp16").loss_scale
+        'dynamic'
+        """
+        if isinstance(name, Precision):
+            return name
+        wide = {"master": "float32", "gradients": "float32", "reduce": "float32"}
+        known = {
+            None: Precision(),
+            "": Precision(),
+            "fp32": Precision(compute="float32", **wide),
+            "bf16": Precision(compute="bfloat16", **wide),
+            "fp16": Precision(compute="float16", loss_scale="dynamic", **wide),
+            "bf16-autocast": Precision(compute="bfloat16", autocast=True),
+            "fp16-autocast": Precision(compute="float16", autocast=True, loss_scale="dynamic"),
+        }
+        if name not in known:
+            names = [n for n in known if n]
+            raise PlanError(f"precision {name!r}{did_you_mean(name, names)}", hint=", ".join(names))
+        return known[name]
+
+    def to_json(self) -> dict[str, Any]:
+        default = Precision()
+        return {n: v for n in _PRECISION if (v := getattr(self, n)) != getattr(default, n)}
+
+    @staticmethod
+    def from_json(data: Any, where: str) -> Precision:
+        """The precision that `to_json` gave, or an edited one."""
+        check_fields(data, _PRECISION, (), where)
+        return Precision(**data)
+
+
+_PRECISION = {
+    "compute": str,
+    "autocast": bool,
+    "master": str,
+    "gradients": str,
+    "reduce": str,
+    "loss_scale": str,
+}
+
+
+def check_fields(
+    data: Any, known: Mapping[str, type], required: Iterable[str], where: str
+) -> None:
+    """Raise unless `data` is an object with known fields of their types."""
+    if not isinstance(data, dict):
+        raise PlanError(f"expected an object, found {type(data).__name__}", where=where)
+    for key, value in data.items():
+        if key not in known:
+            raise PlanError(f"unknown field {key!r}{did_you_mean(key, known)}", where=where)
+        if type(value) is not known[key]:
+            raise PlanError(
+                f"field {key!r} should be {known[key].__name__}, found {value!r}", where=where
+            )
+    for key in required:
+        if key not in data:
+            raise PlanError(f"field {key!r} is missing", where=where)
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks as ranges.
+
+    >>> format_ranks((0, 1, 2, 5))
+    '0-2,5'
+    """
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def parse_ranks(text: str, where: str) -> tuple[int, ...]:
+    """Ranges as ranks: the inverse of `format_ranks`."""
+    ranks: list[int] = []
+    for piece in text.split(","):
+        first, _, last = piece.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise PlanError(f"ranks {text!r} are not ranges", where=where, hint='"0-3" or "0,2"')
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def check_stages(stages: tuple[Stage, ...]) -> None:
+    """Raise unless the stages' groups of ranks are disjoint, complete and fit their meshes."""
+    groups: dict[tuple[int, ...], Mesh] = {}
+    for index, stage in enumerate(stages):
+        where = f"stages[{index}]"
+        if (stage.first == "") != (index == 0):
+            raise PlanError(
+                'the first stage, and only it, begins at ""', where=where, hint='"first": ""'
+            )
+        if stage.mesh.size != len(stage.ranks):
+            raise PlanError(
+                f"{stage.mesh} has {stage.mesh.size} ranks, the stage has {len(stage.ranks)}",
+                where=where,
+            )
+        if TIME in stage.mesh.names:
+            raise PlanError(f"{TIME!r} is the axis of micro-batches", where=where)
+        known = groups.setdefault(stage.ranks, stage.mesh)
+        if known != stage.mesh:
+            raise PlanError(f"the same ranks have {known} in an earlier stage", where=where)
+    places = [rank for ranks in groups for rank in ranks]
+    twice = sorted({rank for rank in places if places.count(rank) > 1})
+    if twice:
+        raise PlanError(f"ranks {twice} are in two different groups of stages", where="stages")
+    if sorted(places) != list(range(len(places))):
+        missing = sorted(set(range(max(places) + 1)) - set(places))
+        raise PlanError(f"ranks {missing} have no stage", where="stages")

@@ -1,0 +1,137 @@
+"""Mean losses as a sum divided by a count that is known from the labels.
+
+Enters: a `Graph`. Leaves: an equal graph in which `cross_entropy(…, reduction="mean")` is the
+sum over kept targets, divided by their number or total weight. A micro-batch can then add
+its share of the sum while the count of the whole batch is computed beforehand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from shardwise.ir import Graph, Node, Ref, TensorType
+from shardwise.ir.schema import bind
+from shardwise.sharding.rule import replace_arguments
+
+MEAN, SUM = 1, 2
+LOSSES = {
+    "aten.cross_entropy_loss.default",
+    "aten.nll_loss.default",
+    "aten.nll_loss_nd.default",
+    "aten.nll_loss2d.default",
+}
+
+
+def separate_means(graph: Graph) -> Graph:
+    """The graph with every mean over labels as a sum and a count."""
+    nodes: list[Node] = []
+    values = dict(graph.values)
+    for node in graph.nodes:
+        arguments = bind(node) if node.op in LOSSES else {}
+        if arguments.get("reduction") == MEAN:
+            nodes += _Mean(node, arguments, values).nodes()
+        else:
+            nodes.append(node)
+    return dataclasses.replace(graph, nodes=tuple(nodes), values=values)
+
+
+class _Mean:
+    """Writes the nodes of one loss."""
+
+    def __init__(self, node: Node, arguments: dict[str, Any], values: dict[str, TensorType]) -> None:
+        self.node, self.arguments, self.values = node, arguments, values
+        self.made: list[Node] = []
+
+    def nodes(self) -> list[Node]:
+        target = self.arguments["target"]
+        kind = self.values[target.name]
+        out = self.node.outputs[0]
+        if kind.dtype.is_floating_point:  # probabilities: the mean goes over positions
+            shape = self.values[self.arguments["self"].name].shape
+            classes = shape[1] if len(shape) > 1 else shape[0]
+            count: Any = max(1, kind.numel // max(1, classes))
+        else:
+            count = self._count(target, kind)
+        given = self.values[out]
+        if given.dtype not in (torch.float16, torch.bfloat16):
+            total = self._summed(self.arguments["self"], given)
+            self._add("div", "aten.div.Tensor", (total, count), given, outputs=(out,))
+            return self.made
+        # The sum of a batch is too large or too coarse for 16 bits.
+        scores = self.values[self.arguments["self"].name]
+        wide = self._add(
+            "wide",
+            "aten.to.dtype",
+            (self.arguments["self"], torch.float32),
+            TensorType(scores.shape, torch.float32),
+        )
+        float32 = TensorType(given.shape, torch.float32)
+        total = self._summed(wide, float32)
+        mean = self._add("div", "aten.div.Tensor", (total, count), float32)
+        self._add("narrow", "aten.to.dtype", (mean, given.dtype), given, outputs=(out,))
+        return self.made
+
+    def _count(self, target: Ref, kind: TensorType) -> Ref:
+        """How many targets are kept, or the sum of their classes' weights."""
+        shape, ignored = kind.shape, self.arguments.get("ignore_index", -100)
+        kept = self._add(
+            "kept", "aten.ne.Scalar", (target, ignored), TensorType(shape, torch.bool)
+        )
+        weight = self.arguments.get("weight")
+        if not isinstance(weight, Ref):
+            return self._add("count", "aten.sum.default", (kept,), TensorType((), torch.int64))
+        dtype = self.values[weight.name].dtype
+        lost = self._add(
+            "ignored", "aten.eq.Scalar", (target, ignored), TensorType(shape, torch.bool)
+        )
+        safe = self._add("safe", "aten.masked_fill.Scalar", (target, lost, 0), kind)
+        flat = TensorType((kind.numel,), kind.dtype)
+        places = self._add("places", "aten.reshape.default", (safe, (kind.numel,)), flat)
+        picked = self._add(
+            "picked",
+            "aten.index_select.default",
+            (weight, 0, places),
+            TensorType((kind.numel,), dtype),
+        )
+        shaped = self._add(
+            "weights", "aten.reshape.default", (picked, shape), TensorType(shape, dtype)
+        )
+        own = self._add(
+            "own", "aten.masked_fill.Scalar", (shaped, lost, 0), TensorType(shape, dtype)
+        )
+        return self._add("count", "aten.sum.default", (own,), TensorType((), dtype))
+
+    def _summed(self, scores: Ref, kind: TensorType) -> Ref:
+        changes = {"self": scores, "reduction": SUM}
+        call = replace_arguments(self.node, self.arguments, changes)
+        name = f"{self.node.name}_sum"
+        outputs = (f"{self.node.outputs[0]}_sum", *self.node.outputs[1:])
+        self.values[outputs[0]] = kind
+        self.made.append(
+            dataclasses.replace(
+                self.node, name=name, args=call.args, kwargs=call.kwargs, outputs=outputs
+            )
+        )
+        return Ref(outputs[0])
+
+    def _add(
+        self,
+        name: str,
+        op: str,
+        args: tuple[Any, ...],
+        kind: TensorType,
+        outputs: tuple[str, ...] = (),
+    ) -> Ref:
+        """One more node where the loss is, keyed apart from the user's own."""
+        fresh = f"{self.node.name}_{name}"
+        outputs = outputs or (fresh,)
+        self.values[outputs[0]] = kind
+        self.made.append(
+            dataclasses.replace(
+                self.node, name=fresh, op=op, args=args, kwargs=(), outputs=outputs, key=fresh
+            )
+        )
+        return Ref(outputs[0])

@@ -1,0 +1,242 @@
+"""The program of a step that is more than one forward and one backward.
+
+Enters: a `Graph` and a `Plan` with stages or micro-batches. Leaves: `Pipeline`: the program of every
+stage, what travels between them, and the order of work of every group of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.cluster import Mesh
+from shardwise.errors import PlanError, ProgramError
+from shardwise.ir import Graph, Ref, TensorType
+from shardwise.plans import TIME, ParameterEntry, Plan, Resolved
+from shardwise.plans.resolve import input_cuts, resolve_part
+from shardwise.program.beforehand import restrict, take_beforehand
+from shardwise.program.lower import lower
+from shardwise.program.means import separate_means
+from shardwise.program.program import Program
+from shardwise.program.stages import Part, partition
+from shardwise.schedules import Action, Schedule, check, make
+from shardwise.sharding.factors import Facts, analyze
+from shardwise.sharding.placements import Layout, Placement, Shard, format_shard
+from shardwise.sharding.time import Timed, assign_time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A value that one stage computes and another uses, and its gradient the other way."""
+
+    value: str
+    source: int
+    target: int
+    type: TensorType
+    gradient: bool
+    sent: Layout
+    received: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgram:
+    """One stage: its ranks and mesh, its program, and what it computes of the batch beforehand."""
+
+    index: int
+    ranks: tuple[int, ...]
+    mesh: Mesh
+    program: Program
+    beforehand: Program | None
+    outputs: tuple[int, ...]  # positions of the model's output leaves that this stage gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The programs of all stages of one graph under one plan."""
+
+    graph: Graph
+    plan: Plan
+    stages: tuple[StageProgram, ...]
+    transfers: tuple[Transfer, ...]
+    schedule: Schedule
+    tied: Mapping[str, tuple[int, ...]]  # parameter name -> its home, then stages that borrow it
+    output_times: Mapping[int, Placement]  # output leaf -> how micro-batches hold it
+    notes: tuple[str, ...] = ()
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that computes the loss."""
+        for stage in self.stages:
+            if stage.program.graph.loss:
+                return stage.index
+        raise ProgramError("no stage computes a loss")
+
+    def verify(self) -> None:
+        """Raise unless every stage's program is consistent and the schedule can run."""
+        for stage in self.stages:
+            stage.program.verify()
+        check(self.schedule, self.edges)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of stages between which something travels."""
+        return tuple(dict.fromkeys((t.source, t.target) for t in self.transfers))
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.stages)} stages, {self.plan.microbatches} micro-batches"]
+        for stage in self.stages:
+            lines += [f"stage {stage.index} on ranks {stage.ranks}", str(stage.program)]
+        lines += [
+            f"transfer %{t.value}: stage {t.source} as {t.sent} -> stage {t.target} as {t.received}"
+            for t in self.transfers
+        ]
+        return "\n".join([*lines, str(self.schedule)])
+
+
+def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
+    """Cut, solve and lower every stage."""
+    plan.check(graph)
+    original = graph
+    timed: Timed | None = None
+    before: Graph | None = None
+    if plan.splits_time:
+        graph = separate_means(graph)
+    facts = analyze(graph)
+    if plan.splits_time:
+        cuts = input_cuts(graph, plan) or {}
+        timed = assign_time(graph, facts, TIME, plan.microbatches, cuts)
+        graph, facts, timed, before = take_beforehand(graph, facts, timed)
+    parts = partition(graph, plan, facts)
+    resolved = _resolve(parts, plan, facts, timed)
+    programs = [
+        lower(r, borrowed=part.borrowed) for r, part in zip(resolved, parts, strict=True)
+    ]
+    stages = tuple(
+        StageProgram(
+            index=part.index,
+            ranks=stage.ranks,
+            mesh=stage.mesh,
+            program=program,
+            beforehand=_beforehand(before, part, plan.on_mesh(stage.mesh)),
+            outputs=part.outputs,
+        )
+        for part, stage, program in zip(parts, plan.all_stages, programs, strict=True)
+    )
+    notes = dict.fromkeys(note for program in programs for note in program.notes)
+    pipeline = Pipeline(
+        graph=original,
+        plan=plan,
+        stages=stages,
+        transfers=_transfers(graph, parts, programs, facts),
+        schedule=plan_schedule(plan),
+        tied=_tied(parts),
+        output_times={
+            i: timed.values[leaf.name]
+            for i, leaf in enumerate(graph.outputs)
+            if timed is not None and isinstance(leaf, Ref)
+        },
+        notes=tuple(notes),
+    )
+    pipeline.verify()
+    return pipeline
+
+
+def plan_schedule(plan: Plan) -> Schedule:
+    """The order of work that the plan names or lists."""
+    groups = plan.groups
+    placement = tuple(groups.index(stage.ranks) for stage in plan.all_stages)
+    count = len(placement)
+    if not isinstance(plan.schedule, str):
+        rows = tuple(tuple(Action.parse(text) for text in row) for row in plan.schedule)
+        return Schedule(
+            name="listed",
+            num_stages=count,
+            num_microbatches=plan.microbatches,
+            placement=placement,
+            actions=rows,
+        )
+    name = plan.schedule or ("1f1b" if count == len(groups) else "interleaved")
+    made = make(name, groups=len(groups), microbatches=plan.microbatches, stages=count)
+    if made.placement != placement:
+        raise PlanError(
+            f"schedule {name!r} runs stages on groups {made.placement}, the plan on {placement}",
+            where="stages",
+            hint="order the stages' ranks so, or list the actions",
+        )
+    return made
+
+
+def _resolve(
+    parts: tuple[Part, ...], plan: Plan, facts: Facts, timed: Timed | None
+) -> list[Resolved]:
+    """Solve stage by stage; stages on the same ranks store a parameter alike."""
+    found: list[Resolved] = []
+    stored: dict[tuple[tuple[int, ...], str], ParameterEntry] = {}
+    for part, stage in zip(parts, plan.all_stages, strict=True):
+        own = plan.for_stage(part.index)
+        known = {
+            p.name: stored[stage.ranks, p.name]
+            for p in part.graph.parameters
+            if (stage.ranks, p.name) in stored
+        }
+        own = own.with_(parameters={**own.parameters, **known})
+        resolved = resolve_part(part.graph, own, facts, timed)
+        found.append(resolved)
+        for p in part.graph.parameters:
+            stored[stage.ranks, p.name] = _entry(resolved, p.value)
+    return found
+
+
+def _entry(resolved: Resolved, value: str) -> ParameterEntry:
+    layout = resolved.parameter_layout(value)
+    cuts = {
+        axis: format_shard(p) if isinstance(p, Shard) else "whole"
+        for axis, p in layout.axes
+        if not resolved.is_time(axis)
+    }
+    return ParameterEntry(layout=cuts)
+
+
+def _beforehand(before: Graph | None, part: Part, plan: Plan) -> Program | None:
+    """The program that computes what this stage needs of the whole batch."""
+    wanted = {i.value for i in part.graph.inputs if i.kind == "beforehand"}
+    if before is None or not wanted:
+        return None
+    leaves = (r.name for r in before.outputs if f"{r.name}_of_batch" in wanted)
+    graph = restrict(before, tuple(leaves))
+    return lower(resolve_part(graph, plan, analyze(graph)))
+
+
+def _transfers(
+    graph: Graph, parts: tuple[Part, ...], programs: list[Program], facts: Facts
+) -> tuple[Transfer, ...]:
+    """Everything that travels, by stages and then in the order of the graph."""
+    found = []
+    for part, program in zip(parts, programs, strict=True):
+        held = {i.value: i.layout for i in program.rank_programs[0].inputs}
+        for value, source in part.receives.items():
+            ranks = programs[source].rank_programs[0]
+            sent = ranks.values[ranks.sends[parts[source].graph.sends.index(value)]].layout
+            found.append(
+                Transfer(
+                    value=value,
+                    source=source,
+                    target=part.index,
+                    type=graph.values[value],
+                    gradient=value in facts.carries_grad,
+                    sent=sent,
+                    received=held[value],
+                )
+            )
+    return tuple(found)
+
+
+def _tied(parts: tuple[Part, ...]) -> dict[str, tuple[int, ...]]:
+    users: dict[str, list[int]] = {}
+    borrowed: set[str] = set()
+    for part in parts:
+        for p in part.graph.parameters:
+            users.setdefault(p.name, []).append(part.index)
+            if p.value in part.borrowed:
+                borrowed.add(p.name)
+    return {name: tuple(stages) for name, stages in users.items() if name in borrowed}

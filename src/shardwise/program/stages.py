@@ -1,0 +1,211 @@
+"""A graph cut into pipeline stages, anywhere in its order.
+
+Enters: a graph and where its stages begin. Leaves: one `Part` per stage, a graph of its own. Values
+of earlier stages are received from where they are computed; or computed again, if they depend on
+the batch alone and that is cheaper (masks, position tables). A parameter that several stages use
+has its home in the first of them, and the others borrow it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+from shardwise.ir import Buffer, Graph, Input, Node, Ref, iter_refs, node_keys
+from shardwise.ir.interpret import is_random
+from shardwise.plans import Plan
+from shardwise.sharding.costs import PER_BYTE, PER_TRANSFER, work
+from shardwise.sharding.factors import Facts
+from shardwise.sharding.time import values_of_inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One stage's share of a graph.
+
+    `receives` maps a value to the stage it comes from. `outputs` are the positions of the model's
+    output leaves that this stage gives. `borrowed` are parameters whose home is another stage.
+    """
+
+    index: int
+    graph: Graph
+    receives: dict[str, int]
+    outputs: tuple[int, ...]
+    borrowed: frozenset[str]
+
+
+def stage_starts(graph: Graph, plan: Plan) -> tuple[int, ...]:
+    """The index of every stage's first node."""
+    places = list(node_keys(graph).values())
+    return (0, *(places.index(stage.first) for stage in plan.all_stages[1:]))
+
+
+def partition(graph: Graph, plan: Plan, facts: Facts) -> tuple[Part, ...]:
+    """The parts of all stages."""
+    return _Partition(graph, plan, facts).run()
+
+
+class _Partition:
+    def __init__(self, graph: Graph, plan: Plan, facts: Facts) -> None:
+        keys = node_keys(graph)
+        named = tuple(dataclasses.replace(n, key=keys[n.name]) for n in graph.nodes)
+        self.graph = dataclasses.replace(graph, nodes=named)
+        self.plan, self.facts = plan, facts
+        starts = stage_starts(graph, plan)
+        self.count = len(starts)
+        ends = (*starts[1:], len(named))
+        self.own = [named[a:b] for a, b in zip(starts, ends, strict=True)]
+        self.stage_of = {o: s for s, nodes in enumerate(self.own) for n in nodes for o in n.outputs}
+        self.producer = self.graph.producers
+        self.order = {node.name: i for i, node in enumerate(named)}
+        self.repeatable = self._repeatable()
+
+    def run(self) -> tuple[Part, ...]:
+        nodes, receives = [], []
+        for stage in range(self.count):
+            mine, needed = self._fetch(stage)
+            nodes.append(mine)
+            receives.append(needed)
+        leaves = self._leaves()
+        users = [
+            {name for node in mine for name in node.inputs}
+            | {n for i in leaves[stage] for n in _names(self.graph.outputs[i])}
+            for stage, mine in enumerate(nodes)
+        ]
+        homes = self._homes(users)
+        parts = []
+        for stage in range(self.count):
+            sends = [v for v, s in self.stage_of.items() if s == stage]
+            sent = tuple(v for v in sends if any(v in r for r in receives[stage + 1 :]))
+            parts.append(
+                self._part(
+                    stage, nodes[stage], receives[stage], leaves[stage], users[stage], sent, homes
+                )
+            )
+        return tuple(parts)
+
+    def _repeatable(self) -> frozenset[str]:
+        """Values that a later stage could compute again: of the batch alone, the same everywhere."""
+        changed = {b.value for b in self.graph.buffers if b.mutation}
+        found = set(values_of_inputs(self.graph)) - changed
+        for node in self.graph.nodes:
+            drawn = is_random(node) and self.plan.rng != "exact"
+            if drawn or not all(name in found for name in node.inputs):
+                found -= set(node.outputs)
+        return frozenset(found)
+
+    def _fetch(self, stage: int) -> tuple[tuple[Node, ...], dict[str, int]]:
+        """The stage's nodes, those it repeats among them, and what it receives from where."""
+        mine = {node.name: node for node in self.own[stage]}
+        receives: dict[str, int] = {}
+        needed = [name for node in self.own[stage] for name in node.inputs]
+        for name in dict.fromkeys(needed):
+            source = self.stage_of.get(name, stage)
+            if source >= stage or name in receives:
+                continue
+            again = self._closure(name, mine) if name in self.repeatable else None
+            if again is not None and self._effort(again) <= self._transfer(name):
+                mine |= {node.name: node for node in again}
+            else:
+                receives[name] = source
+        for node in list(mine.values()):  # what was repeated first may be received by now
+            for name in node.inputs:
+                if name in receives and any(name in n.outputs for n in mine.values()):
+                    del receives[name]
+        ordered = sorted(mine.values(), key=lambda node: self.order[node.name])
+        return tuple(ordered), receives
+
+    def _closure(self, name: str, have: Iterable[str]) -> list[Node]:
+        """The nodes that compute a value, without those at hand."""
+        found: dict[str, Node] = {}
+        waiting, known = [name], set(have)
+        while waiting:
+            node = self.producer.get(waiting.pop())
+            if node is not None and node.name not in known:
+                known.add(node.name)
+                found[node.name] = node
+                waiting += node.inputs
+        return list(found.values())
+
+    def _effort(self, nodes: list[Node]) -> float:
+        return sum(work(self.facts.calls[n.name], self.facts.rules[n.name]) for n in nodes)
+
+    def _transfer(self, name: str) -> float:
+        return self.graph.values[name].num_bytes * PER_BYTE + PER_TRANSFER
+
+    def _leaves(self) -> list[list[int]]:
+        """Positions of the output leaves that each stage gives; sources come from the first."""
+        leaves: list[list[int]] = [[] for _ in range(self.count)]
+        for position, leaf in enumerate(self.graph.outputs):
+            names = _names(leaf)
+            if names:
+                leaves[max(self.stage_of.get(name, 0) for name in names)].append(position)
+        return leaves
+
+    def _homes(self, users: list[set[str]]) -> dict[str, int]:
+        """The first stage that uses each parameter and buffer; unused ones are of the first."""
+        homes: dict[str, int] = {}
+        for source in (*self.graph.parameters, *self.graph.buffers):
+            using = [stage for stage, names in enumerate(users) if source.value in names]
+            homes[source.value] = using[0] if using else 0
+            if isinstance(source, Buffer) and source.mutation:
+                homes[source.value] = self._changing(source, using)
+        return homes
+
+    def _changing(self, buffer: Buffer, using: list[int]) -> int:
+        assert buffer.mutation is not None
+        home = self.stage_of.get(buffer.mutation, using[0] if using else 0)
+        others = [stage for stage in using if stage != home]
+        if others:
+            raise PlanError(
+                f"buffer {buffer.name} is changed in stage {home} and used in stage {others[0]}",
+                hint="begin the stage elsewhere, so that one stage has all uses of the buffer",
+            )
+        return home
+
+    def _part(
+        self,
+        stage: int,
+        nodes: tuple[Node, ...],
+        receives: dict[str, int],
+        leaves: list[int],
+        used: set[str],
+        sent: tuple[str, ...],
+        homes: dict[str, int],
+    ) -> Part:
+        graph = self.graph
+        made = {o for node in nodes for o in node.outputs}
+        mine = lambda value: value in used or homes.get(value) == stage  # noqa: E731
+        parameters = tuple(p for p in graph.parameters if mine(p.value))
+        inputs = tuple(i for i in graph.inputs if i.value in used)
+        inputs += tuple(
+            Input(value=v, name=v, path=(v,), kind="received") for v in receives if v in used
+        )
+        part = dataclasses.replace(
+            graph,
+            nodes=nodes,
+            inputs=inputs,
+            parameters=parameters,
+            buffers=tuple(b for b in graph.buffers if mine(b.value)),
+            constants=tuple(c for c in graph.constants if c.value in used),
+            loss=graph.loss if graph.loss in made and self.stage_of[graph.loss] == stage else None,
+            outputs=tuple(graph.outputs[i] for i in leaves),
+            sends=sent,
+        )
+        part.verify()
+        ranks = [s.ranks for s in self.plan.all_stages]
+        return Part(
+            index=stage,
+            graph=part,
+            receives={v: s for v, s in receives.items() if v in used},
+            outputs=tuple(leaves),
+            borrowed=frozenset(
+                p.value for p in parameters if ranks[homes[p.value]] != ranks[stage]
+            ),
+        )
+
+
+def _names(leaf: object) -> list[str]:
+    return [ref.name for ref in iter_refs(leaf)] if not isinstance(leaf, Ref) else [leaf.name]

@@ -1,0 +1,53 @@
+"""Sends that nobody waits for: a thread lets their memory go once they are done.
+
+Point-to-point works of gloo cannot be asked whether they are done, and waiting for them in the
+order of actions could block a rank that others wait for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from shardwise.runtime.transport import Pending
+
+__all__ = ["Retirement"]
+
+
+class Retirement:
+    """Waits for sends in the background; `finish` waits for all of them and raises what failed."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Sequence[Pending] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def add(self, sends: Sequence[Pending]) -> None:
+        """Take over some sends."""
+        open_sends = [s for s in sends if not s.is_done]
+        if not open_sends:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sends", daemon=True)
+            self._thread.start()
+        self._waiting.put(open_sends)
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        while (sends := self._waiting.get()) is not None:
+            try:
+                for send in sends:
+                    send.wait()
+            except BaseException as error:
+                self._error = self._error or error
+            sends = ()

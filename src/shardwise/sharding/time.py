@@ -1,0 +1,152 @@
+"""Micro-batches as a mesh axis in time: what of each value one micro-batch holds.
+
+Enters: a graph's `Facts` and how the batch is cut. Leaves: a `Timed` assignment, or an error that
+names the node which couples the samples of different micro-batches.
+
+Nothing is communicated along this axis before backward. So placements follow from the inputs, node
+by node, without a choice: a value is a Shard; or Partial, if it goes on linearly from there to the
+loss; or whole and used differently in each micro-batch (R≠), its gradients added up as those of
+parameters are. Values of inputs alone (a count of tokens) are also at hand whole: they are computed
+`beforehand`, from the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import InfeasiblePlan
+from shardwise.ir import Graph, Node
+from shardwise.sharding.candidates import Candidate, Cut, candidates
+from shardwise.sharding.costs import same_placement
+from shardwise.sharding.factors import Facts
+from shardwise.sharding.placements import (
+    FANOUT,
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
+from shardwise.sharding.task import Assignment
+
+SLICED, ONCE, PADDED, BEFOREHAND = 1, 2, 3, 10  # what feeding an operand costs, to rank candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """The assignment of the time axis, every value's placement, and what is needed beforehand.
+
+    `beforehand` maps a node to those of its operands that it takes whole, although a micro-batch
+    holds a part of them.
+    """
+
+    assignment: Assignment
+    values: Mapping[str, Placement]
+    beforehand: Mapping[str, frozenset[int]]
+
+
+def assign_time(
+    graph: Graph, facts: Facts, axis: str, count: int, cuts: Mapping[str, Placement]
+) -> Timed:
+    """Placements for `count` micro-batches; `cuts` says how inputs are cut."""
+    held: dict[str, Placement] = dict.fromkeys(graph.values, FANOUT)
+    held |= cuts
+    known = values_of_inputs(graph)
+    nodes: dict[str, Candidate] = {}
+    beforehand: dict[str, frozenset[int]] = {}
+    for node in graph.nodes:
+        best: tuple[int, Candidate, frozenset[int]] | None = None
+        for candidate in _options(node, facts, known):
+            fed = _feed(node, candidate, held, known, count)
+            if fed is not None and (best is None or fed[0] < best[0]):
+                best = (fed[0], candidate, fed[1])
+        if best is None:
+            raise _coupled(node, held)
+        _, nodes[node.name], whole = best
+        if whole:
+            beforehand[node.name] = whole
+        for name, given in zip(node.outputs, nodes[node.name].results, strict=True):
+            held[name] = FANOUT if isinstance(given, Replicate) else given
+    assignment = Assignment(
+        axis=axis,
+        ranks=count,
+        nodes=nodes,
+        parameters={p.value: REPLICATE for p in graph.parameters},
+        cost=0.0,
+    )
+    return Timed(assignment=assignment, values=held, beforehand=beforehand)
+
+
+def values_of_inputs(graph: Graph) -> frozenset[str]:
+    """Values that depend on the batch, buffers and constants, but on no parameter."""
+    trained = {p.value for p in graph.parameters}
+    for node in graph.nodes:
+        if any(name in trained for name in node.inputs):
+            trained |= set(node.outputs)
+    return frozenset(name for name in graph.values if name not in trained)
+
+
+def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]:
+    """The node's candidates that need no other micro-batch while they run."""
+    rule = facts.rules[node.name]
+    options = []
+    for candidate in candidates(rule, facts.structures[node.name]):
+        choice = candidate.choice
+        if isinstance(choice, Cut):
+            axis = rule.axes[choice.axis]
+            if axis.talks or axis.reduce == "same":
+                continue
+        reduced = [p for p in candidate.results if isinstance(p, Partial) and p.op != "sum"]
+        if reduced and not all(name in known for name in node.outputs):
+            continue
+        options.append(candidate)
+    return options
+
+
+def _feed(
+    node: Node,
+    candidate: Candidate,
+    held: Mapping[str, Placement],
+    known: frozenset[str],
+    count: int,
+) -> tuple[int, frozenset[int]] | None:
+    """What it takes to give a candidate its operands, and which of them beforehand; or None."""
+    total, whole = 0, set()
+    for index, (name, needed) in enumerate(zip(node.inputs, candidate.operands, strict=True)):
+        price = _price(held[name], needed, count)
+        if price is None and name in known:
+            price = _price(FANOUT, needed, count)
+            if price is not None:
+                price += BEFOREHAND
+                whole.add(index)
+        if price is None:
+            return None
+        total += price
+    return total, frozenset(whole)
+
+
+def _price(held: Placement, needed: Placement, count: int) -> int | None:
+    if isinstance(held, Replicate):
+        if isinstance(needed, Shard):
+            return SLICED
+        return 0 if isinstance(needed, Replicate) else ONCE if needed == PARTIAL else None
+    if same_placement(held, needed, count):
+        return 0
+    return PADDED if isinstance(held, Shard) and needed == PARTIAL else None
+
+
+def _coupled(node: Node, held: Mapping[str, Placement]) -> InfeasiblePlan:
+    parts = [
+        f"%{name} {'of one micro-batch' if isinstance(held[name], Shard) else 'as a sum of all'}"
+        for name in dict.fromkeys(node.inputs)
+        if not isinstance(held[name], Replicate)
+    ]
+    return InfeasiblePlan(
+        f"{node.op} ({node.name}) couples the samples of a batch: it would need "
+        f"{' and '.join(parts)} whole, so micro-batches cannot be computed one after the other",
+        where=node.origin,
+        hint="num_microbatches=1, or per_microbatch=True: each micro-batch is then a batch of its "
+        "own, as one device accumulating gradients takes it",
+    )
