@@ -61,7 +61,7 @@ def unguard(grad: Tensor) -> Tensor:
     return grad.as_subclass(Tensor) if type(grad) is ShardGradient else grad
 
 
-def absent(parameter: Tensor) -> Tensor:
+def absent(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A gradient for a parameter, without memory."""
-    scalar = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    scalar = torch.zeros((), dtype=dtype, device=parameter.device)
     return scalar.expand(parameter.shape).as_subclass(AbsentGradient)

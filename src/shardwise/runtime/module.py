@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError, ProgramError
-from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.failures import naming_failures
+from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.random import Rng
+from shardwise.runtime.recording import Recorder, gather_events, merge, write_trace
+from shardwise.runtime.sharing import share
 from shardwise.runtime.store import ParameterStore
 
 __all__ = ["ParallelModule", "StepProgram", "check_same_batch", "leaves", "signature"]
@@ -27,10 +30,18 @@ CHECKED_STEPS = 3
 class StepProgram(Protocol):
     """A compiled step for batches of one signature."""
 
-    def __call__(
-        self, batch: Any, *, outputs: bool, local: bool = False
-    ) -> tuple[Tensor | None, Any]:
-        """The loss (None in a program without one), and the model's outputs if asked for."""
+    def train(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor, Any]:
+        """Forward and backward, inside `store.step`: the loss, and the outputs if asked for."""
+        ...
+
+    def evaluate(self, batch: Any, store: ParameterStore, *, local: bool) -> Any:
+        """The model's outputs, inside `store.evaluate`."""
+        ...
+
+    def finish(self) -> None:
+        """What is left to do once the gradients of a step are complete."""
         ...
 
     def local_batch(self, batch: Any) -> Any:
@@ -56,9 +67,13 @@ class ParallelModule(nn.Module):
         specialize: Specialize,
         *,
         check_batches: bool = True,
+        groups: Sequence[tuple[int, ...]] = (),
+        recorder: Recorder | None = None,
+        timeout: float = 60.0,
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
+        self.groups, self.recorder, self.timeout = groups or (mesh.ranks,), recorder, timeout
         self._specialize = specialize
         self._programs: dict[Hashable, StepProgram] = {}
         self._checked: dict[Hashable, int] = {}
@@ -72,20 +87,17 @@ class ParallelModule(nn.Module):
         """
         key, program = self._program(batch, training=True, local=local)
         self.rng.step += 1
-        with self.store.step(key):
-            with self.store.forward():
-                loss, out = program(batch, outputs=outputs, local=local)
-            if loss is None or not loss.requires_grad:
-                raise ProgramError("the loss depends on no parameter that is trained")
-            with self.store.backward(last=True):
-                loss.backward()  # type: ignore[no-untyped-call]
+        with naming_failures(self.timeout):
+            with self.store.step(key):
+                loss, out = program.train(batch, self.store, outputs=outputs, local=local)
+            program.finish()
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
     def eval_step(self, batch: Any, *, local: bool = False) -> Any:
         """The model's outputs in eval mode, without gradients."""
         key, program = self._program(batch, training=False, local=local)
-        with self.store.evaluate(key), self.store.forward():
-            return program(batch, outputs=True, local=local)[1]
+        with naming_failures(self.timeout), self.store.evaluate(key):
+            return program.evaluate(batch, self.store, local=local)
 
     def local_batch(self, batch: Any, training: bool = True) -> Any:
         """This rank's part of a whole batch, for `train_step(…, local=True)`."""
@@ -96,7 +108,7 @@ class ParallelModule(nn.Module):
             return self._local_program(batch, training)
         key: Hashable = ("whole", training, signature(batch))
         if self._check_batches and self._checked.get(key, 0) < CHECKED_STEPS:
-            check_same_batch(batch, self.mesh, self.store.device)
+            check_same_batch(batch, self.mesh.everyone, self.store.device)
             self._checked[key] = self._checked.get(key, 0) + 1
         return key, self._get(key, batch, training)
 
@@ -105,7 +117,8 @@ class ParallelModule(nn.Module):
         known = [(k, p) for k, p in self._programs.items() if _trains(k) == training][:60]
         fits = [program.takes(batch) for _, program in known]
         mask = torch.tensor([sum(1 << i for i, fit in enumerate(fits) if fit)])
-        every = self.mesh.world.all_gather(mask.to(self.store.device), [1] * self.mesh.size).wait()
+        everyone = self.mesh.everyone
+        every = everyone.all_gather(mask.to(self.store.device), [1] * everyone.size).wait()
         for index, (key, program) in enumerate(known):
             if all(int(m) >> index & 1 for m in every.tolist()):
                 return key, program
@@ -123,11 +136,12 @@ class ParallelModule(nn.Module):
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank; all ranks call it."""
-        return self.store.gather_state_dict()
+        state = share(self.mesh, self.groups, self.store.gather_state_dict(), self.store.device)
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """The whole model's gradients by parameter name, on every rank; all ranks call it."""
-        return self.store.gather_gradients()
+        return share(self.mesh, self.groups, self.store.gather_gradients(), self.store.device)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -195,22 +209,22 @@ def signature(batch: Any) -> Hashable:
     )
 
 
-def check_same_batch(batch: Any, mesh: ProcessMesh, device: torch.device | str = "cpu") -> None:
+def check_same_batch(batch: Any, axis: Axis, device: torch.device | str = "cpu") -> None:
     """Refuse batches that differ between ranks, naming the ranks and the input."""
-    if mesh.size == 1:
+    if axis.size == 1:
         return
     found = list(leaves(batch))
     shape = [len(found), zlib.crc32(repr(signature(batch)).encode())]
-    _compare(shape, ["the batch's shapes, types or plain values"] * 2, mesh, device)
-    _compare([_checksum(value) for _, value in found], [path for path, _ in found], mesh, device)
+    _compare(shape, ["the batch's shapes, types or plain values"] * 2, axis, device)
+    _compare([_checksum(value) for _, value in found], [path for path, _ in found], axis, device)
 
 
 def _compare(
-    numbers: list[int], names: list[str], mesh: ProcessMesh, device: torch.device | str
+    numbers: list[int], names: list[str], axis: Axis, device: torch.device | str
 ) -> None:
     count = len(numbers)
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    every = mesh.world.all_gather(mine, [count] * mesh.size).wait().view(mesh.size, count)
+    every = axis.all_gather(mine, [count] * axis.size).wait().view(axis.size, count)
     for column, name in enumerate(names):
         values = every[:, column].tolist()
         different = [rank for rank, value in enumerate(values) if value != values[0]]

@@ -69,7 +69,7 @@ def optimizer(
 def _require_whole(store: ParameterStore, cls: object) -> None:
     name = getattr(cls, "__name__", str(cls))
     for entry in store.entries:
-        if entry.spec.requires_grad and (entry.group is not None or _is_cut(store, entry)):
+        if entry.trained and (entry.group is not None or _is_cut(store, entry)):
             raise OptimizerError(
                 f"{name} is not known to be element-wise, and {entry.spec.name} of shape "
                 f"{entry.spec.shape} is sharded here",
@@ -86,8 +86,9 @@ def _group(
     store: ParameterStore, groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[dict[str, Any], list[Entry]]]:
     """Options and entries of each group; an entry goes to the first group that matches."""
-    rest = [entry for entry in store.entries if entry.spec.requires_grad]
+    rest = [entry for entry in store.entries if entry.trained]
     known = [name for e in rest for name in (e.spec.name, *e.spec.aliases)]
+    known += sorted(store.elsewhere)
     found: list[tuple[dict[str, Any], list[Entry]]] = []
     for group in groups:
         globs = [group["params"]] if isinstance(group["params"], str) else list(group["params"])
@@ -123,13 +124,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = inner.state
+        self.skipped_steps = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. A closure runs `pm.train_step` and returns the loss."""
+        """Update the parameters. A closure runs `pm.train_step` and returns the loss.
+
+        With a loss scaler, a step with an infinite or undefined gradient on any rank is skipped.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scaler = self.store.scaler
+        overflow = scaler is not None and self.store.overflowed()
+        if scaler is not None:
+            scaler.update(overflow)
+        if overflow:
+            self.skipped_steps += 1
+            return loss
         self.store.link_gradients()
         try:
             self.inner.step()
@@ -223,12 +235,14 @@ def clip_grad_norm_(
         raise OptimizerError(f"the norm of the gradients is {total.item()}, so they stay as is")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for _, grad in held:
-        grad.mul_(scale)
+        grad.mul_(scale.to(grad.device))
     return total
 
 
 def _counts(store: ParameterStore, entry: Entry) -> bool:
     """Whether this rank is the one, among those with the same part, whose part counts."""
+    if entry.spec.borrowed:
+        return False
     distinct = {split.axis for split in entry.spec.splits}
     if entry.zero >= 2:
         distinct |= set(entry.spec.sync)
@@ -236,11 +250,13 @@ def _counts(store: ParameterStore, entry: Entry) -> bool:
 
 
 def _total_norm(store: ParameterStore, grads: list[Tensor], norm_type: float) -> Tensor:
-    wide = any(e.leaf.dtype is torch.float64 for e in store.entries)
+    wide = any(e.master is torch.float64 for e in store.entries)
     dtype = torch.float64 if wide else torch.float32
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads]
-    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=store.device)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(store.device) for g in grads]
+    # Stages of a pipeline may have other types; what all ranks add up is always of one.
+    stacked = torch.stack(norms).double() if norms else torch.zeros(1).double().to(store.device)
+    everyone = store.mesh.everyone
     if norm_type == float("inf"):
-        return store.mesh.world.all_reduce(stacked.max().reshape(1), "max").wait()[0]
+        return everyone.all_reduce(stacked.max().reshape(1), "max").wait()[0].to(dtype)
     powers = stacked.pow(norm_type).sum().reshape(1)
-    return store.mesh.world.all_reduce(powers).wait()[0].pow(1.0 / norm_type)
+    return everyone.all_reduce(powers).wait()[0].pow(1.0 / norm_type).to(dtype)

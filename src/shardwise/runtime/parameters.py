@@ -33,6 +33,15 @@ class ParameterSpec:
     partial sum on the axes of `sync`, over which `zero` shards the optimizer state (1), the
     gradient too (2), and the parameter too (3). `unit` is the path of the module before whose
     forward a parameter of zero 3 is gathered; "" is the root.
+
+    The forward uses it in `dtype`. It is stored and optimized in `master`; the gradients of
+    micro-batches are added up in `gradient` and summed over ranks in `reduce`. "" means: `master`
+    as `dtype`, `gradient` as `master`, `reduce` as `gradient`.
+
+    A `borrowed` one is a copy of a parameter whose home is on other ranks (a weight tied between
+    pipeline stages); its gradient is that of the last step alone. `offload` says what is kept in
+    host memory: "optimizer" (stored values and optimizer state) or "parameters" (all of it but for
+    the time of use).
     """
 
     name: str
@@ -44,6 +53,11 @@ class ParameterSpec:
     zero: int = 0
     unit: str = ""
     requires_grad: bool = True
+    master: str = ""
+    gradient: str = ""
+    reduce: str = ""
+    borrowed: bool = False
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from shardwise.errors import ProgramError
 from shardwise.runtime.flat import Entry, FlatGroup
 from shardwise.runtime.guards import absent, guard, unguard
 from shardwise.runtime.mesh import Axis, ProcessMesh
+from shardwise.runtime.offload import host_empty
 from shardwise.runtime.transport import Pending
 
 __all__ = ["Reducer", "Reduction", "sync_axis"]
@@ -41,14 +42,18 @@ def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:
 
 
 class Reduction:
-    """Gradients that are summed together."""
+    """Gradients that are summed together, and divided by the scale of the loss."""
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None) -> None:
         self.entries, self.axis, self.group = tuple(entries), axis, group
+        first = self.entries[0]
+        self.master = first.master
+        self.wire = first.wire if axis.size > 1 else first.gradient
         self.expected: dict[Entry, int] = {}  # arrivals in the last backward; none: no early start
         self.waiting: dict[Entry, int] = {}
         self.launched = False
-        self.bytes = sum(e.numel * e.leaf.element_size() for e in self.entries)
+        self.factor = 1.0
+        self.bytes = sum(e.numel * self.wire.itemsize for e in self.entries)
         self._pending: Pending | None = None
 
     def arrives(self, entry: Entry) -> bool:
@@ -63,41 +68,36 @@ class Reduction:
     def launch(self) -> None:
         """Start the sum of what has arrived; what has not counts as zero."""
         self.launched = True
-        if self.group is not None and self.group.zero >= 2:
+        if self.group is not None:
             used = set(self.entries)
-            flat = _flat([_taken(e) if e in used else None for e in self.group.entries], self.group)
-            self._pending = self.axis.reduce_scatter(flat, self.group.sizes)
+            taken = [_taken(e) if e in used else _zeros(e) for e in self.group.entries]
+            sent = _joined(taken).to(self.wire)
+            self._pending = self.axis.reduce_scatter(sent, self.group.sizes)
         elif len(self.entries) == 1:
-            entry = self.entries[0]
-            if entry.leaf.grad is None:
-                entry.leaf.grad = torch.zeros_like(entry.leaf)
-            self._pending = self.axis.all_reduce(entry.leaf.grad)
+            self._pending = self.axis.all_reduce(_taken(self.entries[0]).to(self.wire))
         else:
-            self._pending = self.axis.all_reduce(self._bucket())
-
-    def _bucket(self) -> Tensor:
-        """All gradients in one buffer, of which they become views."""
-        grads = [e.leaf.grad for e in self.entries]
-        made = [
-            torch.zeros(e.numel, dtype=e.leaf.dtype, device=e.leaf.device)
-            if grad is None
-            else grad.reshape(-1)
-            for e, grad in zip(self.entries, grads, strict=True)
-        ]
-        bucket = torch.cat(made)
-        views = torch.split(bucket, [m.numel() for m in made])
-        for entry, view in zip(self.entries, views, strict=True):
-            entry.leaf.grad = view.view(entry.local_shape)
-        return bucket
+            sent = _joined([_taken(e) for e in self.entries]).to(self.wire)
+            self._pending = self.axis.all_reduce(sent)
 
     def finish(self) -> None:
         """Wait for the sum and put it where the optimizer finds it."""
         assert self._pending is not None
-        result, self._pending = self._pending.wait(), None
-        if self.group is None or self.group.zero < 2:
-            return
+        result, self._pending = self._pending.wait().to(self.master), None
+        if self.factor != 1.0:
+            result.mul_(self.factor)
+        if self.group is not None:
+            self._keep_pieces(result, self.group)
+        elif len(self.entries) == 1:
+            _give(self.entries[0], result)
+        else:
+            for entry, view in zip(self.entries, _split(result, self.entries), strict=True):
+                _give(entry, view)
+
+    def _keep_pieces(self, result: Tensor, group: FlatGroup) -> None:
+        if self.entries[0].on_host:
+            result = host_empty(result.shape, result.dtype, result.device).copy_(result)
         used = set(self.entries)
-        for entry, grad in zip(self.group.entries, self.group.pieces_of(result), strict=True):
+        for entry, grad in zip(group.entries, group.pieces_of(result), strict=True):
             if entry in used:
                 before = entry.piece.grad
                 entry.piece.grad = grad if before is None else unguard(before).add_(grad)
@@ -134,6 +134,7 @@ class Reducer:
         self._ahead: dict[Entry, set[Hashable]] = {}  # parts whose last backward is to come
         self._part: Hashable = None
         self._last = True
+        self._factor = 1.0
         self._flying: list[Reduction] = []
         self._stash: dict[Entry, Tensor] = {}
         self.active = False
@@ -147,8 +148,9 @@ class Reducer:
 
         return arrived
 
-    def begin(self, key: Hashable) -> None:
-        """Prepare for one step of the program `key`."""
+    def begin(self, key: Hashable, scale: float = 1.0) -> None:
+        """Prepare for one step of the program `key` with a loss multiplied by `scale`."""
+        self._factor = 1.0 / scale
         self.plan = self.plans.setdefault(key, Plan())
         self._arrived.clear()
         self._ahead = {}
@@ -157,10 +159,11 @@ class Reducer:
             reduction.drop()
         for entry in self.entries:
             grad, entry.leaf.grad = entry.leaf.grad, None
-            if grad is not None and entry.zero < 2:
+            if grad is not None and entry.zero < 2 and not entry.spec.borrowed:
                 self._stash[entry] = unguard(grad)
             elif grad is None and entry.zero == 2:
                 entry.piece.grad = None
+            entry.take_gradients_in(entry.gradient)
         self.active = True
 
     def begin_window(self, part: Hashable, last: bool) -> None:
@@ -204,6 +207,7 @@ class Reducer:
             self._launch(reduction)
 
     def _launch(self, reduction: Reduction) -> None:
+        reduction.factor = self._factor
         reduction.launch()
         self._flying.append(reduction)
         while len(self._flying) > 1 and sum(r.bytes for r in self._flying) > OUTSTANDING_BYTES:
@@ -227,6 +231,8 @@ class Reducer:
             reduction.finish()
         self._flying.clear()
         self.active = False
+        for entry in self.entries:
+            entry.take_gradients_in(entry.master)
         for entry, before in self._stash.items():
             if entry.leaf.grad is not None:
                 before.add_(entry.leaf.grad)
@@ -248,7 +254,7 @@ class Reducer:
         if entry.zero == 3:
             entry.piece.grad = guard(unguard(grad))
         elif entry.zero == 2:
-            entry.leaf.grad = absent(entry.leaf)
+            entry.leaf.grad = absent(entry.leaf, entry.master)
         elif entry.spec.splits:
             entry.leaf.grad = guard(unguard(grad))
 
@@ -259,6 +265,8 @@ class Reducer:
             reduction.drop()
         self._flying.clear()
         for entry in self.entries:
+            entry.leaf.grad = None
+            entry.take_gradients_in(entry.master)
             entry.leaf.grad = self._stash.pop(entry, None)
 
     def _agree(self, entries: list[Entry]) -> None:
@@ -289,16 +297,16 @@ class Reducer:
         grouped: dict[FlatGroup, list[Entry]] = {}
         for entry in entries:
             axis = sync_axis(entry, self.mesh)
-            size = entry.numel * entry.leaf.element_size()
             if entry.group is not None and entry.zero >= 2:
                 grouped.setdefault(entry.group, []).append(entry)
-            elif axis.size > 1 and size < ALONE_BYTES:
-                bucket = small.setdefault((entry.spec.sync, entry.leaf.dtype), [])
+            elif axis.size > 1 and _wire_bytes(entry) < ALONE_BYTES:
+                key = (entry.spec.sync, entry.gradient, entry.wire, entry.master)
+                bucket = small.setdefault(key, [])
                 bucket.append(entry)
                 limit = BUCKET_BYTES if formed else FIRST_BUCKET_BYTES
-                if sum(e.numel * e.leaf.element_size() for e in bucket) >= limit:
+                if sum(_wire_bytes(e) for e in bucket) >= limit:
                     formed.append(Reduction(bucket, axis, None))
-                    del small[entry.spec.sync, entry.leaf.dtype]
+                    del small[key]
             else:
                 formed.append(Reduction([entry], axis, None))
         for bucket in small.values():
@@ -306,15 +314,31 @@ class Reducer:
         return formed + [Reduction(members, g.axis, g) for g, members in grouped.items()]
 
 
-def _taken(entry: Entry) -> Tensor | None:
+def _wire_bytes(entry: Entry) -> int:
+    return entry.numel * entry.wire.itemsize
+
+
+def _zeros(entry: Entry) -> Tensor:
+    return torch.zeros(entry.local_shape, dtype=entry.gradient, device=entry.leaf.device)
+
+
+def _taken(entry: Entry) -> Tensor:
+    """The gradient that autograd has left; zero if there is none."""
     grad, entry.leaf.grad = entry.leaf.grad, None
-    return grad
+    return _zeros(entry) if grad is None else grad
 
 
-def _flat(grads: list[Tensor | None], group: FlatGroup) -> Tensor:
-    """The gradients of a flat group as one tensor, without a copy where it is one gradient."""
-    made = [
-        group.full.new_zeros(entry.numel) if grad is None else grad.reshape(-1)
-        for entry, grad in zip(group.entries, grads, strict=True)
-    ]
-    return made[0] if len(made) == 1 else torch.cat(made)
+def _joined(grads: list[Tensor]) -> Tensor:
+    """The gradients as one flat tensor, without a copy where it is one."""
+    flat = [grad.reshape(-1) for grad in grads]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
+    parts = torch.split(flat, [entry.numel for entry in entries])
+    return [part.view(e.local_shape) for part, e in zip(parts, entries, strict=True)]
+
+
+def _give(entry: Entry, grad: Tensor) -> None:
+    entry.take_gradients_in(entry.master)
+    entry.leaf.grad = grad

@@ -18,12 +18,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import PlanMismatch, did_you_mean
+from shardwise.errors import PlanMismatch, ProgramError, did_you_mean
 from shardwise.runtime.flat import Entry, FlatGroup
 from shardwise.runtime.fsdp import Units
 from shardwise.runtime.guards import unguard
 from shardwise.runtime.mesh import ProcessMesh, coordinates
+from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
+from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.reducer import ALONE_BYTES, Reducer, sync_axis
 from shardwise.runtime.splits import assemble, local_shape, take_local
 
@@ -60,6 +62,9 @@ class ParameterStore:
         self.reducer = Reducer(mesh, self.entries)
         self.units = Units([g for g in self.groups if g.zero == 3], self.reducer.flush)
         self.with_gradient: set[Entry] = set()
+        self.scaler: LossScaler | None = None
+        self.after_update: list[Callable[[], None]] = []
+        self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         for part, found in modules.items():
             self.attach(found, part)
 
@@ -71,19 +76,31 @@ class ParameterStore:
         """Give every entry memory: alone, or with its like in flat groups."""
         together: dict[tuple[object, ...], list[Entry]] = {}
         for entry in self.entries:
-            spec, dtype = entry.spec, torch_dtype(entry.spec.dtype)
-            if spec.zero == 0 or not spec.shape or sync_axis(entry, self.mesh).size == 1:
-                entry.own_whole(self.device, dtype)
+            if not self._is_flat(entry):
+                entry.own_whole(self.device)
                 continue
-            alone = spec.name if entry.numel * dtype.itemsize >= ALONE_BYTES else None
-            parts = frozenset(entry.parts)
-            key = (spec.unit, spec.sync, dtype, spec.zero, spec.requires_grad, alone, parts)
+            spec = entry.spec
+            alone = spec.name if entry.numel * entry.dtype.itemsize >= ALONE_BYTES else None
+            types = (entry.dtype, entry.master, entry.gradient, entry.wire)
+            place = (spec.unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
+            key = (*place, types, alone, frozenset(entry.parts))
             together.setdefault(key, []).append(entry)
         return [
-            FlatGroup(found, sync_axis(found[0], self.mesh), self.device, torch_dtype(dtype))
+            FlatGroup(found, sync_axis(found[0], self.mesh), self.device)
             for found in together.values()
-            for dtype in [found[0].spec.dtype]
         ]
+
+    def _is_flat(self, entry: Entry) -> bool:
+        spec, axis = entry.spec, sync_axis(entry, self.mesh)
+        if entry.leaves_device and spec.zero < 3 and axis.size > 1:
+            raise ProgramError(
+                f"{spec.name} is to be kept in host memory, but with zero {spec.zero} every one of "
+                f"the {axis.size} ranks of {axis.name} has all of it on its device",
+                hint='zero 3, or offload=("optimizer",)',
+            )
+        if spec.borrowed or not spec.shape:
+            return False
+        return entry.leaves_device or (spec.zero > 0 and axis.size > 1)
 
     def attach(self, module: nn.Module, part: Hashable = 0) -> None:
         """Make a generated module use this memory; several may share it, also as one part."""
@@ -99,6 +116,14 @@ class ParameterStore:
                     owner._buffers[last] = self.buffers[name]
         self.units.attach(module, part)
 
+    def entry(self, name: str) -> Entry:
+        """The parameter of this name or alias."""
+        found = self._by_name.get(name)
+        if found is None:
+            known = [*self._by_name, *self._aliases]
+            raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, known)}")
+        return found
+
     # --- full tensors in and out ---------------------------------------------------------
 
     @torch.no_grad()
@@ -107,23 +132,49 @@ class ParameterStore:
         if name in self._aliases:
             self.buffers[self._aliases[name]].copy_(tensor)
             return
-        entry = self._by_name.get(name)
-        if entry is None:
-            known = [*self._by_name, *self._aliases]
-            raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, known)}")
+        entry = self.entry(name)
         if tuple(tensor.shape) != entry.spec.shape:
             raise PlanMismatch(
                 f"{name} has shape {tuple(tensor.shape)}, the plan was made for {entry.spec.shape}"
             )
-        target, source = self.storage(entry), self.part_of(entry, tensor)
-        target.copy_(source.view(target.shape))
+        self._write(entry, self.part_of(entry, tensor))
 
-    def storage(self, entry: Entry) -> Tensor:
-        """The memory that holds the entry between steps: the local tensor, or its piece."""
-        return entry.shown.detach()
+    def _write(self, entry: Entry, value: Tensor) -> None:
+        """Store what `part_of` gives, and let the forward use it."""
+        value = value.to(entry.master).reshape(-1)
+        if entry.on_host:
+            settle(self.device)
+        if entry.zero < 3:
+            entry.leaf.detach().view(-1).copy_(value)
+            value = value[slice(*entry.bounds)]
+        if entry.apart or entry.zero == 3:
+            entry.piece.detach().view(-1).copy_(value)
+        if entry.group is not None and entry.zero == 3:
+            entry.group.refresh()
+
+    def stored(self, entry: Entry) -> tuple[Tensor, bool]:
+        """The values that count, and whether they are this rank's piece of the local tensor."""
+        piece = entry.apart or entry.zero == 3
+        return (entry.piece if piece else entry.leaf).detach(), piece
+
+    @torch.no_grad()
+    def local_value(self, entry: Entry) -> Tensor:
+        """The local tensor as the forward uses it; for zero 3 the ranks of its axis call this."""
+        if entry.group is None or entry.zero < 3:
+            return entry.leaf.detach()
+        mine = entry.piece.detach().to(self.device, entry.dtype)
+        sizes = entry.group.piece_sizes(entry)
+        return entry.group.axis.all_gather(mine, sizes).wait().view(entry.local_shape)
+
+    @torch.no_grad()
+    def set_local(self, entry: Entry, tensor: Tensor) -> None:
+        """Replace the local tensor by one of its shape."""
+        assert tuple(tensor.shape) == entry.local_shape, (entry, tensor.shape)
+        whole = entry.zero < 3
+        self._write(entry, tensor if whole else tensor.reshape(-1)[slice(*entry.bounds)])
 
     def part_of(self, entry: Entry, full: Tensor) -> Tensor:
-        """What of a full tensor `storage` holds."""
+        """What of a full tensor this rank keeps: the local tensor, or for zero 3 its range."""
         local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
         return local.reshape(-1)[slice(*entry.bounds)] if entry.zero == 3 else local
 
@@ -140,16 +191,18 @@ class ParameterStore:
         if missing:
             raise PlanMismatch(f"the state has no {', '.join(missing)}")
         for name, tensor in state.items():
-            self.load_full(name, tensor)
+            if name in self._by_name or name in self._aliases or name not in self.elsewhere:
+                self.load_full(name, tensor)
 
     @torch.no_grad()
     def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
         """A full tensor from every rank's local tensor, or from its piece of it."""
-        value = unguard(value).detach()
+        home = value.device
+        value = unguard(value).detach().to(self.device)
         if piece and entry.group is not None:
             sizes = entry.group.piece_sizes(entry)
             value = entry.group.axis.all_gather(value.contiguous(), sizes).wait()
-        return self._join_splits(entry, value.reshape(entry.local_shape))
+        return self._join_splits(entry, value.reshape(entry.local_shape)).to(home)
 
     def _join_splits(self, entry: Entry, local: Tensor) -> Tensor:
         spec = entry.spec
@@ -174,7 +227,10 @@ class ParameterStore:
         """Full parameters and persistent buffers under all their names, on every rank."""
         state: dict[str, Tensor] = {}
         for entry in self.entries:
-            full = self.gather_full(entry, entry.shown, piece=entry.zero == 3)
+            if entry.spec.borrowed:
+                continue
+            value, piece = self.stored(entry)
+            full = self.gather_full(entry, value, piece=piece)
             state.update(dict.fromkeys((entry.spec.name, *entry.spec.aliases), full))
         for spec in self.buffer_specs:
             if spec.persistent:
@@ -184,7 +240,8 @@ class ParameterStore:
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Full gradients by parameter name, on every rank; None where there is none."""
-        return {e.spec.name: self._full_gradient(e) for e in self.entries}
+        mine = [entry for entry in self.entries if not entry.spec.borrowed]
+        return {entry.spec.name: self._full_gradient(entry) for entry in mine}
 
     def _full_gradient(self, entry: Entry) -> Tensor | None:
         grad = self.gradient(entry)
@@ -199,18 +256,50 @@ class ParameterStore:
         grad = entry.piece.grad if entry.zero == 2 else entry.shown.grad
         return None if grad is None else unguard(grad)
 
+    @torch.no_grad()
+    def add_to_gradient(self, entry: Entry, local_grad: Tensor) -> None:
+        """Add to the synchronized gradient, of which this rank may keep a piece, between steps."""
+        value = local_grad.to(entry.master)
+        if entry.zero >= 2:
+            value = value.reshape(-1)[slice(*entry.bounds)].to(entry.piece.device)
+        held = self.gradient(entry)
+        if held is not None:
+            held.add_(value)
+            return
+        if entry.zero >= 2:
+            entry.piece.grad = value.clone()
+        else:
+            entry.leaf.grad = value.clone().view(entry.local_shape)
+        self.reducer.install()
+
     def link_gradients(self) -> None:
         """Give the optimizer's pieces plain gradients: what `shown.grad` says."""
         for entry in self.entries:
             grad = self.gradient(entry)
-            if entry.zero == 1 and grad is not None:
-                entry.piece.grad = grad.view(-1)[slice(*entry.bounds)]
-            else:
-                entry.piece.grad = grad
+            if grad is not None and entry.zero == 1:
+                grad = grad.view(-1)[slice(*entry.bounds)]
+            if grad is not None and entry.on_host and entry.zero < 2:
+                host = host_empty(grad.shape, grad.dtype, self.device)
+                grad = host.copy_(grad, non_blocking=True)
+            entry.piece.grad = grad
+        if any(entry.on_host for entry in self.entries):
+            settle(self.device)
 
     def unlink_gradients(self) -> None:
         """Guard again what `link_gradients` made plain."""
+        for entry in self.entries:
+            if entry.on_host and entry.zero < 2:
+                entry.piece.grad = None
         self.reducer.install()
+
+    def overflowed(self) -> bool:
+        """Whether any rank's gradient is infinite or undefined; all ranks of the plan call it."""
+        grads = [grad for e in self.entries if (grad := self.gradient(e)) is not None]
+        return overflow_on_any_rank(grads, self.mesh, self.device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to start backward from."""
+        return loss if self.scaler is None else self.scaler.scaled(loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or set them to zero."""
@@ -226,7 +315,7 @@ class ParameterStore:
 
         Without windows of `forward` and `backward` in it, it is one forward and one backward.
         """
-        self.reducer.begin(key)
+        self.reducer.begin(key, 1.0 if self.scaler is None else self.scaler.scale)
         self.units.begin(("train", key))
         try:
             yield
@@ -269,10 +358,18 @@ class ParameterStore:
         finally:
             self.units.finish()
 
+    @torch.no_grad()
     def gather_updates(self) -> None:
         """After an optimizer step: give all ranks the ranges that their owners updated."""
+        for entry in self.entries:
+            if entry.group is None and entry.apart:
+                entry.leaf.detach().copy_(entry.piece, non_blocking=True)
+        for group in self.groups:
+            group.refresh()
         for pending in [group.gather() for group in self.groups if group.zero in (1, 2)]:
             pending.wait()
+        for call in self.after_update:
+            call()
 
     def load_with(self, load: Callable[[str], Tensor]) -> None:
         """Fill everything, asking for one full tensor after the other."""

@@ -1,0 +1,110 @@
+"""Host memory for what the device need not hold all the time.
+
+`host_empty` makes memory that the device copies from and to quickly; `on_copy_stream` lets copies
+run beside the computation; `offload_activations` moves what autograd saves. On a processor all of
+this is plain memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.transport import Pending
+
+__all__ = ["offload_activations"]
+
+
+def host_empty(shape: Sequence[int], dtype: torch.dtype, near: torch.device) -> Tensor:
+    """Memory of the host, pinned if `near` is a GPU."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=near.type == "cuda")
+
+
+def settle(device: torch.device) -> None:
+    """Wait until copies from and to the host are done, before the host reads or writes."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class CopyStream:
+    """Copies to a device that run beside its computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _copy_stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Do what is inside after all that was started before, beside all that follows."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self, pending: Pending) -> Pending:
+        """The tensor once what was done inside is done."""
+        stream = self.stream
+        if stream is None:
+            return pending
+
+        def wait(tensor: Tensor) -> Tensor:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            return tensor
+
+        return pending.then(wait)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """An activation in host memory."""
+
+    host: Tensor
+    device: torch.device
+    copied: torch.cuda.Event
+
+
+@contextlib.contextmanager
+def offload_activations(min_bytes: int = 1 << 20) -> Iterator[None]:
+    """Keep what autograd saves inside in host memory until backward needs it.
+
+    This concerns tensors on a GPU of `min_bytes` or more that are not parameters.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | _Saved:
+        if not tensor.is_cuda or tensor.nbytes < min_bytes or _is_parameter(tensor):
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream = _copy_stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(stream)
+        tensor.record_stream(stream)
+        return _Saved(host, tensor.device, copied)
+
+    def unpack(saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        torch.cuda.current_stream(saved.device).wait_event(saved.copied)
+        return saved.host.to(saved.device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether the tensor is a parameter, or a view of one."""
+    base = tensor._base if tensor._base is not None else tensor
+    return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
