@@ -15,7 +15,9 @@ from hypothesis import given
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shardwise.runtime as rt
 from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.probe import recording as probe_recording
 from shardwise.runtime.recorder import (
     Clocks,
     Event,
@@ -31,6 +33,11 @@ from shardwise.runtime.threads import ThreadTransport, run_threads
 
 def event(start: int, end: int, lane: str = "compute", name: str = "F", **details: Any) -> Event:
     return Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
+
+
+def test_the_probes_function_of_the_same_name_is_still_there() -> None:
+    assert rt.recording is probe_recording
+    assert rt.Recorder is Recorder
 
 
 def test_spans_and_added_events_come_in_the_order_of_their_starts() -> None:

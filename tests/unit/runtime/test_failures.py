@@ -1,0 +1,45 @@
+"""Without other ranks nothing is named; and what counts as a failure of communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.runtime.failures import _is_communication, naming_failures, show_life
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, dist.DistBackendError])
+def test_alone_every_error_goes_on_as_it_is(kind: type[Exception]) -> None:
+    show_life()
+    with pytest.raises(kind, match="Connection closed"), naming_failures(1):
+        raise kind("Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:61670"),
+        RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 20000ms for recv"),
+        RuntimeError("Application timeout caused pair closure"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1"),
+        dist.DistNetworkError("Connection reset by peer"),
+    ],
+)
+def test_failures_of_communication_are_known(error: Exception) -> None:
+    assert _is_communication(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Connection closed by peer"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        RuntimeError("CUDA out of memory"),
+        NotImplementedError("gloo/"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_failures_are_a_ranks_own(error: BaseException) -> None:
+    assert not _is_communication(error)
