@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.api.captured import capture_for_plan, microbatch
 from shardwise.api.compiled import compile
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.precision import widen_graph
@@ -20,10 +21,9 @@ from shardwise.equivalence.twin import (
     needed_bytes,
     parameter_bytes,
 )
-from shardwise.frontend import capture
 from shardwise.frontend.batch import flatten_batch
 from shardwise.ir import Graph
-from shardwise.plans import Plan
+from shardwise.plans import Plan, Precision
 
 MOST_THREADS = 64
 
@@ -42,27 +42,33 @@ def verify(
     Loss, outputs, every gradient, and parameters and buffers after an AdamW step must agree within
     1e-9 relative. A model that draws random numbers is compared with its captured graph on one
     device under the same draws (`rng="exact"`). On failure the certificate names the first node
-    whose value differs.
+    whose value differs. A plan whose micro-batches are batches of their own is compared with one
+    device that accumulates over the same micro-batches. Number types of the plan are left aside:
+    everything is computed in float64.
 
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
     this machine has free) or more ranks than threads are sensible, is certified on a scaled twin:
     fewer layers, smaller sizes, fewer ranks. The certificate then says what was scaled.
     """
+    wide = plan.with_(precision=Precision())
     limit = available_bytes() if max_bytes is None else max_bytes
-    if plan.mesh.size > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
-        graph = widen_graph(capture(model, batch, loss_fn))
+    if plan.num_ranks > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
+        graph = widen_graph(capture_for_plan(model, batch, wide, loss_fn))
         return _certify_twin(graph, model, batch, plan, timeout, limit)
     twin, wide_batch = double(model, batch)
-    graph = widen_graph(capture(twin, wide_batch, loss_fn))
+    graph = widen_graph(capture_for_plan(twin, wide_batch, wide, loss_fn))
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
         return _certify_twin(graph, twin, wide_batch, plan, timeout, limit)
-    program = compile(graph, plan)
+    program = compile(graph, wide)
+    first, *more = [wide_batch]
+    if plan.per_microbatch and plan.microbatches > 1:
+        first, *more = [microbatch(wide_batch, plan, k) for k in range(plan.microbatches)]
     if draws(graph):
         state = {n: t.detach() for n, t in (*twin.named_parameters(), *twin.named_buffers())}
-        reference = run_graph_reference(graph, plan, state, wide_batch)
+        reference = run_graph_reference(graph, plan, state, first, more=more)
     else:
-        reference = run_reference(twin, wide_batch, loss_fn)
+        reference = run_reference(twin, first, loss_fn, more=more)
     return check(program.lowered, reference, wide_batch, timeout=timeout)
 
 

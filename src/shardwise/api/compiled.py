@@ -15,7 +15,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from shardwise import program as lowering
-from shardwise.emit import emit
+from shardwise.api.captured import require_precision
+from shardwise.emit import PipelineSources, emit, emit_pipeline
+from shardwise.errors import ProgramError
 from shardwise.ir import Graph
 from shardwise.plans import Plan, resolve
 from shardwise.version import __version__
@@ -65,26 +67,92 @@ class Program:
             files[name] = list(ranks.ranks)
         (folder / "ranks.json").write_text(json.dumps(files, indent=2) + "\n")
         self.plan.save(folder / "plan.json")
-        constants = {c.value: c.data.contiguous() for c in self.graph.constants}
-        if constants:
-            save_file(constants, folder / "constants.safetensors")
+        _save_constants(self.graph, folder)
 
     def __str__(self) -> str:
         return str(self.lowered)
 
 
-_cache: OrderedDict[str, Program] = OrderedDict()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineProgram:
+    """The parallel program of a plan with stages or micro-batches, and its files."""
+
+    lowered: lowering.Pipeline
+    text: PipelineSources
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
+
+    @property
+    def plan(self) -> Plan:
+        return self.lowered.plan
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The texts of all files."""
+        return tuple(self.text.texts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the programs of all ranks: equal on ranks that may run together."""
+        digest = hashlib.sha256(json.dumps(self.plan.to_json()).encode())
+        for source in self.sources:
+            digest.update(source.encode())
+        return digest.hexdigest()[:16]
+
+    def source(self, rank: int = 0) -> str:
+        """The text that `rank` runs for its first stage and micro-batch."""
+        for stage, sources in zip(self.lowered.stages, self.text.stages, strict=True):
+            if rank in stage.ranks:
+                place = stage.ranks.index(rank)
+                return next(
+                    t for p, t in zip(sources.places, sources.texts, strict=True) if place in p
+                )
+        raise ProgramError(f"rank {rank} is not among the {self.plan.num_ranks} of the plan")
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Python file per stage program, `pipeline.py`, and the plan."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.text.files().items():
+            (folder / name).write_text(text)
+        self.plan.save(folder / "plan.json")
+        _save_constants(self.graph, folder)
+
+    def __str__(self) -> str:
+        return str(self.lowered)
 
 
-def compile(graph: Graph, plan: Plan) -> Program:
-    """Lower a plan and write the code of every distinct rank program."""
+def _save_constants(graph: Graph, folder: Path) -> None:
+    constants = {c.value: c.data.contiguous() for c in graph.constants}
+    if constants:
+        save_file(constants, folder / "constants.safetensors")
+
+
+_cache: OrderedDict[str, Program | PipelineProgram] = OrderedDict()
+
+
+def compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
+    """Lower a plan and write the code of every distinct rank program.
+
+    A plan with stages or micro-batches gives a `PipelineProgram`.
+    """
+    require_precision(graph, plan)
     key = hashlib.sha256(
         f"{__version__} {graph.fingerprint} {json.dumps(plan.to_json())}".encode()
     ).hexdigest()
     if key not in _cache:
-        lowered = lowering.lower(resolve(graph, plan))
-        sources = tuple(emit(lowered, p.ranks[0]) for p in lowered.rank_programs)
-        _cache[key] = Program(lowered=lowered, sources=sources)
+        _cache[key] = _compile(graph, plan)
         while len(_cache) > CACHED_PROGRAMS:
             _cache.popitem(last=False)
     return _cache[key]
+
+
+def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
+    if plan.is_scheduled:
+        pipeline = lowering.build_pipeline(graph, plan)
+        return PipelineProgram(lowered=pipeline, text=emit_pipeline(pipeline))
+    lowered = lowering.lower(resolve(graph, plan))
+    sources = tuple(emit(lowered, p.ranks[0]) for p in lowered.rank_programs)
+    return Program(lowered=lowered, sources=sources)

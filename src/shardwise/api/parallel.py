@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import runtime as rt
-from shardwise.api.compiled import Program, compile
+from shardwise.api.captured import capture_for_plan
+from shardwise.api.compiled import PipelineProgram, Program, compile
+from shardwise.api.scheduled import ScheduledStep, input_dtypes, offloading
 from shardwise.api.weights import load_weights
-from shardwise.emit import load
-from shardwise.errors import BatchError
-from shardwise.frontend import capture, flatten_batch, rebuild_output, skeleton
+from shardwise.emit import LoadedPipeline, build, load
+from shardwise.errors import BatchError, ProgramError
+from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -36,6 +38,7 @@ def parallelize(
     seed: int = 0,
     compile: bool = False,
     check_batches: bool = True,
+    record: bool = False,
     timeout: float = 60.0,
 ) -> rt.ParallelModule:
     """This rank's part of `model` under `plan`.
@@ -43,20 +46,18 @@ def parallelize(
     Every rank calls this with the same model, batch and plan; they agree on the program before the
     first collective, and a rank that is missing or differs is named within `timeout` seconds. A
     model on meta is initialized module by module with `seed`, each rank keeping its part. With
-    `compile` the generated module runs under `torch.compile`.
+    `compile` the generated module runs under `torch.compile`; with `record`, `pm.trace(path)` gives
+    what every rank did when.
     """
-    require_ranks(plan.mesh.size)
+    require_ranks(plan.num_ranks)
     factory = _Factory(model, plan, loss_fn, device, timeout, compile)
     graph, program = factory.compile(batch, True)
-    mesh = factory.mesh(program)
+    mesh = factory.mesh()
+    factory.recorder = _recorder(record, mesh, factory.device)
     rng = rt.Rng(plan.seed, plan.rng, mesh)
-    generated = load(program.source(mesh.rank), graph.functions)
-    module = factory.build(generated, mesh, rng, graph)
-    store = rt.ParameterStore(
-        module, mesh, generated.PARAMETERS, generated.BUFFERS, device=factory.device
-    )
+    store, first = factory.first_step(graph, program, mesh, rng)
+    store.scaler = _scaler(plan)
     load_weights(model, store, seed)
-    first = factory.step(graph, generated, module, mesh)
     key = ("whole", True, rt.signature(batch))
 
     def specialize(other: Any, training: bool) -> rt.StepProgram:
@@ -64,7 +65,27 @@ def parallelize(
             return first
         return factory.specialize(other, training, mesh, rng, store)
 
-    return rt.ParallelModule(store, mesh, rng, specialize, check_batches=check_batches)
+    return rt.ParallelModule(
+        store,
+        mesh,
+        rng,
+        specialize,
+        check_batches=check_batches,
+        groups=plan.groups,
+        recorder=factory.recorder,
+        timeout=timeout,
+    )
+
+
+def _recorder(record: bool, mesh: rt.ProcessMesh, device: torch.device) -> rt.Recorder | None:
+    return rt.Recorder(mesh.ranks[mesh.rank], device=device) if record else None
+
+
+def _scaler(plan: Plan) -> rt.LossScaler | None:
+    scale = plan.precision.loss_scale
+    if not scale:
+        return None
+    return rt.LossScaler() if scale == "dynamic" else rt.LossScaler.static(float(scale))
 
 
 class _Factory:
@@ -84,30 +105,44 @@ class _Factory:
         self.plan, self.loss_fn, self.timeout = plan, loss_fn, timeout
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.compiled = compiled
+        self.recorder: rt.Recorder | None = None
 
-    def compile(self, batch: Any, training: bool) -> tuple[Graph, Program]:
-        graph = capture(self.skeleton, batch, self.loss_fn, training=training, device=self.device)
+    def compile(self, batch: Any, training: bool) -> tuple[Graph, Program | PipelineProgram]:
+        graph = capture_for_plan(
+            self.skeleton, batch, self.plan, self.loss_fn, training=training, device=self.device
+        )
         program = compile(graph, self.plan)
         agree(program.fingerprint, timeout=self.timeout)
         return graph, program
 
-    def mesh(self, program: Program) -> rt.ProcessMesh:
+    def mesh(self) -> rt.ProcessMesh:
         """This rank's mesh, with a process group for every combination of axes that may talk."""
-        axes = dict(self.plan.mesh.axes)
-        return rt.process_mesh(axes, _combinations(tuple(axes)), timeout=self.timeout)
+        stages = {stage.ranks: dict(stage.mesh.axes) for stage in self.plan.all_stages}
+        return rt.process_meshes(
+            list(stages.items()),
+            timeout=self.timeout,
+            microbatches=self.plan.microbatches,
+            timed=self.plan.splits_time,
+        )
 
-    def build(self, generated: Any, mesh: rt.ProcessMesh, rng: rt.Rng, graph: Graph) -> nn.Module:
-        takes = "constants" in generated.Model.__init__.__code__.co_varnames
-        constants = {c.value: c.data for c in graph.constants}
-        extra = {"constants": constants} if takes else {}
-        module: nn.Module = generated.Model(mesh, rng, self.device, **extra)
-        return module
-
-    def step(
-        self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh
-    ) -> rt.StepProgram:
-        run = torch.compile(module) if self.compiled else module
-        return _Step(graph, generated, run, mesh, self.device)
+    def first_step(
+        self,
+        graph: Graph,
+        program: Program | PipelineProgram,
+        mesh: rt.ProcessMesh,
+        rng: rt.Rng,
+    ) -> tuple[rt.ParameterStore, rt.StepProgram]:
+        """Memory for this rank's parameters, and the program that uses it."""
+        if isinstance(program, PipelineProgram):
+            loaded = self._load(program, graph, mesh, rng)
+            store = loaded.make_store()
+            return store, self._scheduled(graph, loaded, store)
+        generated = load(program.source(mesh.rank), graph.functions)
+        module = build(generated, mesh, rng, self.device, graph)
+        store = rt.ParameterStore(
+            module, mesh, generated.PARAMETERS, generated.BUFFERS, device=self.device
+        )
+        return store, self._step(graph, generated, module, mesh)
 
     def specialize(
         self,
@@ -119,20 +154,51 @@ class _Factory:
     ) -> rt.StepProgram:
         """A program for another batch or mode over the same parameters."""
         graph, program = self.compile(batch, training)
+        if isinstance(program, PipelineProgram):
+            loaded = self._load(program, graph, mesh, rng)
+            _require_same_storage(store, loaded.parameters, training)
+            loaded.attach(store)
+            return self._scheduled(graph, loaded, store)
         generated = load(program.source(mesh.rank), graph.functions)
         _require_same_storage(store, generated.PARAMETERS, training)
-        module = self.build(generated, mesh, rng, graph)
+        module = build(generated, mesh, rng, self.device, graph)
         store.attach(module)
-        return self.step(graph, generated, module, mesh)
+        return self._step(graph, generated, module, mesh)
+
+    def _step(
+        self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh
+    ) -> rt.StepProgram:
+        run = torch.compile(module) if self.compiled else module
+        return _Step(graph, self.plan, generated, run, mesh, self.device, self.recorder)
+
+    def _load(
+        self, program: PipelineProgram, graph: Graph, mesh: rt.ProcessMesh, rng: rt.Rng
+    ) -> LoadedPipeline:
+        return LoadedPipeline(program.text, graph, mesh, rng, self.device)
+
+    def _scheduled(
+        self, graph: Graph, loaded: LoadedPipeline, store: rt.ParameterStore
+    ) -> rt.StepProgram:
+        return ScheduledStep(graph, self.plan, loaded, store, self.recorder)
 
 
 class _Step:
     """One compiled step as the parallel module calls it."""
 
     def __init__(
-        self, graph: Graph, generated: Any, module: Any, mesh: rt.ProcessMesh, device: Any
+        self,
+        graph: Graph,
+        plan: Plan,
+        generated: Any,
+        module: Any,
+        mesh: rt.ProcessMesh,
+        device: Any,
+        recorder: rt.Recorder | None,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
+        self.plan, self.recorder = plan, recorder or rt.Recorder(0, enabled=False)
+        self.dtypes = input_dtypes(graph, plan)
+        self.recorder.watch(module, plan.units)
         self.names = [i.name for i in graph.inputs]
         self.splits = dict(generated.INPUTS)
         self.spec = graph.output_spec
@@ -144,11 +210,27 @@ class _Step:
         }
         self.constants = dict(graph.input_constants)
 
-    def __call__(
-        self, batch: Any, *, outputs: bool, local: bool = False
-    ) -> tuple[torch.Tensor | None, Any]:
+    def train(
+        self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[torch.Tensor, Any]:
+        with store.forward(), offloading(self.plan), self.recorder.span("compute", "0F0"):
+            loss, out = self._forward(batch, outputs, local)
+        if loss is None or not loss.requires_grad:
+            raise ProgramError("the loss depends on no parameter that is trained")
+        with store.backward(last=True), self.recorder.span("compute", "0B0"):
+            store.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        return loss, out
+
+    def evaluate(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Any:
+        with store.forward():
+            return self._forward(batch, True, local)[1]
+
+    def finish(self) -> None:
+        """One program has all gradients."""
+
+    def _forward(self, batch: Any, outputs: bool, local: bool) -> tuple[torch.Tensor | None, Any]:
         tensors, _ = flatten_batch(batch if local else self.local_batch(batch))
-        inputs = [tensors[name].to(self.device) for name in self.names]
+        inputs = [tensors[name].to(self.device, self.dtypes.get(name)) for name in self.names]
         if not outputs:
             return self.module(*inputs), None
         loss, leaves = self.module(*inputs, outputs=True)
@@ -186,14 +268,6 @@ def _require_same_storage(
                 f"this batch needs {spec.name} stored in another way than the first one",
                 hint="parallelize again with this batch, or fix the layout in the plan",
             )
-
-
-def _combinations(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """All combinations of mesh axes, in mesh order."""
-    found: list[tuple[str, ...]] = []
-    for bits in range(1, 2 ** len(names)):
-        found.append(tuple(n for i, n in enumerate(names) if bits >> i & 1))
-    return found
 
 
 def _device_of(model: nn.Module) -> torch.device:

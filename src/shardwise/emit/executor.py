@@ -5,7 +5,7 @@ Enters: `PipelineSources`, and this rank's mesh. Leaves: an `Executor` over a `P
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -80,7 +80,9 @@ class LoadedPipeline:
 
     def make_store(self) -> rt.ParameterStore:
         """Memory for the parameters and buffers of this rank's stages."""
-        first = {part: stage.modules[0] for part, stage in self.stages.items()}
+        first: dict[Hashable, nn.Module] = {
+            part: stage.modules[0] for part, stage in self.stages.items()
+        }
         store = rt.ParameterStore(
             first, self.mesh, self.parameters, self.buffers, device=self.device
         )

@@ -6,15 +6,17 @@ travels between stages, and in which order every group of ranks works: the sched
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from shardwise.emit.function import INDENT
 from shardwise.emit.render import literal
-from shardwise.emit.source import INDENT, dtype_name, emit, splits_text
+from shardwise.emit.source import dtype_name, emit, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref
 from shardwise.plans import TIME
 from shardwise.program.pipeline import Pipeline, StageProgram, Transfer
-from shardwise.sharding.placements import Partial, Shard
+from shardwise.sharding.placements import PARTIAL, Partial, Placement, Shard
 from shardwise.version import __version__
 
 
@@ -34,6 +36,22 @@ class PipelineSources:
 
     pipeline: str
     stages: tuple[StageSources, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts, in the order of `files`."""
+        return list(self.files().values())
+
+    def with_texts(self, texts: Sequence[str]) -> PipelineSources:
+        """The same with other texts, in that order."""
+        rest = iter(texts)
+        pipeline = next(rest)
+        stages = []
+        for stage in self.stages:
+            own = tuple(next(rest) for _ in stage.texts)
+            before = tuple(next(rest) for _ in stage.before)
+            stages.append(replace(stage, texts=own, before=before))
+        return PipelineSources(pipeline=pipeline, stages=tuple(stages))
 
     def files(self) -> dict[str, str]:
         """File name -> text."""
@@ -171,17 +189,38 @@ def _outputs(pipeline: Pipeline) -> list[str]:
             rows.append(literal(leaf))
             continue
         kind = pipeline.graph.values[leaf.name]
+        shape, held = _joined(pipeline, kind.shape, pipeline.output_times.get(position))
         row = (
-            f"rt.OutputSpec(stage={giving[position]}, shape={literal(kind.shape)}, "
+            f"rt.OutputSpec(stage={giving[position]}, shape={literal(shape)}, "
             f'dtype="{dtype_name(kind.dtype)}"'
         )
-        held = pipeline.output_times.get(position)
         if isinstance(held, Shard):
             row += f', split=rt.Split(axis="{TIME}", dim={held.dim}, of={literal(held.of)})'
         elif isinstance(held, Partial):
-            row += ", summed=True"
+            row += ", summed=True" if pipeline.plan.splits_time else ", averaged=True"
         rows.append(row + ")")
     return rows
+
+
+def _joined(
+    pipeline: Pipeline, shape: tuple[int, ...], held: Placement | None
+) -> tuple[tuple[int, ...], Placement | None]:
+    """The shape of an output of all micro-batches, and how each holds it.
+
+    Of batches of their own, what has a row for every sample is put together by rows, and numbers
+    are averaged.
+    """
+    count = pipeline.plan.microbatches
+    if pipeline.plan.splits_time or count == 1:
+        return shape, held
+    values = pipeline.graph.values
+    dims = _batch_dims(pipeline)
+    rows = [values[i.value].shape[dims[i.name]] for i in pipeline.graph.inputs if i.name in dims]
+    if not shape:
+        return shape, PARTIAL
+    if shape[0] in rows:
+        return (shape[0] * count, *shape[1:]), Shard(0, ((1, shape[0] * count, 1),))
+    return shape, held
 
 
 def _loss(pipeline: Pipeline) -> list[str]:

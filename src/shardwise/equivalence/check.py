@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from shardwise.emit import emit
 from shardwise.equivalence.certificate import Certificate, Comparison, compare, relative_error
 from shardwise.equivalence.edits import locate_edit
 from shardwise.equivalence.locate import locate
-from shardwise.equivalence.ranks import TIMEOUT_S, Outcome, run_ranks
+from shardwise.equivalence.ranks import TIMEOUT_S, Outcome
 from shardwise.equivalence.reference import LEARNING_RATE, Reference
+from shardwise.equivalence.subject import subject_of
 from shardwise.errors import ShardwiseError
 from shardwise.frontend.batch import flatten_batch
-from shardwise.program import Program
+from shardwise.program import Pipeline, Program
 
 NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are measured against this
 
 
 def check(
-    program: Program,
+    program: Program | Pipeline,
     reference: Reference,
     batch: Any,
     *,
@@ -38,38 +38,39 @@ def check(
     `sources` replaces the emitted text of each rank program, for code that was edited by hand.
     `scaled` says what was made smaller before; it is only passed on.
     """
-    emitted = [emit(program, p.ranks[0]) for p in program.rank_programs]
+    subject = subject_of(program)
+    emitted = subject.sources()
     texts = list(sources or emitted)
     inputs, _ = flatten_batch(batch)
     comparisons: list[Comparison] = []
     failure: Exception | None = None
     try:
-        outcomes = run_ranks(program, texts, reference.state, inputs, timeout=timeout)
+        outcomes = subject.run(texts, reference.state, inputs, timeout=timeout)
     except Exception as error:
         failure = error
         known = isinstance(error, ShardwiseError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
         comparisons.append(Comparison("the run", float("inf"), text))
     else:
-        comparisons += compare_outcome(program, outcomes[0], reference)
+        comparisons += compare_outcome(outcomes[0], reference)
         comparisons += _agreement(outcomes)
     difference = None
     if not all(c.ok for c in comparisons):
         if texts != emitted:
-            difference = locate_edit(program, emitted, texts, reference, inputs, timeout, failure)
+            difference = locate_edit(subject, emitted, texts, reference, inputs, timeout, failure)
         if difference is None:
-            difference = locate(program, reference, inputs, comparisons, timeout, failure)
+            difference = locate(subject, reference, inputs, comparisons, timeout, failure)
     return Certificate(
-        plan=program.plan.name,
-        model=program.graph.name,
-        mesh=str(program.mesh),
+        plan=subject.plan.name,
+        model=subject.graph.name,
+        mesh=subject.mesh,
         comparisons=tuple(comparisons),
         first_difference=difference,
         scaled=scaled,
     )
 
 
-def compare_outcome(program: Program, found: Outcome, expected: Reference) -> list[Comparison]:
+def compare_outcome(found: Outcome, expected: Reference) -> list[Comparison]:
     """Loss, outputs, every gradient, parameters and buffers after the step."""
     result = [compare("loss", found.loss.reshape(()), expected.loss.reshape(()))]
     for index, (a, b) in enumerate(zip(found.outputs, expected.outputs, strict=True)):

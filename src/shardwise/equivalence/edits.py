@@ -15,15 +15,14 @@ import torch
 
 from shardwise import runtime as rt
 from shardwise.equivalence.certificate import relative_error
-from shardwise.equivalence.ranks import run_ranks
 from shardwise.equivalence.reference import Reference
-from shardwise.program import Program
+from shardwise.equivalence.subject import Subject
 
 LOOSE = 1e-8
 
 
 def locate_edit(
-    program: Program,
+    subject: Subject,
     emitted: Sequence[str],
     edited: Sequence[str],
     reference: Reference,
@@ -32,20 +31,18 @@ def locate_edit(
     failure: Exception | None,
 ) -> str | None:
     """The first statement of the edited code that gives another value than the emitted one."""
-    right = [rt.Records() for _ in range(program.mesh.size)]
-    wrong = [rt.Records() for _ in range(program.mesh.size)]
+    right = [rt.Records() for _ in range(subject.num_ranks)]
+    wrong = [rt.Records() for _ in range(subject.num_ranks)]
     try:
         texts = [instrument(text) for text in emitted]
-        outcomes = run_ranks(
-            program, texts, reference.state, inputs, timeout=timeout, records=right
-        )
+        outcomes = subject.run(texts, reference.state, inputs, timeout=timeout, records=right)
     except Exception:
         return None
     if relative_error(outcomes[0].loss, reference.loss) > LOOSE:
         return None
     try:
         texts = [instrument(text) for text in edited]
-        run_ranks(program, texts, reference.state, inputs, timeout=timeout, records=wrong)
+        subject.run(texts, reference.state, inputs, timeout=timeout, records=wrong)
     except Exception as error:
         failure = error
     changed = _changed_lines(emitted, edited)

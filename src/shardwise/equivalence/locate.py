@@ -8,21 +8,22 @@ captured graph's value, forward in the order of statements and then gradients in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise import runtime as rt
-from shardwise.emit import emit
 from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_value
 from shardwise.equivalence.blame import Blame
 from shardwise.equivalence.certificate import Comparison, relative_error
 from shardwise.equivalence.failures import failed_statement
 from shardwise.equivalence.randomness import keyed_random
-from shardwise.equivalence.ranks import run_ranks
 from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.subject import Subject, View
+from shardwise.ir import Graph
 from shardwise.ir.interpret import interpret
+from shardwise.plans import Plan
 from shardwise.program import Program, Step
 
 LOOSE = 1e-8  # of single values: they may cancel more than results do
@@ -38,7 +39,7 @@ class Truth:
 
 
 def locate(
-    program: Program,
+    subject: Subject,
     reference: Reference,
     inputs: Mapping[str, torch.Tensor],
     comparisons: Sequence[Comparison],
@@ -46,35 +47,44 @@ def locate(
     failure: Exception | None = None,
 ) -> str:
     """The first difference, in words."""
-    blame = Blame(program)
-    sources = [emit(program, p.ranks[0], probe=True) for p in program.rank_programs]
-    records = [rt.Records() for _ in range(program.mesh.size)]
+    records = [rt.Records() for _ in range(subject.num_ranks)]
     raised: Exception | None = None
     try:
-        run_ranks(program, sources, reference.state, inputs, timeout=timeout, records=records)
+        sources = subject.sources(probe=True)
+        subject.run(sources, reference.state, inputs, timeout=timeout, records=records)
     except Exception as error:
         raised = error
-    truth = find_truth(program, reference.state, inputs)
-    text = _first_value(program, records, truth, blame)
-    if text is None and raised is not None:
-        text = failed_statement(program, raised, blame)
-    text = text or _first_gradient(program, records, truth, blame)
-    text = text or _first_result(program, comparisons, blame)
-    structure = blame.structure()
+    views = [(view, Blame(view.program)) for view in subject.views]
+    text: str | None = None
+    if subject.plan.per_microbatch:
+        text = "micro-batches that are batches of their own have no values to compare one by one"
+    else:
+        truth = find_truth(subject.computed, subject.plan, reference.state, inputs)
+        text = _first(_first_value(view, records, truth, blame) for view, blame in views)
+        if text is None and raised is not None:
+            text = _first(failed_statement(view.program, raised, blame) for view, blame in views)
+        text = text or _first(
+            _first_gradient(view, records, truth, blame) for view, blame in reversed(views)
+        )
+    text = text or _first_result(subject, comparisons)
+    structure = _first(blame.structure() for _, blame in views)
     return f"{text}; the program itself is inconsistent: {structure}" if structure else text
 
 
+def _first(found: Iterable[str | None]) -> str | None:
+    return next((text for text in found if text is not None), None)
+
+
 def find_truth(
-    program: Program, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    graph: Graph, plan: Plan, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> Truth:
     """Every value of the captured graph on one device, with its gradient."""
-    graph = program.graph
     parameters = {
         p.name: state[p.name].detach().clone().requires_grad_(p.requires_grad)
         for p in graph.parameters
     }
     buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
-    random = keyed_random(graph, rt.Rng(program.plan.seed, program.plan.rng))
+    random = keyed_random(graph, rt.Rng(plan.seed, plan.rng))
     values = interpret(graph, parameters, buffers, inputs, random=random)
     gradients: dict[str, torch.Tensor] = {}
     if graph.loss is not None and values[graph.loss].requires_grad:
@@ -85,14 +95,15 @@ def find_truth(
 
 
 def _first_value(
-    program: Program, records: Sequence[rt.Records], truth: Truth, blame: Blame
+    view: View, records: Sequence[rt.Records], truth: Truth, blame: Blame
 ) -> str | None:
+    program = view.program
     for step, name in _probed(program):
-        if not all(name in r.values for r in records):
-            continue  # a rank stopped before
+        parts = view.values(records, name)
         held = program.rank_programs[0].values[name]
+        if parts is None or held.value not in truth.values:
+            continue
         expected = truth.values[held.value]
-        parts = [r.values[name] for r in records]
         try:
             found = whole_value(parts, held.layout, tuple(expected.shape), program.mesh)
         except Unassembled as error:
@@ -115,7 +126,8 @@ def _probed(program: Program) -> Iterator[tuple[Step, str]]:
 
 def _operands(program: Program, step: Step, truth: Truth) -> list[torch.Tensor]:
     held = program.rank_programs[0].values
-    return [truth.values[held[name].value] for name in step.inputs if name in held]
+    values = [held[name].value for name in step.inputs if name in held]
+    return [truth.values[value] for value in values if value in truth.values]
 
 
 def _difference(
@@ -134,9 +146,10 @@ def _difference(
 
 
 def _first_gradient(
-    program: Program, records: Sequence[rt.Records], truth: Truth, blame: Blame
+    view: View, records: Sequence[rt.Records], truth: Truth, blame: Blame
 ) -> str | None:
     """The value closest to the loss whose gradient differs: one of its uses is at fault."""
+    program = view.program
     stored = program.rank_programs[0].values
     given = [g for g in truth.gradients.values() if g.numel()]
     largest = max((g.abs().max().item() for g in given), default=0.0)
@@ -145,10 +158,9 @@ def _first_gradient(
         if name != held.value or expected is None:
             continue  # a moved copy sees only part of its value's gradient
         layout = gradient_layout(held.layout)
-        shapes = [r.values[name] for r in records if name in r.values]
-        if len(shapes) < len(records):
+        parts = view.gradients(records, name)
+        if parts is None:
             continue
-        parts = [r.gradients.get(name, torch.zeros_like(r.values[name])) for r in records]
         try:
             found = whole_value(parts, layout, tuple(expected.shape), program.mesh)
         except Unassembled as error:
@@ -167,9 +179,18 @@ def _first_gradient(
     return None
 
 
-def _first_result(program: Program, comparisons: Sequence[Comparison], blame: Blame) -> str:
+def _first_result(subject: Subject, comparisons: Sequence[Comparison]) -> str:
     """Values and their gradients agree: what is left is parameters, buffers, outputs, the step."""
     failed = [c.what for c in comparisons if not c.ok]
+    for view in subject.views:
+        text = _result_of(view.program, failed, Blame(view.program))
+        if text is not None:
+            return text
+    return f"values and gradients agree; {failed[0] if failed else 'a result'} differs"
+
+
+def _result_of(program: Program, failed: list[str], blame: Blame) -> str | None:
+    """Which parameter, buffer or result of one program is at fault, if one is."""
     ranks = program.rank_programs[0]
     if failed and failed[0] == "loss" and ranks.loss:
         made = program.graph.producers[ranks.values[ranks.loss].value]
@@ -180,7 +201,8 @@ def _first_result(program: Program, comparisons: Sequence[Comparison], blame: Bl
         )
     named = {n: p for p in program.graph.parameters for n in (p.name, *p.aliases)}
     storages = {s.name: s for s in program.rank_programs[0].parameters}
-    wrong = [named[w.split(" of ", 1)[1]] for w in failed if w.startswith("gradient of ")]
+    names = [w.split(" of ", 1)[1] for w in failed if w.startswith("gradient of ")]
+    wrong = [named[name] for name in names if name in named]
     order = {n.name: i for i, n in enumerate(program.graph.nodes)}
     users = {p.value: [n for n in program.graph.nodes if p.value in n.inputs] for p in wrong}
     wrong.sort(key=lambda p: -max((order[n.name] for n in users[p.value]), default=-1))
@@ -201,4 +223,4 @@ def _first_result(program: Program, comparisons: Sequence[Comparison], blame: Bl
             writer = program.graph.producers.get(buffers[name].mutation or "")
             by = f" by {blame.describe(writer)}" if writer else ""
             return f"values agree; buffer {name} is not left as the model leaves it{by}"
-    return f"values and gradients agree; {failed[0] if failed else 'a result'} differs"
+    return None

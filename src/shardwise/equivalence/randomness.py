@@ -6,13 +6,13 @@ the same source as every rank's program, on one device and without any cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise import runtime as rt
-from shardwise.equivalence.reference import LEARNING_RATE, Reference, damping
+from shardwise.equivalence.reference import LEARNING_RATE, Reference, damping, join_outputs
 from shardwise.frontend.batch import flatten_batch
 from shardwise.ir import Graph, Node, Ref, map_refs, node_keys
 from shardwise.ir.interpret import interpret, is_random
@@ -73,34 +73,44 @@ def _pairs(names: Any, values: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def run_graph_reference(
-    graph: Graph, plan: Plan, state: Mapping[str, torch.Tensor], batch: Any
+    graph: Graph,
+    plan: Plan,
+    state: Mapping[str, torch.Tensor],
+    batch: Any,
+    *,
+    more: Sequence[Any] = (),
 ) -> Reference:
     """Forward, backward and one AdamW step of the graph itself, on one device."""
-    inputs, _ = flatten_batch(batch)
+    batches = [batch, *more]
     parameters = {
         p.name: state[p.name].detach().clone().requires_grad_(p.requires_grad)
         for p in graph.parameters
     }
     buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
-    rng = rt.Rng(plan.seed, plan.rng)
-    values = interpret(graph, parameters, buffers, inputs, random=keyed_random(graph, rng))
+    count = len(batches)
+    mesh = rt.ProcessMesh({}, microbatches=count, timed=False)
+    random = keyed_random(graph, rt.Rng(plan.seed, plan.rng, mesh))
     assert graph.loss is not None
-    loss = values[graph.loss]
-    loss.backward()  # type: ignore[no-untyped-call]
+    losses, outputs = [], []
+    for mesh.microbatch, batch in enumerate(batches):
+        inputs, _ = flatten_batch(batch)
+        values = interpret(graph, parameters, buffers, inputs, random=random)
+        loss = values[graph.loss] / count
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
+        buffers = {b.name: values[b.mutation or b.value].detach() for b in graph.buffers}
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
     trained = [p for p in parameters.values() if p.requires_grad]
     if trained:
         eps = damping(gradients.values())
         torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=eps).step()
     after = {name: p.detach().clone() for name, p in parameters.items()}
-    after |= {b.name: values[b.mutation or b.value].detach().clone() for b in graph.buffers}
-    outputs = tuple(
-        values[leaf.name].detach() if isinstance(leaf, Ref) else leaf for leaf in graph.outputs
-    )
+    after |= {name: value.clone() for name, value in buffers.items()}
     return Reference(
         state=dict(state),
-        loss=loss.detach(),
-        outputs=outputs,
+        loss=torch.stack(losses).sum(),
+        outputs=tuple(join_outputs(leaf) for leaf in zip(*outputs, strict=True)),
         gradients=gradients,
         state_after=after,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise import runtime as rt
-from shardwise.emit import load
+from shardwise.emit import build, load
 from shardwise.equivalence.reference import LEARNING_RATE, damping
 from shardwise.program import Program
 
@@ -47,14 +47,12 @@ def run_ranks(
         for module, ranks in zip(modules, program.rank_programs, strict=True)
         for rank in ranks.ranks
     }
-    constants = {c.value: c.data for c in program.graph.constants}
-
     def run(rank: int, transport: Any) -> Outcome:
         mesh = rt.ProcessMesh(dict(program.mesh.axes), rank, transport)
         if records is None:
-            return _train_once(by_rank[rank], mesh, program, constants, state, inputs)
+            return _train_once(by_rank[rank], mesh, program, state, inputs)
         with rt.recording(records[rank]):
-            return _train_once(by_rank[rank], mesh, program, constants, state, inputs)
+            return _train_once(by_rank[rank], mesh, program, state, inputs)
 
     return rt.run_threads(program.mesh.size, run, timeout=timeout)
 
@@ -63,12 +61,11 @@ def _train_once(
     generated: Any,
     mesh: rt.ProcessMesh,
     program: Program,
-    constants: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
 ) -> Outcome:
     rng = rt.Rng(program.plan.seed, program.plan.rng, mesh)
-    module = build(generated, mesh, rng, "cpu", constants)
+    module = build(generated, mesh, rng, "cpu", program.graph)
     store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
     store.load_with(lambda name: state[name])
     local = [
@@ -76,31 +73,32 @@ def _train_once(
         for name, splits in generated.INPUTS.items()
     ]
     with store.step():
-        loss, outputs = module(*local, outputs=True)
-        loss.backward()
-    gradients = store.gather_gradients()
+        with store.forward():
+            loss, outputs = module(*local, outputs=True)
+        with store.backward(last=True):
+            loss.backward()
+    return step_outcome(store, loss, outputs, (mesh.ranks,))
+
+
+def step_outcome(
+    store: rt.ParameterStore,
+    loss: torch.Tensor,
+    outputs: Sequence[Any],
+    groups: Sequence[tuple[int, ...]],
+) -> Outcome:
+    """What is there after backward, and after an AdamW step."""
+    mesh = store.mesh
+    gradients = rt.share(mesh, groups, store.gather_gradients())
     eps = damping(gradients.values())
     holder = SimpleNamespace(store=store)
     rt.optimizer(holder, torch.optim.AdamW, lr=LEARNING_RATE, eps=eps).step()
-    after = store.gather_state_dict()
+    after: dict[str, Any] = dict(store.gather_state_dict())
     after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
+    shared = rt.share(mesh, groups, after)
+    after = {name: tensor for name, tensor in shared.items() if tensor is not None}
     return Outcome(
         loss=loss.detach(),
         outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs),
         gradients=gradients,
         state_after=after,
     )
-
-
-def build(
-    generated: Any,
-    mesh: rt.ProcessMesh,
-    rng: Any,
-    device: Any,
-    constants: Mapping[str, torch.Tensor],
-) -> torch.nn.Module:
-    """The generated module; constants are passed where it takes some."""
-    takes = "constants" in generated.Model.__init__.__code__.co_varnames
-    extra = {"constants": constants} if takes else {}
-    module: torch.nn.Module = generated.Model(mesh, rng, device, **extra)
-    return module

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,20 +64,31 @@ def damping(gradients: Iterable[torch.Tensor | None]) -> float:
 
 
 def run_reference(
-    model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None = None
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    more: Sequence[Any] = (),
 ) -> Reference:
-    """Forward, backward and one AdamW step of a model that may be changed."""
+    """Forward, backward and one AdamW step of a model that may be changed.
+
+    With `more` batches the gradients and losses of all are averaged, as by accumulation.
+    """
+    batches = [batch, *more]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state = {name: t.detach().clone() for name, t in tensors.items()}
-    args, kwargs = read_batch(batch).arguments(batch)
     model.zero_grad(set_to_none=True)
-    with KeepDouble(), without_checkpoints():
-        output = model(*args, **kwargs)
-        loss = find_loss(output, batch, loss_fn)
-        if not loss.requires_grad:
-            raise VerifyError("the loss depends on no parameter that is trained")
-        loss.backward()  # type: ignore[no-untyped-call]
-    leaves = torch.utils._pytree.tree_leaves(output)
+    losses, outputs = [], []
+    for batch in batches:
+        args, kwargs = read_batch(batch).arguments(batch)
+        with KeepDouble(), without_checkpoints():
+            output = model(*args, **kwargs)
+            loss = find_loss(output, batch, loss_fn) / len(batches)
+            if not loss.requires_grad:
+                raise VerifyError("the loss depends on no parameter that is trained")
+            loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        outputs.append(torch.utils._pytree.tree_leaves(output))
     gradients = {
         name: None if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()
@@ -88,11 +99,22 @@ def run_reference(
         torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=eps).step()
     return Reference(
         state=state,
-        loss=loss.detach(),
-        outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in leaves),
+        loss=torch.stack(losses).sum(),
+        outputs=tuple(join_outputs(leaf) for leaf in zip(*outputs, strict=True)),
         gradients=gradients,
         state_after={
             name: t.detach().clone()
             for name, t in (*model.named_parameters(), *model.named_buffers())
         },
     )
+
+
+def join_outputs(parts: Sequence[Any]) -> Any:
+    """One output of several batches: rows put together, numbers averaged."""
+    first = parts[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    if len(parts) == 1:
+        return first.detach()
+    whole = [part.detach() for part in parts]
+    return torch.stack(whole).sum(0) / len(whole) if first.dim() == 0 else torch.cat(whole)

@@ -1,6 +1,16 @@
 """Lowering: from decisions to what each rank runs."""
 
 from shardwise.program.lower import lower
+from shardwise.program.pipeline import Pipeline, build_pipeline
 from shardwise.program.program import LocalValue, Program, RankProgram, Step, Storage
 
-__all__ = ["LocalValue", "Program", "RankProgram", "Step", "Storage", "lower"]
+__all__ = [
+    "LocalValue",
+    "Pipeline",
+    "Program",
+    "RankProgram",
+    "Step",
+    "Storage",
+    "build_pipeline",
+    "lower",
+]

@@ -55,6 +55,7 @@ class Pipeline:
     """The programs of all stages of one graph under one plan."""
 
     graph: Graph
+    computed: Graph  # as it is computed: mean losses as sums and counts
     plan: Plan
     stages: tuple[StageProgram, ...]
     transfers: tuple[Transfer, ...]
@@ -101,7 +102,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     before: Graph | None = None
     if plan.splits_time:
         graph = separate_means(graph)
-    facts = analyze(graph)
+    facts, computed = analyze(graph), graph
     if plan.splits_time:
         cuts = input_cuts(graph, plan) or {}
         timed = assign_time(graph, facts, TIME, plan.microbatches, cuts)
@@ -125,6 +126,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     notes = dict.fromkeys(note for program in programs for note in program.notes)
     pipeline = Pipeline(
         graph=original,
+        computed=computed,
         plan=plan,
         stages=stages,
         transfers=_transfers(graph, parts, programs, facts),

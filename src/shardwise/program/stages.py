@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
-from shardwise.ir import Buffer, Graph, Input, Node, Ref, iter_refs, node_keys
+from shardwise.ir import Buffer, Graph, Input, Node, Parameter, Ref, iter_refs, node_keys
 from shardwise.ir.interpret import is_random
 from shardwise.plans import Plan
 from shardwise.sharding.costs import PER_BYTE, PER_TRANSFER, work
@@ -147,7 +147,8 @@ class _Partition:
     def _homes(self, users: list[set[str]]) -> dict[str, int]:
         """The first stage that uses each parameter and buffer; unused ones are of the first."""
         homes: dict[str, int] = {}
-        for source in (*self.graph.parameters, *self.graph.buffers):
+        sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
+        for source in sources:
             using = [stage for stage, names in enumerate(users) if source.value in names]
             homes[source.value] = using[0] if using else 0
             if isinstance(source, Buffer) and source.mutation:
@@ -177,8 +178,8 @@ class _Partition:
     ) -> Part:
         graph = self.graph
         made = {o for node in nodes for o in node.outputs}
-        mine = lambda value: value in used or homes.get(value) == stage  # noqa: E731
-        parameters = tuple(p for p in graph.parameters if mine(p.value))
+        mine = used | {value for value, home in homes.items() if home == stage}
+        parameters = tuple(p for p in graph.parameters if p.value in mine)
         inputs = tuple(i for i in graph.inputs if i.value in used)
         inputs += tuple(
             Input(value=v, name=v, path=(v,), kind="received") for v in receives if v in used
@@ -188,7 +189,7 @@ class _Partition:
             nodes=nodes,
             inputs=inputs,
             parameters=parameters,
-            buffers=tuple(b for b in graph.buffers if mine(b.value)),
+            buffers=tuple(b for b in graph.buffers if b.value in mine),
             constants=tuple(c for c in graph.constants if c.value in used),
             loss=graph.loss if graph.loss in made and self.stage_of[graph.loss] == stage else None,
             outputs=tuple(graph.outputs[i] for i in leaves),

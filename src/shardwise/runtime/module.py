@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.random import Rng
-from shardwise.runtime.recording import Recorder, gather_events, merge, write_trace
+from shardwise.runtime.recorder import Recorder, Trace, align, gather_events, merge, write_trace
 from shardwise.runtime.sharing import share
 from shardwise.runtime.store import ParameterStore
 
@@ -142,6 +143,25 @@ class ParallelModule(nn.Module):
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """The whole model's gradients by parameter name, on every rank; all ranks call it."""
         return share(self.mesh, self.groups, self.store.gather_gradients(), self.store.device)
+
+    def trace(self, path: str | Path | None = None) -> Trace | None:
+        """What was recorded since the last call, of all ranks, on rank 0; all ranks call it.
+
+        The Chrome trace event format, which Perfetto opens; also written to `path`.
+        """
+        if self.recorder is None:
+            raise ProgramError(
+                "nothing was recorded", hint="parallelize(model, batch, plan, record=True)"
+            )
+        everyone, device = self.mesh.everyone, self.store.device
+        clocks = align(everyone, device=device)
+        events = gather_events(everyone, self.recorder.take(), device)
+        if events is None:
+            return None
+        found = merge(events, clocks)
+        if path is not None:
+            write_trace(path, found)
+        return found
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -25,11 +25,13 @@ from shardwise.errors import ProgramError
 from shardwise.runtime.deferred import WeightQueue
 from shardwise.runtime.mesh import TIME, ProcessMesh, part
 from shardwise.runtime.parameters import torch_dtype
+from shardwise.runtime.probe import probing
 from shardwise.runtime.retire import Retirement
 from shardwise.runtime.splits import Split, join, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tied import TiedParameters, TiedSpec
 from shardwise.runtime.transfers import Arrival, Holding, Route, TransferSpec
+from shardwise.runtime.transport import Transport
 
 __all__ = ["Action", "Executor", "OutputSpec", "PipelineSpec", "StageModules", "StageSpec"]
 
@@ -73,6 +75,7 @@ class OutputSpec:
     dtype: str
     split: Split | None = None
     summed: bool = False
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,19 @@ class PipelineSpec:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks, in the order of their first stage."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
+
+    def mesh(self, rank: int, transport: Transport | None = None) -> ProcessMesh:
+        """The mesh of a rank's group, as that rank sees it."""
+        stage = next(s for s in self.stages if rank in s.ranks)
+        return ProcessMesh(
+            stage.axes,
+            stage.ranks.index(rank),
+            transport,
+            ranks=stage.ranks,
+            everyone=sorted(r for ranks in self.groups for r in ranks),
+            microbatches=self.microbatches,
+            timed=self.timed,
+        )
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
         """The actions of a rank."""
@@ -183,6 +199,20 @@ class Executor:
         self._last_forward = _last(self.actions, "F")
         self._last_backward = {**_last(self.actions, "BI"), **_last(self.actions, "W")}
         self._split = any(a.kind == "I" for a in self.actions)
+        self._row_counts: dict[str, list[int]] = {}
+        self._whole_inputs = self._find_whole_inputs()
+
+    def _find_whole_inputs(self) -> set[str]:
+        """Inputs without samples, used otherwise in another stage here, or needed beforehand."""
+        found: set[str] = set()
+        seen: dict[str, Any] = {}
+        for stage in self.stages.values():
+            if stage.beforehand is not None:
+                found |= set(stage.beforehand[1].INPUTS)
+            for name, splits in stage.generated[0].INPUTS.items():
+                if name not in self.spec.batch_dims or seen.setdefault(name, splits) != splits:
+                    found.add(name)
+        return found
 
     # --- a whole step --------------------------------------------------------------------
 
@@ -242,6 +272,7 @@ class Executor:
         arguments = [*self._inputs(step, here.generated[k], k), *step.before.get(stage, ())]
         arguments += received.values()
         queue = WeightQueue() if self._split else None
+        probing(f"{stage}.{k}.")
         with self.store.forward(stage), queue.deferring() if queue else contextlib.nullcontext():
             found = here.modules[k](*arguments, **({"outputs": True} if outputs else {}))
         loss, sent = found[0], dict(zip(_sent(here.generated[k]), found[1], strict=True))
@@ -320,8 +351,8 @@ class Executor:
                 continue
             module, generated = found
             place, axes = self.mesh.coordinates, self.mesh.axes
-            local = [
-                _part(step.inputs[name], splits, place, axes) if step.whole else step.inputs[name]
+            local = [  # these inputs are whole in local batches too
+                _part(step.inputs[name], splits, place, axes)
                 for name, splits in generated.INPUTS.items()
             ]
             with torch.no_grad():
@@ -330,12 +361,41 @@ class Executor:
 
     def _inputs(self, step: _Step, generated: Any, k: int) -> Iterator[Tensor]:
         """This rank's part of the batch for one micro-batch."""
-        place, axes = self.mesh.place, self.mesh.place_axes
         for name, splits in generated.INPUTS.items():
             tensor = step.inputs[name]
-            if not self.spec.timed:
-                tensor = self._own_batch(tensor, name, k)
-            yield _part(tensor, splits, place, axes).to(self.device)
+            if step.whole or name in self._whole_inputs:
+                yield self._rows(tensor, name, splits, k).to(self.device)
+            else:
+                counts = self._row_counts[name]
+                dim = self.spec.batch_dims[name]
+                yield tensor.narrow(dim, sum(counts[:k]), counts[k]).to(self.device)
+
+    def _rows(self, tensor: Tensor, name: str, splits: Sequence[Split], k: int) -> Tensor:
+        """This rank's rows of one micro-batch of a whole input."""
+        if not self.spec.timed:
+            tensor = self._own_batch(tensor, name, k)
+        place, axes = dict(self.mesh.place), self.mesh.place_axes
+        if TIME in place:
+            place[TIME] = k
+        return _part(tensor, splits, place, axes)
+
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
+        """What this rank reads of a whole input: its rows of every micro-batch, one after another.
+
+        An input of which something is computed beforehand, or without rows, is read whole; one that
+        no stage here uses not at all.
+        """
+        files = [f for stage in self.stages.values() for f in stage.generated[:1]]
+        using = [file for file in files if name in file.INPUTS]
+        if name in self._whole_inputs:
+            return tensor
+        if not using:
+            return tensor.new_empty(0)
+        splits = using[0].INPUTS[name]
+        rows = [self._rows(tensor, name, splits, k) for k in range(self.spec.microbatches)]
+        dim = self.spec.batch_dims[name]
+        self._row_counts[name] = [part.shape[dim] for part in rows]
+        return torch.cat(rows, dim)
 
     def _own_batch(self, tensor: Tensor, name: str, k: int) -> Tensor:
         """One micro-batch of an input, where each is a batch of its own."""
@@ -408,9 +468,8 @@ class Executor:
                 key = (number, action.microbatch, back)
                 if (back and not transfer.gradient) or key in step.arrivals:
                     continue
-                if action is actions[index] or self._route(*key).receives:
-                    if not self._route(*key).is_local:
-                        step.arrivals[key] = self._receive(*key)
+                if not self._route(*key).is_local:
+                    step.arrivals[key] = self._receive(*key)
 
     # --- results ---------------------------------------------------------------------------
 
@@ -473,8 +532,9 @@ class Executor:
         """One leaf of all micro-batches."""
         if output.split is not None:
             return join(parts, output.split.dim, output.split.of)
-        if output.summed:
-            return torch.stack(parts).sum(0)
+        if output.summed or output.averaged:
+            total = torch.stack(parts).sum(0)
+            return total / len(parts) if output.averaged else total
         return parts[-1]
 
     def _span(self, action: Action) -> Any:

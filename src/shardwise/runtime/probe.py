@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["Records", "probe", "recording"]
+__all__ = ["Records", "probe", "probing", "recording"]
 
 _local = threading.local()
 
@@ -27,6 +27,7 @@ def probe(name: str, value: Tensor) -> None:
     records: Records | None = getattr(_local, "records", None)
     if records is None or not isinstance(value, Tensor):
         return
+    name = getattr(_local, "prefix", "") + name
     first, calls = name, 1
     while name in records.values:  # the statement runs once per block
         calls += 1
@@ -40,6 +41,12 @@ def probe(name: str, value: Tensor) -> None:
         value.register_hook(keep)  # type: ignore[no-untyped-call]
 
 
+def probing(prefix: str) -> None:
+    """Probes of this thread get this prefix from now on: a stage and a micro-batch."""
+    if getattr(_local, "records", None) is not None:
+        _local.prefix = prefix
+
+
 @contextlib.contextmanager
 def recording(records: Records | None = None) -> Iterator[Records]:
     """Collect what this thread probes."""
@@ -47,4 +54,4 @@ def recording(records: Records | None = None) -> Iterator[Records]:
     try:
         yield records
     finally:
-        _local.records = None
+        _local.records, _local.prefix = None, ""

@@ -1,0 +1,113 @@
+"""The graph that a plan runs: of the model in the plan's number types, for its micro-batches.
+
+Enters: a model, a batch and a plan. Leaves: `Graph`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import BatchError, PlanError
+from shardwise.frontend import capture
+from shardwise.frontend.batch import path_name, read_batch
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+
+
+def capture_for_plan(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    training: bool | None = None,
+    device: torch.device | str | None = None,
+) -> Graph:
+    """The graph of one step as the plan computes it.
+
+    With `per_microbatch` it is that of one micro-batch; else the whole batch's.
+    """
+    if plan.per_microbatch and plan.microbatches > 1:
+        batch = microbatch(batch, plan, 0)
+    precision = plan.precision
+    if not precision.compute:
+        return capture(model, batch, loss_fn, training=training, device=device)
+    dtype = getattr(torch, precision.compute)
+    if precision.autocast:
+        kind = torch.device(device).type if device is not None else "cpu"
+        with torch.autocast(kind, dtype, cache_enabled=False):
+            return capture(model, batch, loss_fn, training=training, device=device)
+    model = cast_model(model, dtype)
+    return capture(model, cast_batch(batch, dtype), loss_fn, training=training, device=device)
+
+
+def require_precision(graph: Graph, plan: Plan) -> None:
+    """Raise when the graph was not captured in the number types of the plan."""
+    precision = plan.precision
+    if not precision.compute or precision.autocast:
+        return
+    wanted = getattr(torch, precision.compute)
+    for parameter in graph.parameters:
+        found = graph.values[parameter.value].dtype
+        if found.is_floating_point and found not in (wanted, torch.float64):
+            raise PlanError(
+                f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
+                f"{str(found).removeprefix('torch.')}",
+                hint="graph = sw.capture_for_plan(model, batch, plan)",
+            )
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose floating parameters and buffers are of another type; without data, cheaply."""
+    twin = copy.deepcopy(model).to("meta") if not _is_meta(model) else copy.deepcopy(model)
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return twin
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with floating tensors of another type."""
+    call = read_batch(batch)
+    return call.batch_with(
+        [t.to(dtype) if t.is_floating_point() else t for _, t in call.tensors]
+    )
+
+
+def microbatch(batch: Any, plan: Plan, index: int) -> Any:
+    """One of a batch's micro-batches, where each is a batch of its own; all have one size."""
+    call = read_batch(batch)
+    parts = []
+    for path, tensor in call.tensors:
+        dim = _batch_dim(path_name(path), plan, tensor)
+        if dim is None:
+            parts.append(tensor)
+            continue
+        rows, rest = divmod(tensor.shape[dim], plan.microbatches)
+        if rest:
+            raise BatchError(
+                f"{tensor.shape[dim]} samples are not {plan.microbatches} micro-batches of one "
+                "size, which the plan takes as batches of their own",
+                where=path_name(path),
+                hint="another batch size, or per_microbatch=False if the model allows it",
+            )
+        parts.append(tensor.narrow(dim, index * rows, rows))
+    return call.batch_with(parts)
+
+
+def _batch_dim(name: str, plan: Plan, tensor: torch.Tensor) -> int | None:
+    found = None
+    for glob, dim in plan.inputs.items():
+        if fnmatchcase(name, glob):
+            found = dim
+    return found if found is not None and tensor.dim() > found else None

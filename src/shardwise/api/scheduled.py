@@ -1,0 +1,99 @@
+"""A step of stages and micro-batches, as the parallel module calls it.
+
+Enters: what one rank runs of a pipeline. Leaves: a `StepProgram`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import runtime as rt
+from shardwise.emit import LoadedPipeline
+from shardwise.frontend import flatten_batch, rebuild_output
+from shardwise.frontend.batch import path_name, read_batch
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+
+
+class ScheduledStep:
+    """Runs the actions of this rank for batches of one signature."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        loaded: LoadedPipeline,
+        store: rt.ParameterStore,
+        recorder: rt.Recorder | None,
+    ) -> None:
+        self.plan, self.graph, self.loaded, self.store = plan, graph, loaded, store
+        self.executor = loaded.executor(store, recorder)
+        self.spec = graph.output_spec
+        self.constants = dict(graph.input_constants)
+        self.dtypes = input_dtypes(graph, plan)
+        self.shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+
+    def train(
+        self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor, Any]:
+        scale = 1.0 if store.scaler is None else store.scaler.scale
+        with offloading(self.plan):
+            loss, leaves = self.executor.train(
+                self._tensors(batch), outputs=outputs, scale=scale, whole=not local
+            )
+        return loss, rebuild_output(self.spec, leaves) if leaves is not None else None
+
+    def evaluate(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Any:
+        leaves = self.executor.evaluate(self._tensors(batch), whole=not local)
+        return rebuild_output(self.spec, leaves)
+
+    def finish(self) -> None:
+        """Sum the gradients of parameters that several stages use."""
+        self.executor.tied.sum_gradients()
+
+    def _tensors(self, batch: Any) -> Mapping[str, Tensor]:
+        tensors, _ = flatten_batch(batch)
+        return {name: t.to(dtype=self.dtypes.get(name)) for name, t in tensors.items()}
+
+    def local_batch(self, batch: Any) -> Any:
+        """What this rank reads of a batch: its rows of every micro-batch, nothing of the rest."""
+        call = read_batch(batch)
+        parts = [self.executor.local_part(path_name(path), t) for path, t in call.tensors]
+        return call.batch_with(parts)
+
+    def takes(self, batch: Any) -> bool:
+        """Whether these are parts of the batch this program was made for."""
+        tensors, constants = flatten_batch(batch)
+        mine = {name: tuple(t.shape) for name, t in tensors.items()}
+        return mine == self._local_shapes() and constants == self.constants
+
+    def _local_shapes(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for name, shape in self.shapes.items():
+            whole = list(shape)
+            dim = self.executor.spec.batch_dims.get(name)
+            if dim is not None and not self.executor.spec.timed:
+                whole[dim] *= self.executor.spec.microbatches
+            part = self.executor.local_part(name, torch.empty(whole, device="meta"))
+            found[name] = tuple(part.shape)
+        return found
+
+
+def input_dtypes(graph: Graph, plan: Plan) -> dict[str, torch.dtype]:
+    """The types that floating inputs are cast to, where the plan computes in a type of its own."""
+    if not plan.precision.compute or plan.precision.autocast:
+        return {}
+    kinds = {i.name: graph.values[i.value].dtype for i in graph.inputs}
+    return {name: dtype for name, dtype in kinds.items() if dtype.is_floating_point}
+
+
+def offloading(plan: Plan) -> contextlib.AbstractContextManager[object]:
+    """Where the plan keeps activations on the host."""
+    return (
+        rt.offload_activations() if "activations" in plan.offload else contextlib.nullcontext()
+    )
