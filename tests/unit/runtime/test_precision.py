@@ -6,79 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
-from shardwise.runtime.parameters import ParameterSpec, declare
+from shardwise.runtime.parameters import ParameterSpec
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.threads import ThreadTransport, run_threads
-
-SHAPES = {"embed": (5, 4), "blocks.0.w": (7, 4), "blocks.1.w": (3, 7), "scale": ()}
-
-
-class Block(nn.Module):
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        super().__init__()
-        declare(self, "w", shape, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.w.t())
-
-
-class Net(nn.Module):
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        declare(self, "embed", SHAPES["embed"], dtype)
-        declare(self, "scale", (), dtype)
-        self.blocks = nn.ModuleList([Block(SHAPES[f"blocks.{i}.w"], dtype) for i in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x @ self.embed * self.scale
-        for block in self.blocks:
-            h = block(h)
-        return h.float().square().sum()
-
-
-class Module:
-    """What an optimizer needs of a parallel module."""
-
-    def __init__(self, mesh: ProcessMesh, zero: int, **options: Any) -> None:
-        dtype = options.setdefault("dtype", "bfloat16")
-        self.mesh, self.net = mesh, Net(dtype)
-        specs = [
-            ParameterSpec(
-                name=name,
-                shape=shape,
-                sync=("dp",),
-                zero=zero,
-                unit=name[:8] if name.startswith("blocks") else "",
-                **options,
-            )
-            for name, shape in SHAPES.items()
-        ]
-        self.store = ParameterStore(self.net, mesh, specs)
-        self.store.load_state_dict(full_state())
-        self.dtype = getattr(torch, dtype)
-
-    def train_step(self, num_micro: int = 1, factor: float = 1.0) -> None:
-        x = data()[self.mesh.rank :: self.mesh.size].to(self.dtype) * factor
-        with self.store.step():
-            for m, rows in enumerate(x.chunk(num_micro)):
-                with self.store.forward():
-                    loss = self.net(rows)
-                with self.store.backward(last=m == num_micro - 1):
-                    self.store.scaled(loss).backward()
-
-
-def full_state() -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return {n: torch.randn(s, generator=made) for n, s in SHAPES.items()}
-
-
-def data(rows: int = 64) -> Tensor:
-    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(1))
+from tests.support.mixed import SHAPES, Module, Net, data, full_state
 
 
 def on_two(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
