@@ -12,10 +12,12 @@ Enters: `Resolved` (a graph with a choice for every node on every mesh axis). Le
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardwise.ir import Node, Ref, TensorType, map_refs, node_keys
 from shardwise.plans import Resolved
+from shardwise.program.deferral import deferred, refers
 from shardwise.program.moves import Move, plan_moves
 from shardwise.program.program import (
     LocalInput,
@@ -25,6 +27,7 @@ from shardwise.program.program import (
     Step,
     Storage,
 )
+from shardwise.program.recompute import mark_recompute, recompute_notes
 from shardwise.program.sources import Sources, find_sources
 from shardwise.sharding.candidates import Cut, Pass
 from shardwise.sharding.placements import (
@@ -42,24 +45,22 @@ from shardwise.sharding.placements import (
 from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
 
 
-def lower(resolved: Resolved, *, borrowed: frozenset[str] = frozenset()) -> Program:
+def lower(
+    resolved: Resolved, *, borrowed: frozenset[str] = frozenset(), defer: bool = False
+) -> Program:
     """The program of every class of ranks; in time, of ranks and micro-batches.
 
-    `borrowed` are parameters whose home is another stage.
+    `borrowed` are parameters whose home is another stage. With `defer` the gradients of weights
+    can be computed later than those of inputs.
     """
     sources = find_sources(resolved)
+    marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
     programs = tuple(
-        _Lowering(resolved, sources, ranks, borrowed).run()
+        _Lowering(marked, sources, ranks, borrowed, defer).run()
         for ranks in rank_classes(resolved, sources)
     )
     rules = resolved.facts.rules
-    kept = any(s.zero == 3 for p in programs for s in p.parameters)
-    groups = {node.recompute for node in resolved.graph.nodes if node.recompute}
-    notes = [
-        f"{len(groups)} activation checkpoints of the model are not applied: its parameters are "
-        "gathered by block (zero 3)"
-        for _ in range(bool(groups) and kept)
-    ]
+    notes = recompute_notes(marked.graph, resolved.plan)
     notes += [
         f"{node.op} at {node.origin}: rule found by experiment"
         for node in resolved.graph.nodes
@@ -115,9 +116,10 @@ class _Lowering:
         sources: Sources,
         ranks: tuple[int, ...],
         borrowed: frozenset[str],
+        defer: bool,
     ) -> None:
         self.resolved, self.sources, self.ranks = resolved, sources, ranks
-        self.borrowed = borrowed
+        self.borrowed, self.defer = borrowed, defer
         self.graph, self.facts = resolved.graph, resolved.facts
         mesh = resolved.plan.mesh
         self.sizes = dict(mesh.axes)
@@ -201,16 +203,25 @@ class _Lowering:
             self._define(value, value, self.sources.stored(value, layout))
         call = self._local_call(node, needs)
         args, kwargs, order = _bind_operands(node, call, names)
+        call = LocalCall(call.fn, args, kwargs)
+        if self.defer and node.grad_enabled and node.autocast is None:
+            weights = frozenset(p.value for p in self.graph.parameters)
+            call = deferred(
+                call, lambda arg: refers(arg, weights), lambda arg: len(self._shape(arg))
+            )
         self.steps.append(
             _step(
                 node,
                 outputs=node.outputs,
                 fn=call.fn,
-                args=args,
-                kwargs=kwargs,
+                args=call.args,
+                kwargs=call.kwargs,
                 needs=tuple(needs[i] for i in order),
             )
         )
+
+    def _shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.values[ref.name].type.shape
 
     def _as_differing(self, node: Node, layout: Layout) -> Layout:
         """The same work whose result counts as different takes its operands as different."""

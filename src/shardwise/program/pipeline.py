@@ -107,10 +107,12 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
         cuts = input_cuts(graph, plan) or {}
         timed = assign_time(graph, facts, TIME, plan.microbatches, cuts)
         graph, facts, timed, before = take_beforehand(graph, facts, timed)
+    schedule = plan_schedule(plan)
     parts = partition(graph, plan, facts)
     resolved = _resolve(parts, plan, facts, timed)
     programs = [
-        lower(r, borrowed=part.borrowed) for r, part in zip(resolved, parts, strict=True)
+        lower(r, borrowed=part.borrowed, defer=schedule.splits_backward)
+        for r, part in zip(resolved, parts, strict=True)
     ]
     stages = tuple(
         StageProgram(
@@ -130,7 +132,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
         plan=plan,
         stages=stages,
         transfers=_transfers(graph, parts, programs, facts),
-        schedule=plan_schedule(plan),
+        schedule=schedule,
         tied=_tied(parts),
         output_times={
             i: timed.values[leaf.name]
