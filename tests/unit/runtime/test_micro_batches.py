@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ProgramError
 from shardwise.runtime import collectives as c
+from shardwise.runtime import deferred
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import ParameterSpec, declare
 from shardwise.runtime.store import ParameterStore
@@ -368,3 +370,80 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
 
     with pytest.raises(ProgramError, match="the gradient of a arrived after"):
         late()
+
+
+class Deferred(nn.Module):
+    """Units whose weight gradients can wait; its output is a unit's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Dense(), Dense()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        declare(self, "w", (4, 4), "float64")
+        declare(self, "b", (4,), "float64")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(deferred.linear(x, self.w) * self.b)
+
+
+def deferred_state(name: str) -> Tensor:
+    made = torch.Generator().manual_seed(len(name) + int(name[6]))
+    return torch.randn((4, 4) if name.endswith("w") else (4,), generator=made).double()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_deferred_weight_gradients_of_gathered_units(zero: int) -> None:
+    """Input gradients of all micro-batches first; outputs are let go, their edges kept."""
+    inputs = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    names = [f"units.{i}.{n}" for i in range(2) for n in "wb"]
+
+    def run(mesh: ProcessMesh) -> dict[str, Tensor | None]:
+        module = Deferred()
+        specs = [
+            ParameterSpec(
+                name=name,
+                shape=(4, 4) if name.endswith("w") else (4,),
+                dtype="float64",
+                sync=("dp",),
+                zero=zero,
+                unit=name[:7],
+            )
+            for name in names
+        ]
+        store = ParameterStore(module, mesh, specs)
+        store.load_with(deferred_state)
+        for _ in range(2):
+            store.zero_grad()
+            with store.step():
+                flying = []
+                for x in inputs:
+                    queue = deferred.WeightQueue()
+                    with store.forward(), queue.deferring():
+                        edge = get_gradient_edge(module(x[mesh.rank].requires_grad_()))
+                    flying.append((queue, edge))
+                for queue, edge in flying:
+                    with store.backward(last=False):
+                        torch.autograd.backward([edge], [torch.ones(5, 4, dtype=torch.float64)])
+                for m, (queue, _) in enumerate(flying):
+                    assert queue.num_waiting == 2
+                    with store.backward(last=m == 2):
+                        queue.run()
+        return store.gather_gradients()
+
+    state = {name: deferred_state(name).requires_grad_() for name in names}
+    h = inputs
+    for i in range(2):
+        h = torch.tanh(h @ state[f"units.{i}.w"].t() * state[f"units.{i}.b"])
+    h.sum().backward()
+    for gradients in on({"dp": 2}, run):
+        for name in names:
+            torch.testing.assert_close(gradients[name], state[name].grad, rtol=1e-11, atol=1e-11)
