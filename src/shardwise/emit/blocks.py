@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.ir import Ref, iter_refs
 from shardwise.program import RankProgram, Step
+from shardwise.program.recompute import absorb, extents, keeps_products, numbered_module
 from shardwise.sharding.rule import MeshAxis
 
 MIN_STEPS = 6
@@ -28,6 +29,12 @@ class BlockCall:
     own: tuple[str, ...]  # values of its own parameters and buffers
     key: str = field(default="", compare=False)
 
+    @property
+    def group(self) -> str | None:
+        """The group of recomputation that has all of its steps, if there is one."""
+        groups = {step.recompute for step in self.steps}
+        return groups.pop() if len(groups) == 1 else None
+
 
 Item = Step | BlockCall
 
@@ -37,7 +44,8 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
 
     `owners` maps parameter and buffer values to their full names.
     """
-    homes = _absorb(list(program.steps), [_block_path(step) for step in program.steps])
+    modules = [numbered_module(step.module) for step in program.steps]
+    homes = absorb([step.fn for step in program.steps], modules)
     steps, homes = _hoist(list(program.steps), homes)
     spans = {p: s for p, s in _spans(homes).items() if _is_block(steps[slice(*s)])}
     items: list[Item] = []
@@ -61,51 +69,6 @@ def _ends(program: RankProgram) -> Iterable[str]:
         yield from step.inputs
 
 
-def _block_path(step: Step) -> str | None:
-    """The outermost numbered module a step is in."""
-    pieces = step.module.split(".")
-    for i, piece in enumerate(pieces):
-        if piece.isdigit():
-            return ".".join(pieces[: i + 1])
-    return None
-
-
-def _absorb(steps: list[Step], homes: list[str | None]) -> list[str | None]:
-    """Steps of an enclosing module's own code between those of one block belong to the block.
-
-    A model may keep the layers of a block in a container and write the block's code in its own
-    forward. What follows a block up to the next one's first step is its end; the last block's end
-    is as long as the others'.
-    """
-    homes = list(homes)
-    spans = _extents(homes)
-    ordered = sorted(spans.items(), key=lambda item: item[1])
-    for path, (first, last) in ordered:
-        if any(h not in (None, path) for h in homes[first:last]):
-            return homes
-    if all(None not in homes[first:last] for _, (first, last) in ordered):
-        return homes
-    tail: list[str] = []
-    for (path, (first, last)), following in zip(ordered, [*ordered[1:], None], strict=True):
-        end = last
-        if following is not None and following[0].rpartition(".")[0] == path.rpartition(".")[0]:
-            end = following[1][0]
-            tail = [step.fn for step in steps[last:end]]
-        elif tail and [step.fn for step in steps[last : last + len(tail)]] == tail:
-            end = last + len(tail)
-        homes[first:end] = [path] * (end - first)
-    return homes
-
-
-def _extents(homes: list[str | None]) -> dict[str, tuple[int, int]]:
-    """First and last position of every block's own steps."""
-    extents: dict[str, tuple[int, int]] = {}
-    for index, path in enumerate(homes):
-        if path is not None:
-            extents[path] = (extents.get(path, (index, 0))[0], index + 1)
-    return extents
-
-
 def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list[str | None]]:
     """Moves of values from outside all blocks, or that others use too, go before the block."""
     home_of = {out: h for step, h in zip(steps, homes, strict=True) for out in step.outputs}
@@ -113,7 +76,7 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
     for step, home in zip(steps, homes, strict=True):
         for name in step.inputs:
             users.setdefault(name, set()).add(home)
-    first = {path: extent[0] for path, extent in _extents(homes).items()}
+    first = {path: extent[0] for path, extent in extents(homes).items()}
     order: list[tuple[int, int, int]] = []
     for index, (step, home) in enumerate(zip(steps, homes, strict=True)):
         source = home_of.get(step.inputs[0]) if step.is_move else home
@@ -127,7 +90,7 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
             order.append((index, 1, index))
     order.sort()
     moved = [
-        replace(steps[i], module="", module_class="") if kind == 0 else steps[i]
+        replace(steps[i], module="", module_class="", recompute=None) if kind == 0 else steps[i]
         for _, kind, i in order
     ]
     return moved, [homes[i] for _, _, i in order]
@@ -137,7 +100,7 @@ def _spans(homes: list[str | None]) -> dict[str, tuple[int, int]]:
     """Index ranges of blocks whose steps are contiguous."""
     return {
         path: (first, last)
-        for path, (first, last) in _extents(homes).items()
+        for path, (first, last) in extents(homes).items()
         if all(home == path for home in homes[first:last])
     }
 
@@ -180,17 +143,24 @@ def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
     for value in block.own:
         names[value] = owners[value].removeprefix(f"{block.path}.")
     lines = []
+    groups: dict[str, int] = {}
     for step in block.steps:
         for out in step.outputs:
             names[out] = f"v{len(names)}"
         lines.append(
             f"{[names[o] for o in step.outputs]}={step.fn}"
             f"({_sign(step.args, names, block.path)},{_sign(step.kwargs, names, block.path)})"
-            f"{step.axes}{step.grad_enabled}{step.autocast}{step.recompute is not None}"
+            f"{step.axes}{step.grad_enabled}{step.autocast}{_sign_group(step, groups)}"
             f"{step.module.removeprefix(block.path)}{step.module_class}"
         )
     lines.append(str([names[o] for o in block.outputs]))
     return "\n".join(lines)
+
+
+def _sign_group(step: Step, groups: dict[str, int]) -> str:
+    if step.recompute is None:
+        return ""
+    return f"{groups.setdefault(step.recompute, len(groups))}{keeps_products(step.recompute)}"
 
 
 def _sign(arg: Any, names: Mapping[str, str], path: str) -> str:

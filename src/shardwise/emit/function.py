@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.emit.blocks import BlockCall, Loop
 from shardwise.emit.names import Names, wish_for
-from shardwise.emit.regions import Region, fold_regions
+from shardwise.emit.regions import Region, fold_regions, recomputed
 from shardwise.emit.render import Device, literal, render
 from shardwise.ir import Ref
 from shardwise.program import Step
@@ -21,6 +21,7 @@ from shardwise.sharding.rule import MeshAxis
 WIDTH = 100
 INLINE = 72
 INDENT = " " * 4
+CHECKPOINT = "checkpoint"  # what emitted files import: no value is called so
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Scope:
     attribute: Mapping[str, str]  # value -> "self.attn.qkv.weight"
     class_of: Callable[[BlockCall], str]
     probe: bool = False
-    recompute: bool = False  # whether checkpointed steps are written as functions
+    recompute: bool = False  # whether groups of steps and blocks are recomputed
     members: frozenset[str] = frozenset()  # what the user's module already calls its own
 
     def own(self, name: str) -> str:
@@ -46,7 +47,7 @@ class Body:
 
     def __init__(self, scope: Scope, arguments: dict[str, str]) -> None:
         self.scope = scope
-        self.names = Names(tuple(arguments.values()))
+        self.names = Names((*arguments.values(), CHECKPOINT))
         self.names.of.update(arguments)
         self.lines: list[str] = []
         self.stems: dict[str, str] = dict(arguments)
@@ -104,10 +105,8 @@ class Body:
     def _region(self, region: Region, dying: list[str], uses: Mapping[str, Any]) -> None:
         """A function that backward calls again; it sees only what it is given, and `self`."""
         given = {value: self._value(Ref(value)) for value in region.inputs}
-        arguments = {v: self.stems.get(v, "x") for v in region.inputs}
-        for index, value in enumerate(arguments):
-            if list(arguments.values()).count(arguments[value]) > 1:
-                arguments[value] = f"{arguments[value]}_{index}"
+        names = Names((CHECKPOINT,))
+        arguments = {v: names.bind(v, self.stems.get(v, "x")) for v in region.inputs}
         inner = Body(replace(self.scope, recompute=False), arguments)
         inner.write(list(region.steps), region.outputs)
         self.regions += 1
@@ -121,9 +120,8 @@ class Body:
         for value in dying:
             self.names.release(value)
         targets = [self._target(o, inner.stems.get(o, "x"), uses) for o in region.outputs]
-        passed = ", ".join([name, *given.values()])
-        options = "use_reentrant=False, preserve_rng_state=False"
-        self._line(f"{', '.join(targets)} = checkpoint({passed}, {options})")
+        call = recomputed(name, list(given.values()), region.group)
+        self._line(f"{', '.join(targets)} = {call}")
 
     def _target(self, out: str, wish: str, uses: Mapping[str, Any]) -> str:
         if out not in uses and not self.scope.probe:
@@ -134,7 +132,7 @@ class Body:
     def _call(self, item: BlockCall | Loop, dying: list[str], uses: Mapping[str, Any]) -> None:
         self._comment_text("")
         if isinstance(item, BlockCall):
-            arguments = ", ".join(self._value(Ref(v)) for v in item.inputs)
+            arguments = [self._value(Ref(v)) for v in item.inputs]
             for value in dying:
                 self.names.release(value)
             wish = item.path.rsplit(".", 2)[-2] if "." in item.path else "x"
@@ -143,7 +141,8 @@ class Body:
                 for i, o in enumerate(item.outputs)
             ]
             left = ", ".join(targets)
-            self._line(f"{left} = {attribute_path('self', item.path)}({arguments})")
+            called = self._called(attribute_path("self", item.path), arguments, item)
+            self._line(f"{left} = {called}")
             return
         first, last = item.calls[0], item.calls[-1]
         carried = dict(item.carried)
@@ -162,13 +161,18 @@ class Body:
         stop = int(last.path.rpartition(".")[2]) + 1
         loop = self._loop_source(parent, int(start), stop)
         self._line(f"for block in {loop}:")
-        self._line(f"{INDENT}{', '.join(outs)} = block({', '.join(held)})")
+        self._line(f"{INDENT}{', '.join(outs)} = {self._called('block', held, first)}")
         for value in dying:
             if value not in entering:
                 self.names.release(value)
         for name, out in zip(outs, last.outputs, strict=True):
             self.names.taken.add(name)
             self.names.of[out] = name
+
+    def _called(self, block: str, arguments: list[str], item: BlockCall) -> str:
+        if self.scope.recompute and item.group is not None:
+            return recomputed(block, arguments, item.group)
+        return f"{block}({', '.join(arguments)})"
 
     def _loop_source(self, parent: str, start: int, stop: int) -> str:
         holder = attribute_path("self", parent)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
-from shardwise.emit.function import INDENT, Body, Scope, attribute_path, is_subscript
+from shardwise.emit.function import CHECKPOINT, INDENT, Body, Scope, attribute_path, is_subscript
 from shardwise.emit.names import identifier
 from shardwise.emit.render import literal
 from shardwise.emit.wrap import wrap
@@ -51,8 +51,7 @@ class _File:
         self.items = fold_loops(items, Counter(v for i in items for v in i.inputs))
         self.blocks = [c for item in self.items for c in _calls(item)]
         self.classes = self._name_classes()
-        # Parameters of ZeRO-3 are gathered for their module's forward, not for a part of it.
-        self.recompute = not probe and all(s.zero < 3 for s in ranks.parameters)
+        self.recompute = not probe
 
     def text(self) -> str:
         classes = [self._block_class(key, name) for key, name in self.classes.items()]
@@ -153,9 +152,8 @@ class _File:
         own = [self.owners[v].removeprefix(f"{block.path}.") for v in block.own]
         arguments = _arguments(block.inputs, self._wishes(block))
         members = _members(self.owners[v].removeprefix(f"{block.path}.") for v in block.own)
-        scope = Scope(
-            block.path, attribute, lambda _: "", recompute=self.recompute, members=members
-        )
+        inside = self.recompute and block.group is None  # else the whole call is recomputed
+        scope = Scope(block.path, attribute, lambda _: "", recompute=inside, members=members)
         body = Body(scope, arguments)
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
@@ -388,7 +386,7 @@ def _arguments(values: tuple[str, ...], wishes: Mapping[str, str]) -> dict[str, 
     for value in values:
         stem = identifier(wishes.get(value, value))
         name, count = stem, 1
-        while name in names.values():
+        while name in names.values() or name == CHECKPOINT:
             count += 1
             name = f"{stem}{count}"
         names[value] = name

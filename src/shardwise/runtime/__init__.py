@@ -18,6 +18,7 @@ from shardwise.runtime.precision import *  # noqa: F403
 from shardwise.runtime.probe import *  # noqa: F403
 from shardwise.runtime.processes import *  # noqa: F403
 from shardwise.runtime.random import *  # noqa: F403
+from shardwise.runtime.recompute import *  # noqa: F403
 from shardwise.runtime.recorder import *  # noqa: F403
 from shardwise.runtime.sharing import *  # noqa: F403
 from shardwise.runtime.splits import Split as Split

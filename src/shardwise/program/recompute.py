@@ -1,0 +1,213 @@
+"""Which nodes backward computes again: the groups that a plan's `recompute` asks for.
+
+Enters: a graph, with the checkpoints of the user's model on its nodes, and a plan. Leaves: the
+graph with `Node.recompute` as the plan wants it. A group is the nodes of one module:
+
+    "none"       the model's own checkpoints, as captured
+    "full"       every block of the plan's units: only what enters it is kept
+    "selective"  the same, and the results of products (matrices, convolutions, attention) are kept
+    globs        every module that matches and is not inside another one that does
+
+A checkpoint of the model inside a group becomes part of it; one that is not stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.ir import Graph, Node
+from shardwise.plans import Plan
+
+PRODUCTS_KEPT = " with products kept"
+STATISTICS = ("shardwise.batch_norm",)  # give new statistics, and results that do not use the old
+
+
+def mark_recompute(graph: Graph, plan: Plan) -> Graph:
+    """The graph with every node's group; marking it again changes nothing."""
+    groups = {node.name: node.recompute for node in graph.nodes if node.recompute}
+    groups |= _within(_planned(graph, plan), groups)
+    groups = _useful(graph, groups)
+    nodes = [dataclasses.replace(n, recompute=groups.get(n.name)) for n in graph.nodes]
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def keeps_products(group: str | None) -> bool:
+    """Whether backward of this group computes all but products again."""
+    return group is not None and group.endswith(PRODUCTS_KEPT)
+
+
+def recompute_notes(graph: Graph, plan: Plan) -> list[str]:
+    """One line that says what backward computes again.
+
+    >>> folded(["blocks.0", "blocks.1", "head"])
+    'blocks.* (2), head'
+    """
+    groups = list(dict.fromkeys(n.recompute for n in graph.nodes if n.recompute))
+    if groups:
+        return [f"backward recomputes {folded(groups)}"]
+    if plan.recompute in ("full", "selective") and not plan.units:
+        return [f"recompute {plan.recompute!r}: the plan has no units, nothing is recomputed"]
+    return []
+
+
+def folded(groups: Sequence[str]) -> str:
+    """Groups that differ in numbers alone, with how many they are."""
+    counts = Counter(re.sub(r"(^|[._])\d+(?=[. ]|$)", r"\1*", group) for group in groups)
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items())
+
+
+def _planned(graph: Graph, plan: Plan) -> dict[str, str]:
+    """Node -> the group that the plan puts it in."""
+    if plan.recompute == "none":
+        return {}
+    if isinstance(plan.recompute, str):
+        modules = set(plan.units)
+        suffix = PRODUCTS_KEPT if plan.recompute == "selective" else ""
+    else:
+        modules, suffix = _matching(graph, plan.recompute), ""
+    found = {}
+    for name, path in node_modules(graph.nodes).items():
+        outermost = next((p for p in _prefixes(path) if p in modules), None)
+        if outermost is not None:
+            found[name] = outermost + suffix
+    return found
+
+
+def _matching(graph: Graph, globs: Sequence[str]) -> set[str]:
+    paths = [path for path in graph.module_classes if path]
+    for glob in globs:
+        if not any(fnmatchcase(path, glob) for path in paths):
+            raise PlanError(
+                f"recompute {glob!r} of the plan matches none of the model's {len(paths)} modules"
+                f"{did_you_mean(glob, paths)}",
+                where="recompute",
+            )
+    return {path for path in paths if any(fnmatchcase(path, glob) for glob in globs)}
+
+
+def _within(planned: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The plan's groups, less the nodes of checkpoints of the model that reach out of a group."""
+    homes: dict[str, set[str | None]] = {}
+    for name, group in own.items():
+        homes.setdefault(group, set()).add(planned.get(name))
+    inside = {group for group, found in homes.items() if len(found) == 1 and None not in found}
+    return {n: g for n, g in planned.items() if n not in own or own[n] in inside}
+
+
+def _useful(graph: Graph, groups: Mapping[str, str]) -> dict[str, str]:
+    """The groups without nodes that must not be repeated, and without what would save nothing."""
+    carries = _carrying(graph)
+    once = _unrepeatable(graph)
+    members: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.name in groups and node.name not in once:
+            members.setdefault(groups[node.name], []).append(node)
+    found: dict[str, str] = {}
+    for group, nodes in members.items():
+        trained = any(n.grad_enabled and carries.intersection(n.outputs) for n in nodes)
+        only_loss = len(nodes) == 1 and graph.loss in nodes[0].outputs
+        if trained and not only_loss:
+            found |= {node.name: group for node in nodes}
+    return found
+
+
+def _carrying(graph: Graph) -> set[str]:
+    """Values that may have a gradient."""
+    received = [i.value for i in graph.inputs if i.kind == "received"]
+    found = {v for v in received if graph.values[v].dtype.is_floating_point}
+    found |= {p.value for p in graph.parameters if p.requires_grad}
+    for node in graph.nodes:
+        if node.grad_enabled and found.intersection(node.inputs):
+            found |= {o for o in node.outputs if graph.values[o].dtype.is_floating_point}
+    return found
+
+
+def _unrepeatable(graph: Graph) -> set[str]:
+    """Nodes on the way to the loss that read a buffer which the step changes.
+
+    When backward runs, the buffer has its new content. What counts batches is only read to be
+    written, and batch norm's results do not depend on the statistics it had.
+    """
+    changed = {b.value for b in graph.buffers if b.mutation}
+    matters = {*graph.sends, *([graph.loss] if graph.loss else [])}
+    for node in reversed(graph.nodes):
+        if matters.intersection(node.outputs):
+            matters |= set(node.inputs)
+    return {
+        node.name
+        for node in graph.nodes
+        if changed.intersection(node.inputs)
+        and matters.intersection(node.outputs)
+        and not node.op.startswith(STATISTICS)
+    }
+
+
+# ---------------------------------------------------------------- nodes and blocks
+
+
+def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
+    """Node -> the module it counts to: its own, or the block that its code belongs to."""
+    homes = absorb([n.op for n in nodes], [numbered_module(n.module) for n in nodes])
+    found = {}
+    for node, home in zip(nodes, homes, strict=True):
+        inside = home is None or f"{node.module}.".startswith(f"{home}.")
+        found[node.name] = node.module if inside else home or ""
+    return found
+
+
+def _prefixes(path: str) -> list[str]:
+    pieces = path.split(".")
+    return [".".join(pieces[: i + 1]) for i in range(len(pieces))]
+
+
+def numbered_module(path: str) -> str | None:
+    """The outermost numbered module of a path.
+
+    >>> numbered_module("model.layers.0.mlp.experts.3")
+    'model.layers.0'
+    """
+    pieces = path.split(".")
+    for i, piece in enumerate(pieces):
+        if piece.isdigit():
+            return ".".join(pieces[: i + 1])
+    return None
+
+
+def absorb(ops: Sequence[str], homes: Sequence[str | None]) -> list[str | None]:
+    """Code of an enclosing module between that of one block belongs to the block.
+
+    A model may keep the layers of a block in a container and write the block's code in its own
+    forward. What follows a block up to the next one's first step is its end; the last block's end
+    is as long as the others'.
+    """
+    homes = list(homes)
+    ordered = sorted(extents(homes).items(), key=lambda item: item[1])
+    for path, (first, last) in ordered:
+        if any(h not in (None, path) for h in homes[first:last]):
+            return homes
+    if all(None not in homes[first:last] for _, (first, last) in ordered):
+        return homes
+    tail: list[str] = []
+    for (path, (first, last)), following in zip(ordered, [*ordered[1:], None], strict=True):
+        end = last
+        if following is not None and following[0].rpartition(".")[0] == path.rpartition(".")[0]:
+            end = following[1][0]
+            tail = list(ops[last:end])
+        elif tail and list(ops[last : last + len(tail)]) == tail:
+            end = last + len(tail)
+        homes[first:end] = [path] * (end - first)
+    return homes
+
+
+def extents(homes: Sequence[str | None]) -> dict[str, tuple[int, int]]:
+    """First and last position of what every block has."""
+    found: dict[str, tuple[int, int]] = {}
+    for index, path in enumerate(homes):
+        if path is not None:
+            found[path] = (found.get(path, (index, 0))[0], index + 1)
+    return found
