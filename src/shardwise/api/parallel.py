@@ -72,6 +72,7 @@ def parallelize(
         specialize,
         check_batches=check_batches,
         groups=plan.groups,
+        names=[n for p in graph.parameters for n in (p.name, *p.aliases)],
         recorder=factory.recorder,
         timeout=timeout,
     )

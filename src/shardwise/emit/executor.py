@@ -87,6 +87,11 @@ class LoadedPipeline:
             first, self.mesh, self.parameters, self.buffers, device=self.device
         )
         self._attach(store, but=list(first.values()))
+        mine = {spec.name for spec in (*self.parameters, *self.buffers)}
+        sources = (*self.graph.parameters, *self.graph.buffers)
+        store.elsewhere = frozenset(
+            name for s in sources if s.name not in mine for name in (s.name, *s.aliases)
+        )
         return store
 
     def attach(self, store: rt.ParameterStore) -> None:

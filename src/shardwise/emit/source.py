@@ -20,6 +20,7 @@ from shardwise.emit.names import identifier
 from shardwise.emit.render import literal
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref, iter_refs
+from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.rule import MeshAxis
@@ -98,7 +99,7 @@ class _File:
         return lines
 
     def _tables(self) -> str:
-        rows = [f"{INDENT}{_parameter_spec(s)}," for s in self.ranks.parameters]
+        rows = [f"{INDENT}{_parameter_spec(s, self.program.plan)}," for s in self.ranks.parameters]
         text = ["PARAMETERS = (", *rows, ")"] if rows else ["PARAMETERS = ()"]
         text.append("BUFFERS = (" if self.graph.buffers else "BUFFERS = ()")
         for buffer in self.graph.buffers:
@@ -422,7 +423,23 @@ def splits_text(layout: Layout) -> str:
     return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
 
 
-def _parameter_spec(storage: Storage) -> str:
+def _number_types(storage: Storage, plan: Plan) -> list[str]:
+    """The types in which a parameter is stored, its gradient added up, and summed over ranks."""
+    if not storage.dtype.is_floating_point:
+        return []
+    precision, last, fields = plan.precision, dtype_name(storage.dtype), []
+    for name, dtype in (
+        ("master", precision.master),
+        ("gradient", precision.gradients),
+        ("reduce", precision.reduce),
+    ):
+        if dtype and dtype != last:
+            fields.append(f'{name}="{dtype}"')
+        last = dtype or last
+    return fields
+
+
+def _parameter_spec(storage: Storage, plan: Plan) -> str:
     fields = [f'name="{storage.name}"', f"shape={literal(storage.shape)}"]
     fields.append(f'dtype="{dtype_name(storage.dtype)}"')
     if storage.aliases:
@@ -435,6 +452,10 @@ def _parameter_spec(storage: Storage) -> str:
         fields.append(f'unit="{storage.unit}"')
     if not storage.requires_grad:
         fields.append("requires_grad=False")
+    fields += _number_types(storage, plan)
+    kept = tuple(what for what in plan.offload if what != "activations")
+    if kept and not storage.borrowed:
+        fields.append(f"offload={literal(kept)}")
     if storage.borrowed:
         fields.append("borrowed=True")
     return f"rt.ParameterSpec({', '.join(fields)})"

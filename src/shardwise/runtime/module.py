@@ -6,6 +6,7 @@ it is given a function that makes a program for a batch, and keeps one per signa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import Axis, ProcessMesh
+from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.random import Rng
 from shardwise.runtime.recorder import Recorder, Trace, align, gather_events, merge, write_trace
 from shardwise.runtime.sharing import share
@@ -69,12 +71,14 @@ class ParallelModule(nn.Module):
         *,
         check_batches: bool = True,
         groups: Sequence[tuple[int, ...]] = (),
+        names: Sequence[str] = (),
         recorder: Recorder | None = None,
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
         self.groups, self.recorder, self.timeout = groups or (mesh.ranks,), recorder, timeout
+        self._place_of = {name: place for place, name in enumerate(names)}
         self._specialize = specialize
         self._programs: dict[Hashable, StepProgram] = {}
         self._checked: dict[Hashable, int] = {}
@@ -86,9 +90,9 @@ class ParallelModule(nn.Module):
         Gradients are added to what is there. With `outputs`, the model's outputs too. A batch
         with `local` is what `local_batch` gave.
         """
-        key, program = self._program(batch, training=True, local=local)
-        self.rng.step += 1
-        with naming_failures(self.timeout):
+        with self._naming_failures():
+            key, program = self._program(batch, training=True, local=local)
+            self.rng.step += 1
             with self.store.step(key):
                 loss, out = program.train(batch, self.store, outputs=outputs, local=local)
             program.finish()
@@ -96,9 +100,16 @@ class ParallelModule(nn.Module):
 
     def eval_step(self, batch: Any, *, local: bool = False) -> Any:
         """The model's outputs in eval mode, without gradients."""
-        key, program = self._program(batch, training=False, local=local)
-        with naming_failures(self.timeout), self.store.evaluate(key):
-            return program.evaluate(batch, self.store, local=local)
+        with self._naming_failures():
+            key, program = self._program(batch, training=False, local=local)
+            with self.store.evaluate(key):
+                return program.evaluate(batch, self.store, local=local)
+
+    def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
+        """Between processes, a rank that fails is named by the others."""
+        if isinstance(self.mesh.transport, ProcessGroupTransport):
+            return naming_failures(self.timeout)
+        return contextlib.nullcontext()
 
     def local_batch(self, batch: Any, training: bool = True) -> Any:
         """This rank's part of a whole batch, for `train_step(…, local=True)`."""
@@ -137,12 +148,18 @@ class ParallelModule(nn.Module):
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank; all ranks call it."""
-        state = share(self.mesh, self.groups, self.store.gather_state_dict(), self.store.device)
+        state = self._shared(self.store.gather_state_dict())
         return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """The whole model's gradients by parameter name, on every rank; all ranks call it."""
-        return share(self.mesh, self.groups, self.store.gather_gradients(), self.store.device)
+        return self._shared(self.store.gather_gradients())
+
+    def _shared(self, mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """What all stages have, in the model's order."""
+        found = share(self.mesh, self.groups, mine, self.store.device)
+        last = len(self._place_of)
+        return {n: found[n] for n in sorted(found, key=lambda n: self._place_of.get(n, last))}
 
     def trace(self, path: str | Path | None = None) -> Trace | None:
         """What was recorded since the last call, of all ranks, on rank 0; all ranks call it.

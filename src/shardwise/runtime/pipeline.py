@@ -231,9 +231,15 @@ class Executor:
                     self._run(step, action, outputs=outputs, scale=scale)
             loss = self._share_loss(step)
             leaves = self._share_outputs(step) if outputs else None
+        except BaseException:
+            for flying in step.flying.values():
+                if flying.queue is not None:
+                    flying.queue.clear()
+            self.retirement.abandon()
+            raise
         finally:
             self.mesh.microbatch, self.mesh.final = 0, True
-            self.retirement.finish()
+        self.retirement.finish()
         return loss, leaves
 
     def evaluate(
@@ -250,10 +256,14 @@ class Executor:
                 self.mesh.final = self._last_forward.get(action.stage) == action
                 with self._span(action):
                     self._forward(step, action, outputs=True, training=False)
-            return self._share_outputs(step)
+            leaves = self._share_outputs(step)
+        except BaseException:
+            self.retirement.abandon()
+            raise
         finally:
             self.mesh.microbatch, self.mesh.final = 0, True
-            self.retirement.finish()
+        self.retirement.finish()
+        return leaves
 
     def _run(self, step: _Step, action: Action, *, outputs: bool, scale: float) -> None:
         if action.kind == "F":

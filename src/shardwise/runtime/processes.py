@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError
+from shardwise.runtime.failures import show_life
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 
@@ -49,13 +50,13 @@ class ProcessGroupTransport:
                     f"the mesh needs rank {max(ranks)}, the group has {self.world_size} ranks",
                     hint=f"torchrun --nproc-per-node {max(ranks) + 1}",
                 )
-            if ranks != world and ranks not in self._groups:
+            if (ranks != world or limit is not None) and ranks not in self._groups:
                 made = dist.new_group(list(ranks), timeout=limit)
                 if self.rank in ranks:
                     self._groups[ranks] = made
         default = dist.group.WORLD
         assert default is not None
-        self._groups[world] = self._messages = default
+        self._messages = self._groups.setdefault(world, default)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         if not flat.numel():
@@ -271,6 +272,7 @@ def process_meshes(
     transport: Transport = LocalTransport()
     rank = 0
     if dist.is_initialized():
+        show_life()
         transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout)
         rank = transport.rank
     for ranks, axes in groups:

@@ -3,7 +3,8 @@
 Generated code calls a block as `checkpoint(block, x, context_fn=rt.keep_products, …)`. What the
 block's backward needs is computed again, all but what is expensive: forward puts the results of
 products aside, and the second forward takes them in the same order. Only products are counted, so
-that hooks which gather parameters may do other work the second time.
+that hooks which gather parameters may do other work the second time. A product whose result only
+leaves the block is not kept: the second forward ends before it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ PRODUCTS = {
     "aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell",
 }  # fmt: skip
 BATCHED = {"aten::bmm", "aten::baddbmm"}
+# After the last product: what saves nothing for backward, so that nothing needs its result.
+PASSING = {
+    "aten::add", "aten::sub", "aten::neg", "aten::view", "aten::_unsafe_view", "aten::reshape",
+    "aten::permute", "aten::transpose", "aten::t", "aten::expand", "aten::unsqueeze",
+    "aten::squeeze", "aten::alias", "aten::detach", "aten::clone", "aten::_to_copy",
+    "aten::copy_", "aten::empty", "aten::empty_like", "aten::zeros_like",
+}  # fmt: skip
 SHORT = 256  # a batched product over fewer elements that gives more than it takes is cheap
 
 Kept = deque[tuple[str, Any]]
@@ -43,7 +51,7 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.kept, self.needed = kept, True
 
     def __torch_dispatch__(
         self,
@@ -56,7 +64,15 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name(func)
         if _is_product(name) and not _is_cheap(name, args):
             self.kept.append((name, tree_map_only(Tensor, Tensor.detach, result)))
+            self.needed = False
+        elif name not in PASSING and not name.startswith("c10d::"):
+            self.needed = True
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self.kept and not self.needed:
+            self.kept.pop()
 
 
 class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,7 +80,13 @@ class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.kept, self.used = kept, False
+
+    def __enter__(self) -> Any:
+        if self.used:  # by another backward of the same forward: compute everything again
+            self.kept.clear()
+        self.used = True
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -74,13 +96,8 @@ class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = _name(func)
-        if not _is_product(name) or _is_cheap(name, args):
+        if not self.kept or not _is_product(name) or _is_cheap(name, args):
             return func(*args, **(kwargs or {}))
-        if not self.kept:
-            raise ProgramError(
-                f"{name} has no kept result: backward ran twice, or forward took another way",
-                hint='recompute "full" repeats everything',
-            )
         before, result = self.kept.popleft()
         if before != name:
             raise ProgramError(f"{name} is recomputed where forward had {before}")

@@ -43,8 +43,14 @@ class Retirement:
         if error is not None:
             raise error
 
+    def abandon(self) -> None:
+        """Wait for nothing more, after an error; what is open ends with its time-out."""
+        self._waiting.put(None)
+        self._waiting, self._thread, self._error = queue.SimpleQueue(), None, None
+
     def _run(self) -> None:
-        while (sends := self._waiting.get()) is not None:
+        waiting = self._waiting
+        while (sends := waiting.get()) is not None:
             try:
                 for send in sends:
                     send.wait()

@@ -7,6 +7,7 @@ from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.module import ParallelModule, signature
 from shardwise.runtime.random import Rng
+from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.threads import ThreadTransport, run_threads
 from tests.support import toy
 
@@ -15,11 +16,21 @@ class Program:
     def __init__(self, module: toy.Toy) -> None:
         self.module = module
 
-    def __call__(
-        self, batch: Any, *, outputs: bool, local: bool = False
+    def train(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[torch.Tensor, Any]:
-        loss = self.module(batch["tokens"], batch["labels"])
+        with store.forward():
+            loss = self.module(batch["tokens"], batch["labels"])
+        with store.backward(last=True):
+            loss.backward()
         return loss, {"twice": loss * 2} if outputs else None
+
+    def evaluate(self, batch: Any, store: ParameterStore, *, local: bool) -> Any:
+        with store.forward():
+            return {"twice": self.module(batch["tokens"], batch["labels"]) * 2}
+
+    def finish(self) -> None:
+        pass
 
     def local_batch(self, batch: Any) -> Any:
         return batch
