@@ -15,7 +15,7 @@ from shardwise import runtime as rt
 from shardwise.emit.load import load
 from shardwise.emit.pipeline import PipelineSources, StageSources
 from shardwise.errors import ProgramError
-from shardwise.ir import Graph
+from shardwise.ir import Buffer, Graph, Parameter
 
 
 class LoadedPipeline:
@@ -88,7 +88,7 @@ class LoadedPipeline:
         )
         self._attach(store, but=list(first.values()))
         mine = {spec.name for spec in (*self.parameters, *self.buffers)}
-        sources = (*self.graph.parameters, *self.graph.buffers)
+        sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
         store.elsewhere = frozenset(
             name for s in sources if s.name not in mine for name in (s.name, *s.aliases)
         )

@@ -118,8 +118,8 @@ class _File:
             if item.kind == "batch":
                 text.append(f'{INDENT}"{item.name}": {splits_text(item.layout)},')
         text.append("}")
-        for table, kind in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
-            names = tuple(i.name for i in self.ranks.inputs if i.kind == kind)
+        for table, source in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
+            names = tuple(i.name for i in self.ranks.inputs if i.kind == source)
             text += [f"{table} = {literal(names)}"] if names else []
         text += [f"SENT = {literal(self.graph.sends)}"] if self.graph.sends else []
         return "\n".join(wrap(line) for line in text)

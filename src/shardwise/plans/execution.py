@@ -6,7 +6,7 @@ Enters: fields of a plan file. Leaves: `Stage` and `Precision`, parts of a `Plan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -89,16 +89,16 @@ class Precision:
         """
         if isinstance(name, Precision):
             return name
-        wide = {"master": "float32", "gradients": "float32", "reduce": "float32"}
+        wide = Precision(master="float32", gradients="float32", reduce="float32")
         known = {
-            None: Precision(),
             "": Precision(),
-            "fp32": Precision(compute="float32", **wide),
-            "bf16": Precision(compute="bfloat16", **wide),
-            "fp16": Precision(compute="float16", loss_scale="dynamic", **wide),
+            "fp32": replace(wide, compute="float32"),
+            "bf16": replace(wide, compute="bfloat16"),
+            "fp16": replace(wide, compute="float16", loss_scale="dynamic"),
             "bf16-autocast": Precision(compute="bfloat16", autocast=True),
             "fp16-autocast": Precision(compute="float16", autocast=True, loss_scale="dynamic"),
         }
+        name = name or ""
         if name not in known:
             names = [n for n in known if n]
             raise PlanError(f"precision {name!r}{did_you_mean(name, names)}", hint=", ".join(names))

@@ -12,7 +12,9 @@ Receives are posted before the action in front of them is computed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,7 @@ from shardwise.runtime.deferred import WeightQueue
 from shardwise.runtime.mesh import TIME, ProcessMesh, part
 from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.probe import probing
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.retire import Retirement
 from shardwise.runtime.splits import Split, join, take_local
 from shardwise.runtime.store import ParameterStore
@@ -167,7 +170,7 @@ class _Step:
 
     inputs: Mapping[str, Tensor]
     whole: bool  # whether the inputs are of the whole batch, or this rank's part of it
-    arrivals: dict[tuple[int, int, bool], Arrival] = field(default_factory=dict)
+    arrivals: dict[tuple[int, int, bool], tuple[Arrival, int]] = field(default_factory=dict)
     kept: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
     flying: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     before: dict[int, tuple[Any, ...]] = field(default_factory=dict)
@@ -185,11 +188,13 @@ class Executor:
         mesh: ProcessMesh,
         store: ParameterStore,
         device: torch.device | str = "cpu",
-        recorder: Any = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.spec, self.stages, self.mesh, self.store = spec, stages, mesh, store
         self.rank, self.transport = mesh.ranks[mesh.rank], mesh.transport
-        self.device, self.recorder = torch.device(device), recorder
+        self.device = torch.device(device)
+        self.recorder = recorder or Recorder(self.rank, enabled=False)
+        self._steps = 0
         self.actions = spec.of_rank(self.rank)
         self.retirement = Retirement()
         self.tied = TiedParameters(spec, store, self.rank)
@@ -201,6 +206,8 @@ class Executor:
         self._split = any(a.kind == "I" for a in self.actions)
         self._row_counts: dict[str, list[int]] = {}
         self._whole_inputs = self._find_whole_inputs()
+        if self.recorder.enabled:
+            self._watch()
 
     def _find_whole_inputs(self) -> set[str]:
         """Inputs without samples, used otherwise in another stage here, or needed beforehand."""
@@ -221,14 +228,14 @@ class Executor:
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """All actions, inside `store.step`: the loss, and the model's output leaves if asked."""
         step = _Step(inputs, whole)
+        self._steps += 1
         try:
             self._before(step, self.actions)
             for index, action in enumerate(self.actions):
                 self._post(step, index, self.actions)
                 self.mesh.microbatch = action.microbatch
                 self.mesh.final = self._last_forward.get(action.stage) == action
-                with self._span(action):
-                    self._run(step, action, outputs=outputs, scale=scale)
+                self._run(step, action, outputs=outputs, scale=scale)
             loss = self._share_loss(step)
             leaves = self._share_outputs(step) if outputs else None
         except BaseException:
@@ -254,8 +261,7 @@ class Executor:
                 self._post(step, index, forwards)
                 self.mesh.microbatch = action.microbatch
                 self.mesh.final = self._last_forward.get(action.stage) == action
-                with self._span(action):
-                    self._forward(step, action, outputs=True, training=False)
+                self._forward(step, action, outputs=True, training=False)
             leaves = self._share_outputs(step)
         except BaseException:
             self.retirement.abandon()
@@ -283,7 +289,7 @@ class Executor:
         arguments += received.values()
         queue = WeightQueue() if self._split else None
         probing(f"{stage}.{k}.")
-        with self.store.forward(stage), queue.deferring() if queue else contextlib.nullcontext():
+        with self._span(action), self.store.forward(stage), _deferring(queue):
             found = here.modules[k](*arguments, **({"outputs": True} if outputs else {}))
         loss, sent = found[0], dict(zip(_sent(here.generated[k]), found[1], strict=True))
         if outputs:
@@ -329,8 +335,11 @@ class Executor:
         flying.edges.clear()
         flying.loss = None
         last = self._last_backward.get(stage) == action
-        deferring = flying.queue.deferring() if flying.queue else contextlib.nullcontext()
-        with self.store.backward(stage, last=last), deferring:
+        with (
+            self._span(action),
+            self.store.backward(stage, last=last),
+            _deferring(flying.queue),
+        ):
             if roots:
                 torch.autograd.backward(roots, grads)
             if action.kind == "B" and flying.queue is not None:
@@ -348,7 +357,8 @@ class Executor:
         stage, k = action.stage, action.microbatch
         queue = step.flying.pop((stage, k)).queue
         assert queue is not None
-        with self.store.backward(stage, last=self._last_backward.get(stage) == action):
+        last = self._last_backward.get(stage) == action
+        with self._span(action), self.store.backward(stage, last=last):
             queue.run()
 
     # --- what actions take and give --------------------------------------------------------
@@ -448,8 +458,11 @@ class Executor:
             return
         if any(piece.peer == self.rank for piece in route.sends):
             step.kept[index, k, back] = route.own(tensor)
-        tag = self._tag(index, k, back)
-        self.retirement.add(route.send(self.transport, tensor, tag))
+        start, done = time.perf_counter_ns(), None
+        sends = route.send(self.transport, tensor, self._tag(index, k, back))
+        if sends and self.recorder.enabled:
+            done = functools.partial(self._record, "send", index, k, back, start)
+        self.retirement.add(sends, done)
 
     def _arrived(self, step: _Step, index: int, k: int, *, back: bool) -> Tensor:
         route = self._route(index, k, back)
@@ -457,15 +470,17 @@ class Executor:
         if route.is_local:
             assert own is not None
             return own
-        arrival = step.arrivals.pop((index, k, back), None)
-        if arrival is None:
-            arrival = self._receive(index, k, back)
-        return arrival.wait(own)
+        arrival, start = step.arrivals.pop((index, k, back))
+        arrived = arrival.wait(own)
+        if self.recorder.enabled and route.receives:
+            self._record("receive", index, k, back, start)
+        return arrived
 
-    def _receive(self, index: int, k: int, back: bool) -> Arrival:
-        dtype = torch_dtype(self.spec.transfers[index].dtype)
+    def _receive(self, index: int, k: int, back: bool) -> tuple[Arrival, int]:
+        dtype, start = torch_dtype(self.spec.transfers[index].dtype), time.perf_counter_ns()
         route = self._route(index, k, back)
-        return route.receive(self.transport, dtype, self.device, self._tag(index, k, back))
+        tag = self._tag(index, k, back)
+        return route.receive(self.transport, dtype, self.device, tag), start
 
     def _post(self, step: _Step, index: int, actions: Sequence[Action]) -> None:
         """Post the receives of this action and of those after it."""
@@ -547,12 +562,47 @@ class Executor:
             return total / len(parts) if output.averaged else total
         return parts[-1]
 
-    def _span(self, action: Action) -> Any:
-        if self.recorder is None:
-            return contextlib.nullcontext()
+    # --- recording -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Record the blocks of every module of this rank."""
+        seen: list[nn.Module] = []
+        for stage in self.stages.values():
+            for module in stage.modules:
+                if not any(module is known for known in seen):
+                    seen.append(module)
+                    self.recorder.watch(module, _blocks(module))
+
+    def _span(self, action: Action) -> contextlib.AbstractContextManager[object]:
         return self.recorder.span(
             "compute", str(action), stage=action.stage, microbatch=action.microbatch
         )
+
+    def _record(self, what: str, index: int, k: int, back: bool, start: int) -> None:
+        """A send or receive that began at `start` and has now ended."""
+        value = self.spec.transfers[index].value
+        name = f"{what} {'gradient of ' * back}{value}"
+        self.recorder.add(
+            "communication",
+            name,
+            start,
+            time.perf_counter_ns(),
+            microbatch=k,
+            transfer=f"{self._steps}.{self._tag(index, k, back)}",
+        )
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    """Paths of the submodules that are called: blocks of the model."""
+    return [
+        path
+        for path, child in module.named_modules()
+        if path and type(child).forward is not nn.Module.forward
+    ]
+
+
+def _deferring(queue: WeightQueue | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if queue is None else queue.deferring()
 
 
 def _first(pair: tuple[int, Any]) -> int:

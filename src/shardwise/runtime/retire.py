@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.runtime.transport import Pending
 
 __all__ = ["Retirement"]
+
+_Sends = tuple[Sequence[Pending], Callable[[], None] | None]
 
 
 class Retirement:
     """Waits for sends in the background; `finish` waits for all of them and raises what failed."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Sequence[Pending] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Sends | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def add(self, sends: Sequence[Pending]) -> None:
-        """Take over some sends."""
-        open_sends = [s for s in sends if not s.is_done]
-        if not open_sends:
+    def add(self, sends: Sequence[Pending], done: Callable[[], None] | None = None) -> None:
+        """Take over some sends; `done` is called after them."""
+        if all(send.is_done for send in sends):
+            if done is not None:
+                done()
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sends", daemon=True)
             self._thread.start()
-        self._waiting.put(open_sends)
+        self._waiting.put((sends, done))
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -50,10 +53,14 @@ class Retirement:
 
     def _run(self) -> None:
         waiting = self._waiting
-        while (sends := waiting.get()) is not None:
+        while (item := waiting.get()) is not None:
+            sends, done = item
+            del item
             try:
                 for send in sends:
                     send.wait()
+                if done is not None:
+                    done()
             except BaseException as error:
                 self._error = self._error or error
             sends = ()

@@ -1,0 +1,84 @@
+"""Pipelines on gloo processes equal one device: stages, schedules, micro-batches, ZeRO."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import training
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+EVERYDAY = [
+    ("fused_gpt", "pipeline", 2, {"stages": 2, "num_microbatches": 3}),
+    ("odd", "pipeline", 2, {"stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
+    ("t5", "pipeline", 3, {"stages": 3, "num_microbatches": 2, "schedule": "gpipe"}),
+    ("unet", "pipeline", 4, {"stages": 2, "num_microbatches": 3}),
+    ("fused_gpt", "ddp", 3, {"num_microbatches": 2}),
+    (
+        "fused_gpt",
+        "hybrid",
+        8,
+        {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "num_microbatches": 3, "recompute": "full"},
+    ),
+]
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+THOROUGH = [
+    *(
+        (model, "pipeline", ranks, {"stages": ranks, "num_microbatches": 4, "schedule": schedule})
+        for model in ("fused_gpt", "t5", "unet", "vit", "llama", "odd")
+        for ranks in (2, 3, 4)
+        for schedule in SCHEDULES
+    ),
+    *(
+        (model, "pipeline", 2, {"stages": 4, "num_microbatches": 5, "schedule": schedule})
+        for model in ("fused_gpt", "llama")
+        for schedule in ("interleaved", "zb_v")
+    ),
+    *(
+        (
+            model,
+            "hybrid",
+            8,
+            {"dp": 2, "tp": 2, "pp": 2, "zero": zero, "num_microbatches": 3, "recompute": again},
+        )
+        for model in ("fused_gpt", "llama", "t5", "vit")
+        for zero, again in ((0, "none"), (1, "full"), (2, "selective"), (3, "full"))
+    ),
+    ("resnet", "pipeline", 2, {"stages": 2, "num_microbatches": 1}),
+    ("fused_gpt", "pipeline", 4, {"stage_ranks": (1, 2, 1), "num_microbatches": 3}),
+]
+
+
+@functools.cache
+def dense(model: str) -> training.Run:
+    return training.dense(model)
+
+
+def check(
+    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    runs = pool(ranks).run(training.parallel, model, strategy, ranks, options, timeout=300)
+    for found in runs:
+        assert found.losses == runs[0].losses
+        assert found.norms == runs[0].norms
+        training.assert_equal(found, dense(model))
+
+
+@pytest.mark.parametrize(("model", "strategy", "ranks", "options"), EVERYDAY)
+def test_stages_equal_one_device(
+    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    check(pool, model, strategy, ranks, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy", "ranks", "options"), THOROUGH)
+def test_every_schedule_equals_one_device(
+    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    check(pool, model, strategy, ranks, options)
