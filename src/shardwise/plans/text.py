@@ -5,8 +5,13 @@ Enters: a `Plan`. Leaves: text of at most 100 columns.
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
+
+from shardwise.plans.execution import format_ranks
 from shardwise.plans.plan import Plan
 
+WIDTH = 100
 ZERO = {
     None: "",
     0: "all-reduce",
@@ -17,22 +22,71 @@ ZERO = {
 
 
 def format_plan(plan: Plan) -> str:
-    """The mesh, what each axis cuts, and every parameter entry."""
-    lines = [f"Plan {plan.name} for {plan.model} on {plan.mesh}"]
+    """The mesh, what each axis cuts, the order of work, and every parameter entry."""
+    on = f"{len(plan.stages)} stages of {plan.num_ranks} ranks" if plan.stages else plan.mesh
+    lines = [f"Plan {plan.name} for {plan.model} on {on}"]
     for axis, role in plan.roles.items():
         dims = sorted({d for d in plan.inputs.values() if d is not None})
         what = f"the batch (input dim {', '.join(map(str, dims)) or 'free'})"
         lines.append(f"  {axis:<4} cuts {what if role == 'batch' else 'parameters'}")
+    lines += _stages(plan) + _execution(plan) + _parameters(plan)
+    for node, choices in plan.nodes.items():
+        lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join(fitted for line in lines for fitted in _fit(line))
+
+
+def _stages(plan: Plan) -> list[str]:
+    if not plan.stages:
+        return []
+    rows = [("stage", "ranks", "mesh", "begins at")]
+    for index, stage in enumerate(plan.stages):
+        mesh = str(stage.mesh) if stage.mesh.axes else "one rank"
+        first = stage.first or "the first node"
+        rows.append((str(index), format_ranks(stage.ranks), mesh, first))
+    return _table(rows, most=24)
+
+
+def _execution(plan: Plan) -> list[str]:
+    """The order of work and what else a step does, where it is not as usual."""
+    lines = []
+    if plan.is_scheduled:
+        kind = "batches of their own" if plan.per_microbatch else "parts of one batch"
+        many = f"{plan.microbatches} micro-batches, {kind}"
+        name = plan.schedule or "by default"
+        if not isinstance(name, str):
+            name = f"of {sum(map(len, name))} listed actions on {len(name)} groups"
+        lines.append(f"schedule {name}, {many if plan.microbatches > 1 else '1 micro-batch'}")
+    if plan.recompute != "none":
+        what = plan.recompute if isinstance(plan.recompute, str) else ", ".join(plan.recompute)
+        lines.append(f"recompute {what}")
+    types = [f"{k} {v}" if v is not True else k for k, v in plan.precision.to_json().items()]
+    lines += [f"precision {', '.join(types)}".replace("_", " ")] if types else []
+    lines += [f"offload {', '.join(plan.offload)}"] if plan.offload else []
+    return [f"  {line}" for line in lines]
+
+
+def _parameters(plan: Plan) -> list[str]:
     rows = []
     for glob, entry in plan.parameters.items():
         cut = ", ".join(f"{axis}: {text}" for axis, text in entry.layout.items()) or "whole"
         shared = entry.zero or "batch" in plan.roles.values()
         rows.append((glob, cut, ZERO[entry.zero] if shared else ""))
     rows.insert(0, ("parameter", "cut", "gradients and state" if any(r[2] for r in rows) else ""))
-    widths = [min(48, max(len(row[i]) for row in rows)) for i in range(2)]
-    for row in rows:
-        lines.append(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip())
-    for node, choices in plan.nodes.items():
-        lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
-    lines += [f"  note: {note}" for note in plan.notes]
-    return "\n".join(lines)
+    return _table(rows, most=48)
+
+
+def _table(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:
+    """The rows in columns, of which all but the last are at most `most` wide."""
+    widths = [min(most, max(map(len, column))) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return [
+        "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _fit(line: str) -> list[str]:
+    if len(line) <= WIDTH:
+        return [line]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)

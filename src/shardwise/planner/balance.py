@@ -1,0 +1,172 @@
+"""Where pipeline stages begin, so that they take equally long and send each other little.
+
+Enters: a graph with its `Facts`, and the ranks of each stage. Leaves: the index of every stage's
+first node.
+
+The longest stage sets a pipeline's pace. First the least possible work of the longest stage is
+found. Then stages may exceed it by each of `SLACKS` in turn, and of all cuts within that bound
+those are taken which the fewest bytes cross; of equal ones those nearest to even shares. Of these
+answers the best has the least work of its longest stage, plus `PER_CUT_BYTE` multiply-adds for each
+byte at its widest cut. Last, where one stage is longest for want of places, the others are made
+level. This takes O(stages * nodes * log nodes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import InfeasiblePlan
+from shardwise.ir import Graph
+from shardwise.planner.places import unfit
+from shardwise.planner.work import crossing_bytes, node_work
+from shardwise.sharding.factors import Facts
+
+SLACKS = (0.03, 0.1, 0.2, 0.3)
+PER_CUT_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
+HALVINGS = 30  # of the interval in which the least possible bound is searched
+LEAST_GAIN = 1e-3  # for which a cut is moved
+
+Array = NDArray[Any]
+
+
+def balance(graph: Graph, facts: Facts, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The first node of every stage, where stage s has `ranks[s]` ranks for its work.
+
+    Every stage gets a node that uses parameters, where the model has enough of them.
+    """
+    if len(ranks) == 1:
+        return (0,)
+    reasons = unfit(graph)
+    fit = [index for index in range(len(graph.nodes)) if index not in reasons]
+    for owning in (True, False):
+        chain = _Chain(graph, facts, fit, ranks, owning=owning)
+        least = chain.least_bound()
+        if least is not None:
+            return chain.choose(least)
+    raise InfeasiblePlan(
+        f"{len(ranks)} stages of {graph.name}: {len(fit)} of its {len(graph.nodes)} nodes can "
+        f"begin one, which gives at most {len(fit) + 1}",
+        hint=f"{len(fit) + 1} stages or fewer",
+    )
+
+
+class _Chain:
+    """The places where a stage can begin, with what lies before each; the model's end is last."""
+
+    def __init__(
+        self, graph: Graph, facts: Facts, fit: list[int], ranks: Sequence[int], *, owning: bool
+    ) -> None:
+        self.places = [0, *fit, len(graph.nodes)]
+        parameters = {p.value for p in graph.parameters}
+        owners = [any(name in parameters for name in node.inputs) for node in graph.nodes]
+        crossing = [*crossing_bytes(graph, facts), 0]
+        self.work = _before(node_work(graph, facts))[self.places]
+        self.crossing = np.array(crossing, dtype=np.float64)[self.places]
+        self.speeds = np.array(ranks) / np.mean(ranks)
+        # A stage that ends before place j begins at the latest at last[j].
+        count = len(self.places)
+        owned = _before(owners)[self.places]
+        self.last = np.searchsorted(owned, owned) - 1 if owning else np.arange(count) - 1
+
+    def least_bound(self) -> float | None:
+        """The least duration of the longest stage; None: there are too few places."""
+        low, high = 0.0, float(self.work[-1] / self.speeds.min())
+        if not self._reaches(high):
+            return None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._reaches(middle) else (middle, high)
+        return high
+
+    def choose(self, least: float) -> tuple[int, ...]:
+        """The first node of every stage."""
+        answers = [self._narrowest(least * (1 + slack)) for slack in SLACKS]
+        best = self._level(min(answers, key=self._objective))
+        return tuple(self.places[at] for at in best)
+
+    def _objective(self, begins: list[int]) -> float:
+        ends = np.array([*begins[1:], len(self.places) - 1])
+        longest = ((self.work[ends] - self.work[begins]) / self.speeds).max()
+        return float(longest + PER_CUT_BYTE * self.crossing[begins].max())
+
+    def _first(self, bound: float, speed: float) -> Array:
+        """The earliest beginning of a stage of at most `bound` that ends before each place."""
+        return np.searchsorted(self.work, self.work - bound * speed)
+
+    def _reaches(self, bound: float) -> bool:
+        """Whether all stages together, each of at most `bound`, come to the model's end."""
+        reached = np.arange(len(self.places)) == 0
+        for speed in self.speeds:
+            before = _before(reached)
+            first = np.minimum(self._first(bound, speed), self.last + 1)
+            reached = before[self.last + 1] > before[first]
+        return bool(reached[-1])
+
+    def _narrowest(self, bound: float) -> list[int]:
+        """Where stages of at most `bound` begin so that the fewest bytes cross."""
+        count = len(self.places)
+        best = np.where(np.arange(count) == 0, 0.0, np.inf)
+        even = np.cumsum(self.speeds) / self.speeds.sum()
+        choices = []
+        for stage, speed in enumerate(self.speeds):
+            begin = _RangeMinimum(best).argmin(self._first(bound, speed), self.last)
+            choices.append(begin)
+            # How far a cut is from even shares decides between equal numbers of bytes: below 1.
+            uneven = (self.work / self.work[-1] - even[stage]) ** 2 / len(self.speeds)
+            best = np.append(best, np.inf)[begin] + self.crossing + uneven
+        begins = [count - 1]
+        for choice in reversed(choices):
+            begins.insert(0, int(choice[begins[0]]))
+        return begins[:-1]
+
+    def _level(self, begins: list[int]) -> list[int]:
+        """Move single cuts to as narrow places while the longer of two neighbours gets shorter."""
+        ends = [*begins, len(self.places) - 1]
+        moved = True
+        while moved:
+            moved = False
+            for stage in range(1, len(begins)):
+                left, at, right = ends[stage - 1 : stage + 2]
+                between = np.arange(left + 1, right)
+                fits = (self.last[between] >= left) & (between <= self.last[right])
+                between = between[fits & (self.crossing[between] <= self.crossing[at])]
+                before = (self.work[between] - self.work[left]) / self.speeds[stage - 1]
+                after = (self.work[right] - self.work[between]) / self.speeds[stage]
+                longer = np.maximum(before, after)
+                if longer.min() < longer[between == at][0] * (1 - LEAST_GAIN):
+                    ends[stage] = int(between[longer.argmin()])
+                    moved = True
+        return ends[:-1]
+
+
+class _RangeMinimum:
+    """Answers where the least of `values[first : last + 1]` is, for many ranges at once."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+        self.levels = [np.arange(len(values))]  # level k: where the least of 2**k values is
+        while 2 ** len(self.levels) <= len(values):
+            step = 2 ** (len(self.levels) - 1)
+            below = self.levels[-1]
+            self.levels.append(self._lesser(below[:-step], below[step:]))
+
+    def _lesser(self, a: Array, b: Array) -> Array:
+        return np.where(self.values[b] < self.values[a], b, a)
+
+    def argmin(self, first: Array, last: Array) -> Array:
+        """The leftmost place of the least value; one past the end for an empty range."""
+        length = last - first + 1
+        found = np.full(len(first), len(self.values))
+        for k, level in enumerate(self.levels):
+            mine = (length >= 2**k) & (length < 2 ** (k + 1))
+            found[mine] = self._lesser(level[first[mine]], level[last[mine] + 1 - 2**k])
+        return found
+
+
+def _before(numbers: Sequence[Any] | Array) -> Array:
+    """The sum of what is before each position, and of everything."""
+    return np.concatenate([[0], np.cumsum(np.asarray(numbers))])

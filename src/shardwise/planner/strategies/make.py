@@ -1,0 +1,236 @@
+"""A plan from the numbers of ranks along each axis: the common part of all strategies.
+
+Enters: a `Graph`, a `Cluster` and what to do. Leaves: a checked `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from pathlib import Path
+
+from shardwise.cluster import Cluster, Mesh
+from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
+from shardwise.ir import Graph, node_keys
+from shardwise.planner.balance import balance
+from shardwise.planner.places import find_places
+from shardwise.planner.strategies import schedule as schedules
+from shardwise.planner.strategies.fields import (
+    batch_inputs,
+    blocks,
+    notes,
+    parameter_entries,
+    tensor_axes,
+)
+from shardwise.plans import (
+    ParameterEntry,
+    Plan,
+    Precision,
+    Resolved,
+    Stage,
+    model_fingerprint,
+    resolve,
+)
+from shardwise.schedules import Schedule
+from shardwise.sharding.factors import Facts, analyze
+
+
+def make_plan(
+    name: str,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    batch_dim: int | None = None,
+    rng: str = "exact",
+    seed: int = 0,
+    parameters: Mapping[str, ParameterEntry] | None = None,
+    num_microbatches: int = 1,
+    per_microbatch: bool = False,
+    schedule: str | Path | Schedule | None = None,
+    virtual_stages: int | None = None,
+    cuts: Sequence[str] | None = None,
+    meshes: Sequence[Mesh] | None = None,
+    recompute: str | Sequence[str] = "none",
+    precision: str | Precision | None = None,
+    offload: str | Sequence[str] = (),
+) -> Plan:
+    """A plan for `pp` groups of `dp` x `tp` ranks.
+
+    A step is computed in `num_microbatches`; more than one without stages is gradient
+    accumulation. `schedule` is a name, a `Schedule` or its file. Each group has `virtual_stages`
+    (by default 1, and 2 for "interleaved" and "zb_v"), which begin at `cuts`, places of nodes or
+    module paths, or where they are balanced. `meshes` gives each group a mesh of its own.
+    `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
+    `parameters` adds or overrides entries by glob.
+    """
+    _check_sizes(name, cluster, dp, tp, pp, meshes)
+    if zero not in (0, 1, 2, 3):
+        raise InfeasiblePlan(f"{name}: zero={zero}", hint="0, 1, 2 or 3")
+    if num_microbatches < 1:
+        raise InfeasiblePlan(f"{name}: num_microbatches={num_microbatches}", hint="1 or more")
+    wanted = schedules.read(schedule)
+    groups = len(meshes) if meshes is not None else pp
+    order = schedules.order(
+        wanted,
+        groups=groups,
+        stages=schedules.num_stages(wanted, groups, virtual_stages),
+        num_microbatches=num_microbatches,
+    )
+    is_scheduled = len(order.placement) > 1 or num_microbatches > 1
+    facts = analyze(graph)
+    if meshes is None:
+        meshes = [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
+    splits = num_microbatches > 1 or any(dict(mesh.axes).get("dp", 1) > 1 for mesh in meshes)
+    draft = Plan(
+        name=name,
+        model=graph.name,
+        fingerprint=model_fingerprint(graph),
+        mesh=meshes[0],
+        roles={a: "batch" if a == "dp" else "parameters" for m in meshes for a in m.names},
+        inputs=batch_inputs(graph, batch_dim) if splits else {},
+        parameters=dict(parameters or {}),
+        units=blocks(graph),
+        stages=_stages(graph, facts, meshes, order.placement, cuts),
+        schedule=order.schedule if is_scheduled else "",
+        microbatches=num_microbatches,
+        per_microbatch=per_microbatch,
+        recompute=recompute if isinstance(recompute, str) else tuple(recompute),
+        precision=Precision.of(precision),
+        offload=(offload,) if isinstance(offload, str) else tuple(offload),
+        rng=rng,
+        seed=seed,
+    )
+    _check_batch(graph, draft)
+    _check_recompute(graph, draft)
+    resolved = _resolve(graph, draft, facts)
+    return draft.with_(
+        parameters={**parameter_entries(graph, resolved, zero), **(parameters or {})},
+        notes=tuple(notes(next(iter(resolved.values())))),
+    )
+
+
+def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Mesh:
+    """The mesh of a group; with `keep_one` a single rank is an axis of size 1."""
+    axes = [("dp", dp)] if dp > 1 or (tp == 1 and keep_one) else []
+    if tp > 1:
+        axes += [(f"tp{i}" if i else "tp", n) for i, n in enumerate(tensor_axes(graph, facts, tp))]
+    return Mesh(axes=tuple(axes))
+
+
+def _stages(
+    graph: Graph,
+    facts: Facts,
+    meshes: Sequence[Mesh],
+    placement: tuple[int, ...],
+    cuts: Sequence[str] | None,
+) -> tuple[Stage, ...]:
+    """The stages, on ranks that are numbered group by group; none for a whole model."""
+    if cuts is not None and len(cuts) != len(placement) - 1:
+        raise InfeasiblePlan(
+            f"{len(cuts)} cuts make {len(cuts) + 1} stages, asked for are {len(placement)}",
+            hint=f"{len(placement) - 1} cuts, or none to let them be balanced",
+        )
+    if len(placement) == 1:
+        return ()
+    if cuts is not None:
+        starts = find_places(graph, cuts)
+    else:
+        starts = balance(graph, facts, [meshes[group].size for group in placement])
+    places = list(node_keys(graph).values())
+    ends = list(accumulate(mesh.size for mesh in meshes))
+    return tuple(
+        Stage(
+            first=places[start] if start else "",
+            ranks=tuple(range(ends[group] - meshes[group].size, ends[group])),
+            mesh=meshes[group],
+        )
+        for start, group in zip(starts, placement, strict=True)
+    )
+
+
+def _resolve(graph: Graph, plan: Plan, facts: Facts) -> dict[Stage, Resolved]:
+    """The whole graph on the mesh of every stage."""
+    by_mesh: dict[Mesh, Resolved] = {}
+    for stage in plan.all_stages:
+        if stage.mesh not in by_mesh:
+            by_mesh[stage.mesh] = resolve(graph, plan.on_mesh(stage.mesh), facts)
+            _check_split(by_mesh[stage.mesh])
+    return {stage: by_mesh[stage.mesh] for stage in plan.all_stages}
+
+
+def _check_sizes(
+    name: str, cluster: Cluster, dp: int, tp: int, pp: int, meshes: Sequence[Mesh] | None
+) -> None:
+    total = cluster.num_ranks
+    if meshes is not None:
+        counts = [mesh.size for mesh in meshes]
+        if sum(counts) != total:
+            raise InfeasiblePlan(
+                f"{name}: groups of {' + '.join(map(str, counts))} = {sum(counts)} ranks, the "
+                f"cluster has {total}",
+                hint=f"a cluster of {sum(counts)} ranks",
+            )
+        return
+    sizes = {"dp": dp, "tp": tp} | ({"pp": pp} if pp != 1 else {})
+    if any(size < 1 for size in sizes.values()):
+        raise InfeasiblePlan(f"{name}: {_sizes(sizes)} need at least one rank each")
+    if dp * tp * pp != total:
+        raise InfeasiblePlan(
+            f"{name}: {_sizes(sizes, ' x ')} = {dp * tp * pp} ranks, the cluster has {total}",
+            hint=_sizes(sizes | {"dp": max(1, total // (tp * pp))}),
+        )
+
+
+def _sizes(sizes: Mapping[str, int], between: str = ", ") -> str:
+    return between.join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _check_batch(graph: Graph, plan: Plan) -> None:
+    """Say so when there are fewer samples than shares of a batch."""
+    if not plan.splits_time:
+        return
+    shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+    sizes = [shapes[name][dim] for name, dim in plan.inputs.items() if dim is not None]
+    if not sizes:
+        raise InfeasiblePlan(f"{plan.name}: no input of {graph.name} has a batch dim to cut")
+    dp = max(dict(stage.mesh.axes).get("dp", 1) for stage in plan.all_stages)
+    if plan.microbatches * dp > sizes[0]:
+        ranks = f" on dp={dp} ranks each" if dp > 1 else ""
+        most = sizes[0] // dp
+        raise InfeasiblePlan(
+            f"{plan.name}: num_microbatches={plan.microbatches}{ranks}, the batch has {sizes[0]} "
+            "samples",
+            hint=f"num_microbatches={most}" if most else f"a batch of {plan.microbatches * dp}",
+        )
+
+
+def _check_recompute(graph: Graph, plan: Plan) -> None:
+    globs = () if isinstance(plan.recompute, str) else plan.recompute
+    modules = [*dict.fromkeys([*graph.module_classes, *(node.module for node in graph.nodes)])]
+    for glob in globs:
+        if not any(fnmatchcase(module, glob) for module in modules):
+            raise PlanError(
+                f"recompute {glob!r} matches none of the model's {len(modules)} modules"
+                f"{did_you_mean(glob, modules)}"
+            )
+
+
+def _check_split(resolved: Resolved) -> None:
+    """Say so when there is nothing to cut on an axis that was asked for."""
+    plan = resolved.plan
+    for assignment in resolved.assignments:
+        if assignment.ranks == 1:
+            continue
+        cut = any(str(c.choice).startswith("cut") for c in assignment.nodes.values())
+        if not cut:
+            what = "batch dim" if plan.roles[assignment.axis] == "batch" else "parameter dim"
+            raise InfeasiblePlan(
+                f"{plan.name}: no {what} of {resolved.graph.name} can be cut over "
+                f"{assignment.axis}={assignment.ranks}",
+                hint="shardwise explain shows what each node allows; register_rule adds a rule",
+            )
