@@ -143,7 +143,7 @@ def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
     for value in block.own:
         names[value] = owners[value].removeprefix(f"{block.path}.")
     lines = []
-    groups: dict[str, int] = {}
+    groups = _part_groups(block)
     for step in block.steps:
         for out in step.outputs:
             names[out] = f"v{len(names)}"
@@ -157,10 +157,18 @@ def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _sign_group(step: Step, groups: dict[str, int]) -> str:
-    if step.recompute is None:
+def _part_groups(block: BlockCall) -> dict[str | None, int]:
+    """Groups of recomputation that are parts of the block, numbered; a whole block's is none."""
+    if block.group is not None:
+        return {}
+    named = dict.fromkeys(step.recompute for step in block.steps if step.recompute)
+    return {group: number for number, group in enumerate(named)}
+
+
+def _sign_group(step: Step, groups: Mapping[str | None, int]) -> str:
+    if step.recompute not in groups:
         return ""
-    return f"{groups.setdefault(step.recompute, len(groups))}{keeps_products(step.recompute)}"
+    return f"{groups[step.recompute]}{keeps_products(step.recompute)}"
 
 
 def _sign(arg: Any, names: Mapping[str, str], path: str) -> str:
@@ -216,6 +224,8 @@ def _follows(chain: list[Any], following: BlockCall, used: Mapping[str, int]) ->
     last: BlockCall = chain[-1]
     if following.key != last.key or not _next_path(last.path, following.path):
         return False
+    if _recomputation(following) != _recomputation(last):
+        return False
     carried = _carried(last, following)
     if not carried or (len(chain) > 1 and carried != _carried(chain[-2], last)):
         return False
@@ -229,6 +239,10 @@ def _follows(chain: list[Any], following: BlockCall, used: Mapping[str, int]) ->
     )
     only_here = all(used[o] == following.inputs.count(o) for o in last.outputs)
     return fixed and only_here
+
+
+def _recomputation(block: BlockCall) -> tuple[bool, bool]:
+    return block.group is not None, keeps_products(block.group)
 
 
 def _next_path(a: str, b: str) -> bool:

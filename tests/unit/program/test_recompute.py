@@ -1,0 +1,185 @@
+"""Which nodes are in which group of recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.ir import Graph
+from shardwise.program.recompute import PRODUCTS_KEPT, keeps_products, mark_recompute
+from tests.support import zoo
+
+
+def marked(model: nn.Module, batch: Any, recompute: Any) -> Graph:
+    graph = sw.capture(model, batch)
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2)).with_(recompute=recompute)
+    found = mark_recompute(graph, plan)
+    assert mark_recompute(found, plan) == found
+    return found
+
+
+def groups(graph: Graph) -> dict[str, list[str]]:
+    """Group -> operators of its nodes."""
+    found: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.recompute:
+            found.setdefault(node.recompute, []).append(node.op.split(".")[1])
+    return found
+
+
+class Layer(nn.Module):
+    """With a checkpoint of its own around its inner half, or around all of it."""
+
+    def __init__(self, own: str = "") -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.own = own
+
+    def half(self, x: Tensor) -> Tensor:
+        return torch.relu(self.up(x)) * 2.0
+
+    def whole(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        inner = checkpoint(self.half, x, use_reentrant=False) if self.own else self.half(x)
+        return torch.tanh(self.down(inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.whole(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, own: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(own) for _ in range(2))
+        self.own = own
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = self.own == "all"
+        x = checkpoint(self.run, x, use_reentrant=False) if every else self.run(x)
+        return x.pow(2).mean()
+
+
+BATCH = (torch.ones(6, 6),)
+
+
+def test_full_takes_every_node_of_a_block() -> None:
+    graph = marked(Stack(), BATCH, "full")
+    block = ["layer_norm", "linear", "relu", "mul", "linear", "tanh", "add"]
+    assert groups(graph) == {"layers.0": block, "layers.1": block}
+
+
+def test_code_of_a_block_in_its_parent_belongs_to_it() -> None:
+    found = groups(marked(*zoo.build("fused_gpt"), "full"))
+    assert list(found) == ["blocks.0", "blocks.1"]
+    assert found["blocks.0"] == found["blocks.1"]
+    assert (found["blocks.0"][0], found["blocks.0"][-1]) == ("layer_norm", "add")
+    assert "scaled_dot_product_attention" in found["blocks.0"]
+
+
+def test_selective_has_the_same_nodes() -> None:
+    full, selective = (groups(marked(Stack(), BATCH, mode)) for mode in ("full", "selective"))
+    assert selective == {name + PRODUCTS_KEPT: ops for name, ops in full.items()}
+    assert all(map(keeps_products, selective))
+    assert not any(map(keeps_products, full))
+
+
+def test_globs_take_the_outermost_module() -> None:
+    graph = marked(Stack(), BATCH, ("layers.1*", "layers.0.[ud]*"))
+    expected = {"layers.0.up": 1, "layers.0.down": 1, "layers.1": 7}
+    assert {name: len(ops) for name, ops in groups(graph).items()} == expected
+
+
+def test_a_glob_without_a_module_is_an_error() -> None:
+    with pytest.raises(PlanError, match=r"did you mean 'layers\.0\.up'"):
+        marked(Stack(), BATCH, ("layer.0.up",))
+
+
+def test_checkpoints_of_the_model_stay() -> None:
+    inner = ["linear", "relu", "mul"]
+    found = groups(marked(Stack("half"), BATCH, "none"))
+    assert list(found.values()) == [inner, inner]
+    assert groups(marked(Stack("half"), BATCH, ("layers.0",))) == {
+        "layers.0": ["layer_norm", *inner, "linear", "tanh", "add"],
+        "checkpoint_1": inner,
+    }
+    (whole,) = groups(marked(Stack("all"), BATCH, "full")).values()
+    assert len(whole) == 14
+
+
+class Counting(nn.Module):
+    """Divides by a buffer that it then changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.norm(self.line(x)) / (self.scale + 1.0))
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(y.abs().mean(0))
+        return x + y
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def test_what_reads_a_changing_buffer_is_not_repeated() -> None:
+    graph = marked(Buffers(), (torch.randn(6, 6),), "full")
+    scales = {b.value for b in graph.buffers if b.name.endswith("scale")}
+    outside = [n for n in graph.nodes if n.module.startswith("layers") and not n.recompute]
+    assert [n.op for n in outside] == ["aten.add.Tensor"] * 2
+    assert all(scales.intersection(n.inputs) for n in outside)
+    assert any("batch_norm" in n.op for n in graph.nodes if n.recompute)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", ("layers.*",)])
+def test_buffers_change_once(recompute: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Buffers(), (torch.randn(6, 6),)
+    graph = sw.capture(model, batch)
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2)).with_(recompute=recompute)
+    certificate = sw.verify(model, batch, plan)
+    assert certificate.ok, str(certificate)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.line = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.table(x).tanh()
+        return self.line(x).pow(2).mean()
+
+
+def test_nothing_without_gradients_is_recomputed() -> None:
+    assert groups(marked(Frozen(), BATCH, ("table", "line"))) == {"line": ["linear"]}
+
+
+def test_a_plan_without_blocks_says_so() -> None:
+    model, batch = zoo.build("mlp")
+    graph = sw.capture(model, batch)
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2)).with_(recompute="full")
+    notes = sw.compile(graph, plan).lowered.notes
+    assert "recompute 'full': the plan has no units, nothing is recomputed" in notes
