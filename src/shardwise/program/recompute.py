@@ -57,8 +57,13 @@ def recompute_notes(graph: Graph, plan: Plan) -> list[str]:
 
 def folded(groups: Sequence[str]) -> str:
     """Groups that differ in numbers alone, with how many they are."""
-    counts = Counter(re.sub(r"(^|[._])\d+(?=[. ]|$)", r"\1*", group) for group in groups)
-    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items())
+    stars = {group: re.sub(r"(^|[._])\d+(?=[. ]|$)", r"\1*", group) for group in groups}
+    counts = Counter(stars.values())
+    shown = {
+        group if counts[star] == 1 else f"{star} ({counts[star]})": None
+        for group, star in stars.items()
+    }
+    return ", ".join(shown)
 
 
 def _planned(graph: Graph, plan: Plan) -> dict[str, str]:

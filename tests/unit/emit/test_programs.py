@@ -56,4 +56,4 @@ def test_a_checkpointed_region_is_recomputed(strategy: str) -> None:
     program = sw.compile(graph, getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2)))
     assert "def recomputed_1(" in program.source()
     assert "= checkpoint(" in program.source()
-    assert "backward recomputes checkpoint_*" in program.lowered.notes
+    assert "backward recomputes checkpoint_0" in program.lowered.notes
