@@ -71,7 +71,6 @@ def parallelize(
         rng,
         specialize,
         check_batches=check_batches,
-        groups=plan.groups,
         names=[n for p in graph.parameters for n in (p.name, *p.aliases)],
         recorder=factory.recorder,
         timeout=timeout,

@@ -77,24 +77,20 @@ def _train_once(
             loss, outputs = module(*local, outputs=True)
         with store.backward(last=True):
             loss.backward()
-    return step_outcome(store, loss, outputs, (mesh.ranks,))
+    return step_outcome(store, loss, outputs)
 
 
 def step_outcome(
-    store: rt.ParameterStore,
-    loss: torch.Tensor,
-    outputs: Sequence[Any],
-    groups: Sequence[tuple[int, ...]],
+    store: rt.ParameterStore, loss: torch.Tensor, outputs: Sequence[Any]
 ) -> Outcome:
     """What is there after backward, and after an AdamW step."""
-    mesh = store.mesh
-    gradients = rt.share(mesh, groups, store.gather_gradients())
+    gradients = rt.share(store.mesh, store.gather_gradients())
     eps = damping(gradients.values())
     holder = SimpleNamespace(store=store)
     rt.optimizer(holder, torch.optim.AdamW, lr=LEARNING_RATE, eps=eps).step()
     after: dict[str, Any] = dict(store.gather_state_dict())
     after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
-    shared = rt.share(mesh, groups, after)
+    shared = rt.share(store.mesh, after)
     after = {name: tensor for name, tensor in shared.items() if tensor is not None}
     return Outcome(
         loss=loss.detach(),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise import runtime as rt
-from shardwise.emit import LoadedPipeline, emit, emit_pipeline
+from shardwise.emit import LoadedPipeline, emit, emit_pipeline, load
 from shardwise.equivalence.ranks import Outcome, run_ranks, step_outcome
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -140,18 +140,10 @@ class Stages:
         records: Sequence[rt.Records] | None = None,
     ) -> list[Outcome]:
         texts = emit_pipeline(self.pipeline).with_texts(sources)
+        spec = rt.PipelineSpec.of(load(texts.pipeline))
 
         def run(rank: int, transport: Any) -> Outcome:
-            stage = next(s for s in self.pipeline.stages if rank in s.ranks)
-            mesh = rt.ProcessMesh(
-                dict(stage.mesh.axes),
-                stage.ranks.index(rank),
-                transport,
-                ranks=stage.ranks,
-                everyone=range(self.num_ranks),
-                microbatches=self.plan.microbatches,
-                timed=self.plan.splits_time,
-            )
+            mesh = spec.mesh(rank, transport)
             rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
             loaded = LoadedPipeline(texts, self.graph, mesh, rng)
             if records is None:
@@ -173,7 +165,7 @@ class Stages:
         with store.step():
             loss, outputs = executor.train(inputs, outputs=True)
         executor.tied.sum_gradients()
-        return step_outcome(store, loss, outputs or (), self.plan.groups)
+        return step_outcome(store, loss, outputs or ())
 
 
 def subject_of(program: Program | Pipeline) -> Subject:

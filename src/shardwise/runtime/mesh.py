@@ -124,8 +124,8 @@ class TimeAxis(Axis):
 class ProcessMesh:
     """Named axes over ranks, seen from one of them, in one micro-batch.
 
-    `rank` is this rank's place in `ranks`, by default 0 … product of sizes - 1. `everyone` are the
-    ranks of all stages. `microbatch` is set by whoever runs the step.
+    `rank` is this rank's place in `ranks`, by default 0 … product of sizes - 1. `groups` are the
+    ranks of all stages' meshes. `microbatch` is set by whoever runs the step.
 
     >>> mesh = ProcessMesh({"dp": 1, "tp": 1})
     >>> mesh.axis("dp", "tp")
@@ -139,7 +139,7 @@ class ProcessMesh:
         transport: Transport | None = None,
         *,
         ranks: Sequence[int] | None = None,
-        everyone: Sequence[int] | None = None,
+        groups: Sequence[tuple[int, ...]] = (),
         microbatches: int = 1,
         timed: bool = True,
     ) -> None:
@@ -147,7 +147,7 @@ class ProcessMesh:
         self.size = math.prod(self.axes.values())
         self.rank = rank
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(self.size))
-        self._everyone = tuple(everyone) if everyone is not None else self.ranks
+        self.groups = tuple(groups) or (self.ranks,)
         self.microbatches, self.microbatch, self.final = microbatches, 0, True
         self.timed = timed and microbatches > 1  # whether they are parts of one batch
         self.transport: Transport = transport if transport is not None else LocalTransport()
@@ -194,9 +194,10 @@ class ProcessMesh:
     @property
     def everyone(self) -> Axis:
         """All ranks of all stages as one axis."""
-        if self._everyone == self.ranks:
+        if len(self.groups) == 1:
             return self.world
-        group = Group(self._everyone, self._everyone.index(self.ranks[self.rank]))
+        every = tuple(sorted(rank for ranks in self.groups for rank in ranks))
+        group = Group(every, every.index(self.ranks[self.rank]))
         return Axis("everyone", group, self.transport)
 
     def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:

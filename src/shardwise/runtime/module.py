@@ -70,14 +70,13 @@ class ParallelModule(nn.Module):
         specialize: Specialize,
         *,
         check_batches: bool = True,
-        groups: Sequence[tuple[int, ...]] = (),
         names: Sequence[str] = (),
         recorder: Recorder | None = None,
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
-        self.groups, self.recorder, self.timeout = groups or (mesh.ranks,), recorder, timeout
+        self.recorder, self.timeout = recorder, timeout
         self._place_of = {name: place for place, name in enumerate(names)}
         self._specialize = specialize
         self._programs: dict[Hashable, StepProgram] = {}
@@ -157,7 +156,7 @@ class ParallelModule(nn.Module):
 
     def _shared(self, mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """What all stages have, in the model's order."""
-        found = share(self.mesh, self.groups, mine, self.store.device)
+        found = share(self.mesh, mine, self.store.device)
         last = len(self._place_of)
         return {n: found[n] for n in sorted(found, key=lambda n: self._place_of.get(n, last))}
 

@@ -8,6 +8,7 @@ learning-rate schedulers work as ever. Its state dict has full tensors under ori
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import OptimizerError, did_you_mean
 from shardwise.runtime.flat import Entry
+from shardwise.runtime.sharing import share, share_lists
 from shardwise.runtime.store import ParameterStore
 
 __all__ = ["HasStore", "ShardedOptimizer", "clip_grad_norm_", "optimizer"]
@@ -174,9 +176,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for entry in group
             if entry.piece in self.state
         }
+        state = _share_state(self.store, state)
+        tables = share_lists(self.store.mesh, self._names(), self.store.device)
+        names = [[n for table in tables for n in table[i]] for i in range(len(self._entries))]
         groups = [
-            {**{k: v for k, v in options.items() if k != "params"}, "params": names}
-            for options, names in zip(self.param_groups, self._names(), strict=True)
+            {**{k: v for k, v in options.items() if k != "params"}, "params": list(mine)}
+            for options, mine in zip(self.param_groups, names, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
@@ -196,7 +201,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a state with full tensors under original names."""
         saved = state_dict["param_groups"]
-        if [list(g["params"]) for g in saved] != self._names():
+        elsewhere = self.store.elsewhere
+        mine = [[name for name in g["params"] if name not in elsewhere] for g in saved]
+        if [sorted(names) for names in mine] != [sorted(names) for names in self._names()]:
             raise OptimizerError(
                 f"the state's groups {[g['params'] for g in saved]} are not the optimizer's "
                 f"{self._names()}"
@@ -216,6 +223,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part = self.store.piece_of(entry, value)
             return part.to(entry.piece.device, copy=True).contiguous()
         return value.clone()
+
+
+def _share_state(
+    store: ParameterStore, state: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The state of all stages' parameters; plain numbers travel as tensors."""
+    if len(store.mesh.groups) == 1:
+        return state
+    flat: dict[str, Tensor | None] = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            plain = isinstance(value, (bool, int, float))
+            flat[json.dumps([name, key, plain])] = (
+                torch.tensor(value, device=store.device) if plain else value
+            )
+    found: dict[str, dict[str, Any]] = {}
+    for label, tensor in share(store.mesh, flat, store.device).items():
+        name, key, plain = json.loads(label)
+        value = tensor.item() if plain and tensor is not None else tensor
+        found.setdefault(name, {})[key] = value
+    return found
 
 
 @torch.no_grad()

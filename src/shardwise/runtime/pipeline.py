@@ -127,7 +127,7 @@ class PipelineSpec:
             stage.ranks.index(rank),
             transport,
             ranks=stage.ranks,
-            everyone=sorted(r for ranks in self.groups for r in ranks),
+            groups=self.groups,
             microbatches=self.microbatches,
             timed=self.timed,
         )

@@ -282,7 +282,7 @@ def process_meshes(
                 ranks.index(rank),
                 transport,
                 ranks=ranks,
-                everyone=everyone,
+                groups=[ranks for ranks, _ in groups],
                 microbatches=microbatches,
                 timed=timed,
             )

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime.mesh import Axis, ProcessMesh
+from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import torch_dtype
 
-__all__ = ["share"]
+__all__ = ["share", "share_lists"]
 
 
 def share(
     mesh: ProcessMesh,
-    groups: Sequence[tuple[int, ...]],
     mine: Mapping[str, Tensor | None],
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor | None]:
@@ -25,13 +24,13 @@ def share(
 
     A name that several groups have is taken from the first.
     """
-    if len(groups) == 1:
+    if len(mesh.groups) == 1:
         return dict(mine)
     everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
+    tables = share_lists(mesh, _described(mine), device)
     found: dict[str, Tensor | None] = {}
-    for ranks in groups:
+    for ranks, names in zip(mesh.groups, tables, strict=True):
         root = everyone.ranks.index(ranks[0])
-        names = _share_list(everyone, root, _described(mine) if rank in ranks else None, device)
         same: dict[int, Tensor] = {}
         for name, shape, dtype, number in names:
             if shape is None:
@@ -42,10 +41,30 @@ def share(
                 whole = (
                     torch.empty(shape, dtype=torch_dtype(dtype), device=device)
                     if held is None
-                    else held.detach().contiguous()
+                    else held.detach().to(device).contiguous()
                 )
                 same[number] = everyone.broadcast(whole, root).wait()
             found.setdefault(name, same[number])
+    return found
+
+
+def share_lists(
+    mesh: ProcessMesh, mine: Sequence[Any], device: torch.device | str = "cpu"
+) -> list[list[Any]]:
+    """The list of every group, as JSON carries it, on all ranks; all ranks call it."""
+    if len(mesh.groups) == 1:
+        return [list(mine)]
+    everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
+    found = []
+    for ranks in mesh.groups:
+        root = everyone.ranks.index(ranks[0])
+        text = json.dumps(list(mine)).encode() if rank in ranks else b""
+        length = everyone.broadcast(torch.tensor([len(text)], device=device), root).wait()
+        data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+        if rank in ranks:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        data = everyone.broadcast(data, root).wait()
+        found.append(json.loads(bytes(data.cpu().numpy())))
     return found
 
 
@@ -60,17 +79,3 @@ def _described(tensors: Mapping[str, Tensor | None]) -> list[list[object]]:
         number = numbers.setdefault(id(tensor), len(numbers))
         rows.append([name, list(tensor.shape), str(tensor.dtype), number])
     return rows
-
-
-def _share_list(
-    everyone: Axis, root: int, rows: list[list[object]] | None, device: torch.device | str
-) -> list[Any]:
-    """The list of the axis' rank `root`, on all of its ranks."""
-    text = json.dumps(rows).encode() if rows is not None else b""
-    length = everyone.broadcast(torch.tensor([len(text)], device=device), root).wait()
-    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    if rows is not None:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    data = everyone.broadcast(data, root).wait()
-    found: list[Any] = json.loads(bytes(data.cpu().numpy()))
-    return found
