@@ -189,8 +189,11 @@ class _File:
     def _input_names(self) -> dict[str, str]:
         received = [i for i in self.graph.inputs if i.kind == "received"]
         names = {i.value: i.name for i in self.graph.inputs if i.kind == "batch"}
-        names |= {i.value: _stem(i.value.removesuffix("_of_batch")) for i in self.graph.inputs
-                  if i.kind == "beforehand"}
+        names |= {
+            i.value: _stem(i.value.removesuffix("_of_batch"))
+            for i in self.graph.inputs
+            if i.kind == "beforehand"
+        }
         taken = set(names.values())
         carried = [i.value for i in received if i.value in self.ranks.carries_grad]
         for item in received:
@@ -412,10 +415,12 @@ def _indented(lines: Any) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def splits_text(layout: Layout) -> str:
+    """The cuts of a layout as a tuple of `rt.Split`."""
     cuts = [
         f'rt.Split(axis="{axis}", dim={shard.dim}, of={literal(shard.of)})'
         for axis, shard in layout.shards
