@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from shardwise import cli, errors
+from shardwise.cli.options import hybrid_sizes
 
 CLI = [sys.executable, "-m", "shardwise.cli"]
 
@@ -92,13 +93,13 @@ def test_a_target_must_return_model_and_batch(target: str) -> None:
     ("dp", "tp", "sizes"), [(2, None, (2, 3)), (None, 2, (3, 2)), (4, 2, (4, 2))]
 )
 def test_hybrid_takes_what_remains(dp: int | None, tp: int | None, sizes: tuple[int, int]) -> None:
-    assert cli.hybrid_sizes(6, dp, tp) == sizes
+    assert hybrid_sizes(6, dp, tp) == sizes
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(None, None), (4, None), (0, None)])
 def test_hybrid_sizes_must_divide(dp: int | None, tp: int | None) -> None:
     with pytest.raises(typer.BadParameter):
-        cli.hybrid_sizes(6, dp, tp)
+        hybrid_sizes(6, dp, tp)
 
 
 @pytest.mark.parametrize(

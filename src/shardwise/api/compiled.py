@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,18 +57,20 @@ class Program:
         self.lowered.of_rank(rank)  # raises
         raise AssertionError
 
-    def save(self, folder: str | Path) -> None:
-        """Write one Python file per distinct rank program, `ranks.json`, and the plan."""
+    def save(self, folder: str | Path) -> dict[str, tuple[int, ...]]:
+        """Write one Python file per distinct rank program, `ranks.json`, and the plan.
+
+        Gives the code's files, with the ranks that run each.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for text, ranks in zip(self.sources, self.lowered.rank_programs, strict=True):
             name = f"rank_{ranks.ranks[0]}.py"
             (folder / name).write_text(text)
-            files[name] = list(ranks.ranks)
-        (folder / "ranks.json").write_text(json.dumps(files, indent=2) + "\n")
-        self.plan.save(folder / "plan.json")
-        _save_constants(self.graph, folder)
+            files[name] = ranks.ranks
+        _save_rest(folder, files, self.plan, self.graph)
+        return files
 
     def __str__(self) -> str:
         return str(self.lowered)
@@ -111,20 +114,34 @@ class PipelineProgram:
                 )
         raise ProgramError(f"rank {rank} is not among the {self.plan.num_ranks} of the plan")
 
-    def save(self, folder: str | Path) -> None:
-        """Write a Python file per stage program, `pipeline.py`, and the plan."""
+    def save(self, folder: str | Path) -> dict[str, tuple[int, ...]]:
+        """Write a Python file per stage program, `pipeline.py`, `ranks.json`, and the plan.
+
+        Gives the code's files, with the ranks that run each.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        files = {}
         for name, text in self.text.files().items():
             (folder / name).write_text(text)
-        self.plan.save(folder / "plan.json")
-        _save_constants(self.graph, folder)
+            files[name] = tuple(range(self.plan.num_ranks))
+            if name.startswith("stage_"):
+                stage = int(name.removesuffix(".py").split("_")[1])
+                files[name] = self.lowered.stages[stage].ranks
+        _save_rest(folder, files, self.plan, self.graph)
+        return files
 
     def __str__(self) -> str:
         return str(self.lowered)
 
 
-def _save_constants(graph: Graph, folder: Path) -> None:
+def _save_rest(
+    folder: Path, files: Mapping[str, tuple[int, ...]], plan: Plan, graph: Graph
+) -> None:
+    """What stands beside the code: who runs which file, the plan, tensors of the graph."""
+    listed = {name: list(ranks) for name, ranks in files.items()}
+    (folder / "ranks.json").write_text(json.dumps(listed, indent=2) + "\n")
+    plan.save(folder / "plan.json")
     constants = {c.value: c.data.contiguous() for c in graph.constants}
     if constants:
         save_file(constants, folder / "constants.safetensors")

@@ -5,10 +5,11 @@ Enters: `Graph`, `Plan`. Leaves: text.
 
 from __future__ import annotations
 
-from shardwise.api.compiled import compile
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.ir import Graph
+from shardwise.ir import Graph, node_keys
 from shardwise.plans import Plan, Resolved, resolve
+from shardwise.plans.execution import format_ranks
+from shardwise.program import Pipeline, Program, build_pipeline, lower
 from shardwise.sharding.candidates import candidates
 
 NAME_WIDTH = 32
@@ -16,36 +17,64 @@ NAME_WIDTH = 32
 
 def explain(graph: Graph, plan: Plan, node: str | None = None) -> str:
     """All nodes in one line each; or one node with everything it could do."""
+    if plan.is_scheduled:
+        pipeline = build_pipeline(graph, plan)
+        if node is None:
+            return _every_stage(pipeline)
+        solved = [stage.resolved for stage in pipeline.stages]
+        return _one_node(next((r for r in solved if node in _names(r.graph)), solved[0]), node)
     resolved = resolve(graph, plan)
-    return _every_node(resolved) if node is None else _one_node(resolved, node)
+    if node is not None:
+        return _one_node(resolved, node)
+    return "\n".join([str(plan), "", *_nodes(resolved, lower(resolved))])
 
 
-def _every_node(resolved: Resolved) -> str:
-    graph, plan = resolved.graph, resolved.plan
-    moves = _moves(graph, plan)
-    lines = [str(plan), "", f"{len(graph.nodes)} nodes:"]
-    width = min(NAME_WIDTH, max((len(n.name) for n in graph.nodes), default=0))
-    choices = {
-        n.name: ", ".join(f"{a.axis}: {a.nodes[n.name].choice}" for a in resolved.assignments)
-        for n in graph.nodes
-    }
-    middle = min(NAME_WIDTH, max(map(len, choices.values()), default=0))
-    for node in graph.nodes:
-        lines += [f"    {move}" for move in moves.get(node.name, ())]
-        lines.append(f"  {node.name:<{width}}  {choices[node.name]:<{middle}}  {node.origin}")
+def _every_stage(pipeline: Pipeline) -> str:
+    lines = [str(pipeline.plan), "", str(pipeline.schedule)]
+    for stage in pipeline.stages:
+        lines += ["", f"stage {stage.index} on ranks {format_ranks(stage.ranks)}:"]
+        for transfer in pipeline.transfers:
+            if transfer.target == stage.index:
+                back = ", its gradient goes back" if transfer.gradient else ""
+                lines.append(
+                    f"  receives %{transfer.value} {transfer.type} of stage {transfer.source}{back}"
+                )
+        if stage.beforehand is not None:
+            names = [ref.name for ref in stage.beforehand.graph.outputs]
+            lines.append(f"  computes {', '.join(names)} of the whole batch beforehand")
+        lines += _nodes(stage.resolved, stage.program)
+    tied = [f"{n} of stages {', '.join(map(str, s))}" for n, s in pipeline.tied.items()]
+    lines += ["", f"tied: {'; '.join(tied)}"] if tied else []
     return "\n".join(lines)
 
 
-def _moves(graph: Graph, plan: Plan) -> dict[str, list[str]]:
-    """The moves before each node, as rank 0 makes them."""
-    program = compile(graph, plan).lowered.of_rank(0)
-    found: dict[str, list[str]] = {}
-    for step in program.steps:
+def _names(graph: Graph) -> set[str]:
+    return {node.name for node in graph.nodes}
+
+
+def _nodes(resolved: Resolved, program: Program) -> list[str]:
+    """The moves and nodes of a program as its first rank runs them, with choices and places."""
+    ranks, graph = program.rank_programs[0], program.graph
+    keys, nodes = node_keys(graph), {node.name: node for node in graph.nodes}
+    lines = [f"{len(nodes)} nodes:"]
+    width = min(NAME_WIDTH, max((len(name) for name in nodes), default=0))
+    choices = {
+        name: ", ".join(f"{a.axis}: {a.nodes[name].choice}" for a in resolved.assignments)
+        for name in nodes
+    }
+    middle = min(NAME_WIDTH, max(map(len, choices.values()), default=0))
+    for step in ranks.steps:
         if step.is_move:
-            value = program.values[step.inputs[0]].value
-            text = f"{step.fn.removeprefix('rt.')} %{value} over {'.'.join(step.axes)}"
-            found.setdefault(step.node, []).append(text)
-    return found
+            value = ranks.values[step.inputs[0]].value
+            axes = ".".join(step.axes)
+            lines.append(f"    {step.fn.removeprefix('rt.')} %{value} over {axes}")
+        else:
+            source = f"  ({nodes[step.node].source})" if nodes[step.node].source else ""
+            chosen = choices[step.node]
+            lines.append(
+                f"  {step.node:<{width}}  {chosen:<{middle}}  {keys[step.node]}{source}"
+            )
+    return lines
 
 
 def _one_node(resolved: Resolved, name: str) -> str:

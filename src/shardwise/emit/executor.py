@@ -87,7 +87,7 @@ class LoadedPipeline:
             first, self.mesh, self.parameters, self.buffers, device=self.device
         )
         self._attach(store, but=list(first.values()))
-        mine = {spec.name for spec in (*self.parameters, *self.buffers)}
+        mine = {p.name for p in self.parameters} | {b.name for b in self.buffers}
         sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
         store.elsewhere = frozenset(
             name for s in sources if s.name not in mine for name in (s.name, *s.aliases)

@@ -18,7 +18,7 @@ from shardwise.program.beforehand import restrict, take_beforehand
 from shardwise.program.lower import lower
 from shardwise.program.means import separate_means
 from shardwise.program.program import Program
-from shardwise.program.stages import Part, partition
+from shardwise.program.stages import Part, partition, with_keys
 from shardwise.schedules import Action, Schedule, check, make
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Layout, Placement, Shard, format_shard
@@ -45,6 +45,7 @@ class StageProgram:
     index: int
     ranks: tuple[int, ...]
     mesh: Mesh
+    resolved: Resolved
     program: Program
     beforehand: Program | None
     outputs: tuple[int, ...]  # positions of the model's output leaves that this stage gives
@@ -98,6 +99,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     """Cut, solve and lower every stage."""
     plan.check(graph)
     original = graph
+    graph = with_keys(graph)  # places of nodes stay what they are in the whole graph
     timed: Timed | None = None
     before: Graph | None = None
     if plan.splits_time:
@@ -108,7 +110,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
         timed = assign_time(graph, facts, TIME, plan.microbatches, cuts)
         graph, facts, timed, before = take_beforehand(graph, facts, timed)
     schedule = plan_schedule(plan)
-    parts = partition(graph, plan, facts)
+    parts = partition(graph, plan, facts, [node.key for node in with_keys(original).nodes])
     resolved = _resolve(parts, plan, facts, timed)
     programs = [
         lower(r, borrowed=part.borrowed, defer=schedule.splits_backward)
@@ -119,11 +121,14 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
             index=part.index,
             ranks=stage.ranks,
             mesh=stage.mesh,
+            resolved=solved,
             program=program,
             beforehand=_beforehand(before, part, plan.on_mesh(stage.mesh)),
             outputs=part.outputs,
         )
-        for part, stage, program in zip(parts, plan.all_stages, programs, strict=True)
+        for part, stage, solved, program in zip(
+            parts, plan.all_stages, resolved, programs, strict=True
+        )
     )
     notes = dict.fromkeys(note for program in programs for note in program.notes)
     pipeline = Pipeline(

@@ -96,7 +96,7 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
     kept = {b.mutation for b in graph.buffers} | {graph.loss}
     kept |= {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)} | set(graph.sends)
     differs = dict.fromkeys(pure, False)  # becomes True at the first differing use
-    equal: set[str] = set()
+    equal = {name for name in kept if name is not None}
     for node in reversed(graph.nodes):
         candidate = assignment.nodes[node.name]
         through = isinstance(candidate.choice, Same) and all(
@@ -110,7 +110,7 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
                 differs[name] = True
             else:
                 equal.add(name)
-    return frozenset(v for v, used in differs.items() if used and v not in equal and v not in kept)
+    return frozenset(v for v, used in differs.items() if used and v not in equal)
 
 
 def _input_layout(resolved: Resolved, source: Input, whole: Layout) -> Layout:

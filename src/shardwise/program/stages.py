@@ -9,7 +9,7 @@ has its home in the first of them, and the others borrow it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
@@ -36,30 +36,46 @@ class Part:
     borrowed: frozenset[str]
 
 
-def stage_starts(graph: Graph, plan: Plan) -> tuple[int, ...]:
-    """The index of every stage's first node."""
-    places = list(node_keys(graph).values())
-    return (0, *(places.index(stage.first) for stage in plan.all_stages[1:]))
+def with_keys(graph: Graph) -> Graph:
+    """The graph whose nodes carry their places, also in parts of it."""
+    keys = node_keys(graph)
+    named = tuple(dataclasses.replace(node, key=keys[node.name]) for node in graph.nodes)
+    return dataclasses.replace(graph, nodes=named)
 
 
-def partition(graph: Graph, plan: Plan, facts: Facts) -> tuple[Part, ...]:
-    """The parts of all stages."""
-    return _Partition(graph, plan, facts).run()
+def stage_starts(graph: Graph, plan: Plan, order: Sequence[str]) -> tuple[int, ...]:
+    """The index of every stage's first node; `order` are the places of the captured graph's nodes.
+
+    A node that is gone (its value is computed beforehand) gives way to the next one.
+    """
+    position = {key: i for i, key in enumerate(order)}
+    at, known = 0, []
+    for node in graph.nodes:
+        at = position.get(node.key, at)  # an added node stands where the one before it does
+        known.append(at)
+    firsts = [position[stage.first] for stage in plan.all_stages[1:]]
+    starts = (0, *(next(i for i, p in enumerate(known) if p >= first) for first in firsts))
+    if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+        raise PlanError("a stage has no nodes of its own", where="stages")
+    return starts
+
+
+def partition(
+    graph: Graph, plan: Plan, facts: Facts, order: Sequence[str]
+) -> tuple[Part, ...]:
+    """The parts of all stages; `order` as in `stage_starts`."""
+    return _Partition(graph, plan, facts, stage_starts(graph, plan, order)).run()
 
 
 class _Partition:
-    def __init__(self, graph: Graph, plan: Plan, facts: Facts) -> None:
-        keys = node_keys(graph)
-        named = tuple(dataclasses.replace(n, key=keys[n.name]) for n in graph.nodes)
-        self.graph = dataclasses.replace(graph, nodes=named)
-        self.plan, self.facts = plan, facts
-        starts = stage_starts(graph, plan)
+    def __init__(self, graph: Graph, plan: Plan, facts: Facts, starts: tuple[int, ...]) -> None:
+        self.graph, self.plan, self.facts = graph, plan, facts
         self.count = len(starts)
-        ends = (*starts[1:], len(named))
-        self.own = [named[a:b] for a, b in zip(starts, ends, strict=True)]
+        ends = (*starts[1:], len(graph.nodes))
+        self.own = [graph.nodes[a:b] for a, b in zip(starts, ends, strict=True)]
         self.stage_of = {o: s for s, nodes in enumerate(self.own) for n in nodes for o in n.outputs}
         self.producer = self.graph.producers
-        self.order = {node.name: i for i, node in enumerate(named)}
+        self.order = {node.name: i for i, node in enumerate(graph.nodes)}
         self.repeatable = self._repeatable()
 
     def run(self) -> tuple[Part, ...]:

@@ -16,21 +16,19 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from shardwise.cli.options import Wanted, with_plan_options
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.equivalence import Certificate
     from shardwise.ir import Graph
-    from shardwise.plans import Plan
 
 FAILURE, USAGE, INFEASIBLE = 1, 2, 3
-DEFAULT_RANKS = 2
 NARROWEST = 40  # columns; below, a terminal's size is not to be believed
 
 app = typer.Typer(
@@ -42,17 +40,6 @@ app = typer.Typer(
 )
 
 
-class Strategy(StrEnum):
-    """The named ways to make a plan."""
-
-    DDP = "ddp"
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-    FSDP = "fsdp"
-    TENSOR = "tensor"
-    HYBRID = "hybrid"
-
-
 Target = Annotated[
     str,
     typer.Argument(
@@ -60,22 +47,6 @@ Target = Annotated[
         help="A function returning (model, batch) or (model, batch, loss_fn).",
         show_default=False,
     ),
-]
-StrategyOption = Annotated[Strategy, typer.Option("--strategy", "-s", help="How to make the plan.")]
-Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", "-n", min=1, help="Number of ranks.", show_default="2, or dp x tp"),
-]
-DataParallel = Annotated[
-    int | None, typer.Option("--dp", min=1, help="hybrid: data-parallel ranks.")
-]
-TensorParallel = Annotated[
-    int | None, typer.Option("--tp", min=1, help="hybrid: tensor-parallel ranks.")
-]
-Zero = Annotated[int, typer.Option("--zero", min=0, max=3, help="hybrid: ZeRO level over dp.")]
-PlanFile = Annotated[
-    Path | None,
-    typer.Option("--plan", exists=True, dir_okay=False, help="Use this plan file instead."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -89,20 +60,16 @@ def options(
 
 
 @app.command()
+@with_plan_options
 def plan(
     target: Target,
-    strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = None,
-    dp: DataParallel = None,
-    tp: TensorParallel = None,
-    zero: Zero = 0,
-    plan_file: PlanFile = None,
+    wanted: Wanted,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a plan and print it."""
     _, graph = _capture(target)
-    made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
+    made = wanted.plan(graph)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)
@@ -110,21 +77,17 @@ def plan(
 
 
 @app.command()
+@with_plan_options
 def verify(
     target: Target,
-    strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = None,
-    dp: DataParallel = None,
-    tp: TensorParallel = None,
-    zero: Zero = 0,
-    plan_file: PlanFile = None,
+    wanted: Wanted,
     as_json: AsJson = False,
 ) -> None:
     """Check that the parallel program equals the model; exit 1 if it does not."""
     import shardwise
 
     loaded, graph = _capture(target)
-    made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
+    made = wanted.plan(graph)
     certificate = shardwise.verify(loaded.model, loaded.batch, made, loaded.loss_fn)
     _print(certificate_json(certificate) if as_json else certificate)
     if not certificate.ok:
@@ -132,14 +95,10 @@ def verify(
 
 
 @app.command(name="compile")
+@with_plan_options
 def compile_(
     target: Target,
-    strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = None,
-    dp: DataParallel = None,
-    tp: TensorParallel = None,
-    zero: Zero = 0,
-    plan_file: PlanFile = None,
+    wanted: Wanted,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the code.")] = Path("out"),
     as_json: AsJson = False,
 ) -> None:
@@ -147,10 +106,9 @@ def compile_(
     import shardwise
 
     _, graph = _capture(target)
-    made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
+    made = wanted.plan(graph)
     program = shardwise.compile(graph, made)
-    program.save(out)
-    files = {str(out / f"rank_{p.ranks[0]}.py"): p.ranks for p in program.lowered.rank_programs}
+    files = {str(out / name): ranks for name, ranks in program.save(out).items()}
     if as_json:
         _print({"files": files, "plan": str(out / "plan.json"), "fingerprint": program.fingerprint})
     else:
@@ -159,14 +117,10 @@ def compile_(
 
 
 @app.command()
+@with_plan_options
 def explain(
     target: Target,
-    strategy: StrategyOption = Strategy.DDP,
-    ranks: Ranks = None,
-    dp: DataParallel = None,
-    tp: TensorParallel = None,
-    zero: Zero = 0,
-    plan_file: PlanFile = None,
+    wanted: Wanted,
     node: Annotated[str | None, typer.Option("--node", help="All that one node could do.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -174,7 +128,7 @@ def explain(
     import shardwise
 
     _, graph = _capture(target)
-    made = _make_plan(graph, strategy, ranks, dp, tp, zero, plan_file)
+    made = wanted.plan(graph)
     text = shardwise.explain(graph, made, node)
     _print({"explanation": text, "plan": made.to_json()} if as_json else text)
 
@@ -249,46 +203,6 @@ def _capture(target: str) -> tuple[Loaded, Graph]:
     return loaded, shardwise.capture(loaded.model, loaded.batch, loaded.loss_fn)
 
 
-def _make_plan(
-    graph: Graph,
-    strategy: Strategy,
-    ranks: int | None,
-    dp: int | None,
-    tp: int | None,
-    zero: int,
-    plan_file: Path | None,
-) -> Plan:
-    import shardwise
-
-    if plan_file is not None:
-        loaded = shardwise.Plan.load(plan_file)
-        loaded.check(graph)
-        return loaded
-    if strategy is not Strategy.HYBRID:
-        if dp is not None or tp is not None or zero:
-            raise typer.BadParameter("--dp, --tp and --zero are for --strategy hybrid")
-        make = getattr(shardwise.strategies, strategy.value)
-        result: Plan = make(graph, shardwise.Cluster.local(ranks or DEFAULT_RANKS))
-        return result
-    dp, tp = hybrid_sizes(ranks or DEFAULT_RANKS, dp, tp)
-    cluster = shardwise.Cluster.local(ranks or dp * tp)
-    return shardwise.strategies.hybrid(graph, cluster, dp=dp, tp=tp, zero=zero)
-
-
-def hybrid_sizes(ranks: int, dp: int | None, tp: int | None) -> tuple[int, int]:
-    """Both axes' sizes: the one not given is what remains of `ranks`."""
-    if dp is None and tp is None:
-        raise typer.BadParameter("--strategy hybrid needs --dp or --tp")
-    if dp is not None and tp is not None:
-        return dp, tp
-    given = dp if dp is not None else tp
-    assert given is not None
-    if given < 1 or ranks % given:
-        raise typer.BadParameter(f"{ranks} ranks cannot be divided by {given}")
-    rest = ranks // given
-    return (given, rest) if dp is not None else (rest, given)
-
-
 def certificate_json(certificate: Certificate) -> dict[str, Any]:
     """The certificate for machines; an error that is no number is null."""
     error = certificate.max_relative_error
@@ -336,6 +250,3 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(INFEASIBLE if isinstance(error, InfeasiblePlan) else FAILURE)
     sys.exit(0)
 
-
-if __name__ == "__main__":
-    main()
