@@ -93,9 +93,8 @@ def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
             extents[axis] |= {size for _, size, _ in shard.of}
     known: set[int] = set()
     for axis, ranks in mesh.axes:  # what earlier axes leave of an extent may be cut again
-        pieces = {part(size, ranks, i)[1] for size in extents[axis] for i in (0, ranks - 1)}
         extents[axis] |= known
-        known |= pieces
+        known |= {part(size, ranks, i)[1] for size in extents[axis] for i in (0, ranks - 1)}
     classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinate(rank)
