@@ -1,12 +1,13 @@
 """Every model of the zoo through every strategy, each verified; a dozen on real processes.
 
-    python -m benchmarks.zoo [--models llama,bert] [--strategies ddp,tensor] [--ranks 2,4]
+    python -m benchmarks.zoo [--models llama,bert] [--strategies ddp,pipeline] [--ranks 2,4]
                              [--processes gpt2,vit | none] [--dropout 0.1] [--jobs 2]
 
 A model is captured and run on one device once; then each plan's emitted code runs in threads and is
-compared with it in float64. Leaves: a table on the terminal, and `zoo-results/` with `zoo.json` and
-`zoo.md`; `--write-docs` copies the table to `docs/zoo.md`. Exit code 1 when a strategy passes on
-fewer models than it should.
+compared with it in float64. Pipelines have ranks of their own, in two micro-batches; a model that
+couples the samples of a batch must be refused with them, and pass without. Leaves: a table on the
+terminal, and `zoo-results/` with `zoo.json` and `zoo.md`; `--write-docs` copies the table to
+`docs/zoo.md`. Exit code 1 when a strategy passes on fewer models than it should.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import zoo_report
+from benchmarks.zoo_cases import STRATEGIES, Case, Result, make_plan, ranks_of, verify
 from tests.support import zoo
 
-STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid")
 ON_PROCESSES = (
     "mlp resnet fused_gpt dlrm gpt2 llama qwen3 gemma2 mixtral bert t5 vit".split()  # noqa: SIM905
 )
@@ -38,25 +38,8 @@ PROCESS_RANKS = {"ddp": 2, "fsdp": 2, "tensor": 2, "hybrid": 4}
 PROCESS_TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One model under one strategy: whether it equals one device, and why not."""
-
-    model: str
-    strategy: str
-    ranks: int
-    where: str  # "threads" or "processes"
-    ok: bool
-    error: float | None = None  # the largest relative error
-    share: float | None = None  # of all parameter bytes, what rank 0 holds
-    reason: str = ""
-    seconds: float = 0.0
-
-
-def run_model(
-    name: str, strategies: Sequence[str], ranks: Sequence[int], dropout: float
-) -> list[Result]:
-    """Capture a model once and verify every strategy on every number of ranks."""
+def run_model(name: str, cases: Sequence[Case], dropout: float) -> list[Result]:
+    """Capture a model once and verify every case."""
     import torch
 
     from shardwise.equivalence import double, run_reference
@@ -66,7 +49,6 @@ def run_model(
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    cases = [(strategy, count) for strategy in strategies for count in ranks]
     start = time.perf_counter()
     try:
         twin, batch = double(*zoo.build(name, dropout=dropout))
@@ -80,70 +62,8 @@ def run_model(
             reference = run_reference(twin, batch)
     except Exception as error:
         reason, seconds = f"capture: {zoo_report.shorten(error)}", time.perf_counter() - start
-        return [
-            Result(
-                model=name,
-                strategy=s,
-                ranks=n,
-                where="threads",
-                ok=False,
-                reason=reason,
-                seconds=seconds,
-            )
-            for s, n in cases
-        ]
-    return [_verify(name, graph, reference, batch, strategy, n) for strategy, n in cases]
-
-
-def _verify(name: str, graph: Any, reference: Any, batch: Any, strategy: str, ranks: int) -> Result:
-    import shardwise as sw
-    from shardwise.equivalence import check
-
-    start = time.perf_counter()
-    known: dict[str, Any] = {"model": name, "strategy": strategy, "ranks": ranks}
-    known["where"] = "threads"
-    try:
-        plan = make_plan(graph, strategy, ranks)
-        program = sw.compile(graph, plan).lowered
-        certificate = check(program, reference, batch, timeout=120.0)
-    except Exception as error:
-        reason = zoo_report.shorten(error)
-        return Result(**known, ok=False, reason=reason, seconds=time.perf_counter() - start)
-    share = parameter_share(program)
-    reason = "" if certificate.ok else zoo_report.first_failure(certificate)
-    ok = certificate.ok
-    if strategy == "tensor" and ranks == 2 and zoo_report.is_transformer(name) and ok:
-        ok = share <= zoo_report.LARGEST_SHARE
-        reason = "" if ok else f"rank 0 holds {share:.2f} of the parameter bytes"
-    return Result(
-        **known,
-        ok=ok,
-        error=certificate.max_relative_error,
-        share=share,
-        reason=reason,
-        seconds=time.perf_counter() - start,
-    )
-
-
-def make_plan(graph: Any, strategy: str, ranks: int) -> Any:
-    """The strategy's plan; `hybrid` takes two data-parallel groups."""
-    import shardwise as sw
-
-    sizes = {"dp": 2, "tp": ranks // 2} if strategy == "hybrid" else {}
-    return getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **sizes)
-
-
-def parameter_share(program: Any) -> float:
-    """Of all parameter bytes, what rank 0 holds."""
-    import math
-
-    held = whole = 0.0
-    axes = dict(program.mesh.axes)
-    for item in program.of_rank(0).parameters:
-        size = math.prod(item.local_shape) * item.dtype.itemsize
-        held += size / math.prod(axes[a] for a in item.sync) if item.zero == 3 else size
-        whole += math.prod(item.shape) * item.dtype.itemsize
-    return held / whole if whole else 0.0
+        return [Result.of(name, case, ok=False, reason=reason, seconds=seconds) for case in cases]
+    return [verify(name, case, graph, reference, batch, dropout) for case in cases]
 
 
 def run_on_processes(
@@ -156,7 +76,7 @@ def run_on_processes(
     for name in names:
         graph = zoo_processes.captured(name, dropout)
         expected = one_process(name, graph, dropout)
-        for strategy in strategies:
+        for strategy in (s for s in strategies if s in PROCESS_RANKS):
             start = time.perf_counter()
             ranks = PROCESS_RANKS[strategy]
             error = None
@@ -194,20 +114,24 @@ def one_process(name: str, graph: Any, dropout: float) -> Any:
 def run_all(options: argparse.Namespace) -> list[Result]:
     """All models in `--jobs` processes, then some on gloo processes, with progress on stderr."""
     results = resumed(options) if options.resume else []
-    known = {(r.model, r.where) for r in results}
-    names = [n for n in options.models if (n, "threads") not in known]
+    known = {(r.model, r.strategy, r.ranks, r.where) for r in results}
+    cases = [(s, n) for s in options.strategies for n in ranks_of(s, options.ranks)]
+    left = {m: [c for c in cases if (m, *c, "threads") not in known] for m in options.models}
+    left = {name: mine for name, mine in left.items() if mine}
     with progress_bar() as progress, executor(options.jobs) as jobs:
-        task = progress.add_task("verify", total=len(names))
-        arguments = (options.strategies, options.ranks, options.dropout)
-        futures = {jobs.submit(run_model, name, *arguments): name for name in names}
+        task = progress.add_task("verify", total=len(left))
+        futures = {
+            jobs.submit(run_model, name, mine, options.dropout): name for name, mine in left.items()
+        }
         for future in as_completed(futures):
             results += future.result()
             missed = sum(not r.ok for r in results)
             progress.update(task, advance=1, description=f"{futures[future]}, {missed} missed")
             write(results, options)
-    names = [n for n in options.processes if n in options.models and (n, "processes") not in known]
+    done = {m for m, _, _, where in known if where == "processes"}
+    names = [n for n in options.processes if n in options.models and n not in done]
     with progress_bar() as progress:
-        task = progress.add_task("train", total=len(names) * len(options.strategies))
+        task = progress.add_task("train", total=len(names) * len(PROCESS_RANKS))
         for result in run_on_processes(names, options.strategies, options.dropout):
             results.append(result)
             progress.update(task, advance=1, description=f"trained {result.model}")
@@ -217,15 +141,11 @@ def run_all(options: argparse.Namespace) -> list[Result]:
 
 
 def resumed(options: argparse.Namespace) -> list[Result]:
-    """The results of an earlier run that was stopped; models without all of theirs run again."""
+    """What an earlier run left; only cases that it lacks run again."""
     path = options.out / "zoo.json"
     if not path.exists():
         return []
-    found = [Result(**row) for row in json.loads(path.read_text())["results"]]
-    cases = {"threads": len(options.strategies) * len(options.ranks)}
-    cases["processes"] = len(options.strategies)
-    counts = Counter((r.model, r.where) for r in found)
-    return [r for r in found if counts[r.model, r.where] >= cases[r.where]]
+    return [Result(**row) for row in json.loads(path.read_text())["results"]]
 
 
 def progress_bar() -> Progress:

@@ -11,7 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-REQUIRED = {"ddp": 0.95, "fsdp": 0.95, "tensor": 0.90, "hybrid": 0.90}
+REQUIRED = {
+    "ddp": 0.95,
+    "fsdp": 0.95,
+    "tensor": 0.90,
+    "hybrid": 0.90,
+    "pipeline": 0.95,
+    "hybrid_pp": 0.90,
+}
 LARGEST_SHARE = 0.6  # of the parameter bytes of a transformer, on each of 2 ranks
 NO_TRANSFORMER = {"mlp", "resnet", "unet", "dlrm", "mamba", "convnext", "hf_resnet"}
 
@@ -82,7 +89,7 @@ def cell(row: Row | None) -> str:
         return ""
     if not row["ok"]:
         return "miss"
-    return f"{row['error']:.0e}" if row["error"] else "0"
+    return (f"{row['error']:.0e}" if row["error"] else "0") + "*" * bool(row.get("note"))
 
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -110,6 +117,12 @@ def misses(rows: Sequence[Row]) -> list[str]:
             case = f"{row['strategy']} {row['ranks']}{'p' if row['where'] == 'processes' else ''}"
             grouped.setdefault((row["model"], row["reason"]), []).append(case)
     return [f"{model} ({', '.join(cases)}): {why}" for (model, why), cases in grouped.items()]
+
+
+def refusals(rows: Sequence[Row]) -> list[str]:
+    """One line per model that is not computed in micro-batches of one batch, with the node."""
+    found = {(r["model"], r["note"]): None for r in rows if r.get("note")}
+    return [f"{model}: {note}" for model, note in found]
 
 
 def compact(rows: Sequence[Row]) -> Table:
@@ -146,7 +159,7 @@ def show(rows: Sequence[Row]) -> None:
         need = REQUIRED[name]
         mark = "[green]ok[/]" if good >= need * total else "[red]too few[/]"
         console.print(
-            f"{name:<8} {good} of {total} models equal one device, {need:.0%} needed: {mark}"
+            f"{name:<9} {good} of {total} models equal one device, {need:.0%} needed: {mark}"
         )
 
 
@@ -154,8 +167,15 @@ INTRODUCTION = """\
 Tiny instances of real architectures under every strategy, compared with one device in float64: the
 loss, the outputs, every gradient, and parameters and buffers after an AdamW step. A number is the
 largest relative error; 1e-9 is the limit. Columns are strategy and ranks; `p` is on gloo processes,
-two AdamW steps. `hybrid` is `dp=2`. `share` is the part of the parameter bytes that rank 0 holds
-under `tensor` on 2 ranks."""
+two AdamW steps. `hybrid` is `dp=2`, `pipeline` is two stages, `hybrid_pp` is `dp=2, tp=2, pp=2`;
+pipelines take the batch in two micro-batches. `share` is the part of the parameter bytes that rank
+0 holds under `tensor` on 2 ranks."""
+
+
+REFUSED = """\
+These models couple the samples of a batch, so two micro-batches of one batch are refused (`*`).
+They are equal with one micro-batch, and with micro-batches that are batches of their own, next to
+one device that accumulates over the same ones. The number is the larger of both errors."""
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -164,6 +184,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     headers, lines = table_rows(rows)
     counts = [f"- `{name}`: {good} of {total} models" for name, good, total in summary(rows)]
     reasons = [f"- {_escape(miss)}" for miss in misses(rows)] or ["None."]
+    refused = [f"- {_escape(line)}" for line in refusals(rows)]
     return "\n".join(
         [
             "# Zoo",
@@ -172,7 +193,7 @@ def markdown(data: Mapping[str, Any]) -> str:
             "",
             f"{data['date']}, `{data['command']}`, {data['machine']}.",
             "",
-            "Equal on 2 and on 4 ranks:",
+            "Equal on every number of ranks:",
             "",
             *counts,
             "",
@@ -180,6 +201,7 @@ def markdown(data: Mapping[str, Any]) -> str:
             "",
             *reasons,
             "",
+            *(["## Micro-batches refused", "", REFUSED, "", *refused, ""] if refused else []),
             "## Table",
             "",
             "| " + " | ".join(headers) + " |",
