@@ -128,17 +128,17 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 def compact(rows: Sequence[Row]) -> Table:
     """One line per model for a terminal of 80 columns: the worst of all numbers of ranks."""
     table = Table(box=None, pad_edge=False)
-    heads = [(s, w) for w in ("threads", "processes") for s in REQUIRED]
-    heads = [h for h in heads if any((r["strategy"], r["where"]) == h for r in rows)]
+    heads = [s for s in REQUIRED if any(_column(r) == s for r in rows)]
+    heads += ["gloo"] * any(r["where"] == "processes" for r in rows)
     table.add_column("model", no_wrap=True)
-    for strategy, where in heads:
-        table.add_column(strategy if where == "threads" else f"{strategy}\ngloo", justify="right")
+    for head in heads:
+        table.add_column(head, justify="right")
     table.add_column("share", justify="right")
     for name in dict.fromkeys(r["model"] for r in rows):
         mine = [r for r in rows if r["model"] == name]
         cells = []
         for head in heads:
-            found = [r for r in mine if (r["strategy"], r["where"]) == head]
+            found = [r for r in mine if _column(r) == head]
             missed = [str(r["ranks"]) for r in found if not r["ok"]]
             worst = max(found, key=lambda r: r["error"] or 0.0, default=None)
             cells.append(f"[red]miss {','.join(missed)}[/]" if missed else cell(worst))
@@ -147,6 +147,11 @@ def compact(rows: Sequence[Row]) -> Table:
         )
         table.add_row(name, *cells, "" if share is None else f"{share:.2f}")
     return table
+
+
+def _column(row: Row) -> str:
+    """All runs on processes are one column."""
+    return "gloo" if row["where"] == "processes" else str(row["strategy"])
 
 
 def show(rows: Sequence[Row]) -> None:
