@@ -48,18 +48,19 @@ def verify(
 
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
     this machine has free) or more ranks than threads are sensible, is certified on a scaled twin:
-    fewer layers, smaller sizes, fewer ranks. The certificate then says what was scaled.
+    fewer layers, smaller sizes, fewer ranks and micro-batches; its stages begin at the same nodes
+    and work in the same order. The certificate then says what was scaled.
     """
     wide = plan.with_(precision=Precision())
     limit = available_bytes() if max_bytes is None else max_bytes
     if plan.num_ranks > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
         graph = widen_graph(capture_for_plan(model, batch, wide, loss_fn))
-        return _certify_twin(graph, model, batch, plan, timeout, limit)
+        return _certify_twin(graph, model, batch, wide, timeout, limit)
     twin, wide_batch = double(model, batch)
     graph = widen_graph(capture_for_plan(twin, wide_batch, wide, loss_fn))
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
-        return _certify_twin(graph, twin, wide_batch, plan, timeout, limit)
+        return _certify_twin(graph, twin, wide_batch, wide, timeout, limit)
     program = compile(graph, wide)
     first, *more = [wide_batch]
     if plan.per_microbatch and plan.microbatches > 1:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.cluster import Mesh
 from shardwise.equivalence import check
 from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.twin import build_twin, prepare_twin
-from shardwise.equivalence.twin.build import small_size
+from shardwise.equivalence.twin.counts import small_size
 from shardwise.equivalence.twin.layers import drop_layers
 from shardwise.errors import VerifyError
 from tests.support import zoo
@@ -109,8 +108,8 @@ def test_more_ranks_than_rows_keep_an_empty_rank() -> None:
     model, batch = zoo.build("mlp")
     graph = sw.capture(model, batch)
     twin = build_twin(graph, sw.strategies.ddp(graph, sw.Cluster.local(100)))
-    rows = twin.resolved.graph.values[graph.inputs[0].value].shape[0]
-    assert rows < twin.resolved.plan.mesh.size
+    rows = twin.graph.values[graph.inputs[0].value].shape[0]
+    assert rows < twin.plan.mesh.size
     assert sw.verify(model, batch, sw.strategies.ddp(graph, sw.Cluster.local(100))).ok
 
 
@@ -129,8 +128,7 @@ def test_layers_of_one_kind_are_kept_twice() -> None:
 
 @pytest.mark.parametrize("size", [50257, 4096, 128256, 97, 1000, 64])
 def test_sizes_divide_over_ranks_as_before(size: int) -> None:
-    old, new = Mesh(axes=(("dp", 64), ("tp", 8))), Mesh(axes=(("dp", 2), ("tp", 8)))
-    small = small_size(size, 8, old, new)
+    small = small_size(size, 8, ((64, 2), (8, 8), (512, 16)))
     assert 8 < small <= max(size, 8)
     assert (small % 8 == 0) == (size % 8 == 0)
     assert small % 2 == size % 2

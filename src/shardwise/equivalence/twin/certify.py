@@ -16,19 +16,19 @@ from shardwise.equivalence.check import check
 from shardwise.equivalence.randomness import run_graph_reference
 from shardwise.equivalence.reference import Reference
 from shardwise.equivalence.twin.build import build_twin
-from shardwise.equivalence.twin.data import make_inputs, make_state
+from shardwise.equivalence.twin.data import make_batches, make_inputs, make_state
 from shardwise.equivalence.twin.memory import needed_bytes
 from shardwise.errors import VerifyError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
-from shardwise.program import Program, lower
+from shardwise.program import Pipeline, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A twin that is ready to be checked."""
 
-    program: Program
+    program: Program | Pipeline
     reference: Reference
     inputs: Mapping[str, torch.Tensor]
     scaled: tuple[str, ...]
@@ -44,22 +44,27 @@ def prepare_twin(
     """The twin's program, data and reference."""
     plan.check(graph)
     twin = build_twin(graph, plan)
-    small = twin.resolved.graph
-    needed = needed_bytes(small, twin.resolved.plan)
+    small = twin.graph
+    needed = needed_bytes(small, twin.plan)
     if needed > max_bytes:
         raise VerifyError(
             f"the smallest twin of {graph.name} needs {needed / 2**30:.1f} GiB, "
             f"{max_bytes / 2**30:.1f} GiB are available",
             hint="verify a smaller configuration of the model",
         )
-    state, data = make_state(small, buffers), make_inputs(small, inputs)
+    state = make_state(small, buffers)
+    if twin.plan.per_microbatch and twin.plan.microbatches > 1:
+        data, (first, *more) = make_batches(small, twin.plan, inputs)
+    else:
+        data, more = make_inputs(small, inputs), []
+        first = data
     try:
-        reference = run_graph_reference(small, twin.resolved.plan, state, data)
+        reference = run_graph_reference(small, twin.plan, state, first, more=more)
     except (IndexError, RuntimeError) as error:
         raise VerifyError(f"the scaled twin of {graph.name} does not run: {error}") from error
     drawn = "weights: drawn; the reference is the captured graph in these sizes"
     return Prepared(
-        program=lower(twin.resolved),
+        program=twin.program,
         reference=reference,
         inputs=data,
         scaled=(*twin.scaled, drawn),

@@ -13,6 +13,9 @@ import torch
 from shardwise.equivalence.twin.rewrite import crop
 from shardwise.ir import Graph, Node, Ref
 from shardwise.ir.schema import bind
+from shardwise.plans import Plan
+from shardwise.plans.resolve import input_cuts
+from shardwise.sharding.placements import Shard
 
 IGNORED = -100
 
@@ -51,9 +54,31 @@ def _drawn_buffer(
     return rows.expand(shape).clone().to(dtype)
 
 
-def make_inputs(graph: Graph, real: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def make_batches(
+    graph: Graph, plan: Plan, real: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Inputs of a batch whose micro-batches are batches of their own, and those of each."""
+    cuts = input_cuts(graph, plan) or {}
+    dims = {i.name: cuts[i.value].dim for i in graph.inputs if isinstance(cuts.get(i.value), Shard)}  # type: ignore[union-attr]
+    batches = []
+    for k in range(plan.microbatches):
+        parts = dict(real)
+        for name, dim in dims.items():
+            rows = real[name].shape[dim] // plan.microbatches
+            parts[name] = real[name].narrow(dim, k * rows, rows)
+        batches.append(make_inputs(graph, parts, seed=1 + k))
+    whole = {
+        name: torch.cat([b[name] for b in batches], dims[name]) if name in dims else given
+        for name, given in batches[0].items()
+    }
+    return whole, [{n: b[n] if n in dims else whole[n] for n in b} for b in batches]
+
+
+def make_inputs(
+    graph: Graph, real: Mapping[str, torch.Tensor], seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Inputs of the twin's shapes; integers are kept inside what they index."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor] = {}
     for source in graph.inputs:
         kind, given = graph.values[source.value], real[source.name]

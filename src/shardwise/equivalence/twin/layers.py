@@ -1,13 +1,14 @@
 """Fewer layers: of blocks that are the same up to their weights, the first two are kept.
 
-Enters: a `Graph`. Leaves: a `Graph` with fewer nodes and parameters, and what was left out. A use
-of a dropped block's value becomes a use of the same value of the last block kept of its kind.
+Enters: a `Graph`, and nodes to keep (where a stage begins), with the blocks they are in. Leaves: a
+`Graph` with fewer nodes and parameters, and what was left out. A use of a dropped block's value
+becomes a use of the same value of the block of its kind that was kept last before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardwise.ir import Buffer, Graph, Node, Ref, iter_refs, map_refs
@@ -16,16 +17,19 @@ KEPT = 2
 DEEPEST = 3  # numbered modules inside numbered modules
 
 
-def drop_layers(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """The graph with `KEPT` blocks of each kind, at every depth of numbered modules."""
+def drop_layers(graph: Graph, keep: Collection[str] = ()) -> tuple[Graph, tuple[str, ...]]:
+    """The graph with `KEPT` blocks of each kind, at every depth of numbered modules.
+
+    Blocks with a node in `keep` stay, too.
+    """
     notes: list[str] = []
     for depth in range(1, DEEPEST + 1):
-        graph, more = _drop_at(graph, depth)
+        graph, more = _drop_at(graph, depth, keep)
         notes += more
     return graph, tuple(notes)
 
 
-def _drop_at(graph: Graph, depth: int) -> tuple[Graph, list[str]]:
+def _drop_at(graph: Graph, depth: int, keep: Collection[str]) -> tuple[Graph, list[str]]:
     homes = _homes(graph, depth)
     blocks: dict[str, list[Node]] = {}
     for node, path in zip(graph.nodes, homes, strict=True):
@@ -33,25 +37,55 @@ def _drop_at(graph: Graph, depth: int) -> tuple[Graph, list[str]]:
             blocks.setdefault(path, []).append(node)
     owners = {p.value: p.name for p in graph.parameters}
     owners |= {b.value: b.name for b in graph.buffers}
-    kinds: dict[tuple[str, str], list[str]] = {}
+    asked = {h for node, h in zip(graph.nodes, homes, strict=True) if node.name in keep and h}
+    parents: dict[str, dict[str, str]] = {}  # parent -> path -> what the block is
     for path, nodes in blocks.items():
-        key = (path.rpartition(".")[0], _signature(graph, path, nodes, owners))
-        kinds.setdefault(key, []).append(path)
+        kind = _signature(graph, path, nodes, owners)
+        parents.setdefault(path.rpartition(".")[0], {})[path] = kind
     renamed: dict[str, str] = {}
     dropped: set[str] = set()
-    notes: dict[str, tuple[int, int]] = {}
-    for (parent, _), paths in kinds.items():
-        kept = blocks[paths[min(KEPT, len(paths)) - 1]]
-        for path in paths[KEPT:]:
-            dropped.add(path)
-            for mine, theirs in zip(blocks[path], kept, strict=True):
-                renamed |= dict(zip(mine.outputs, theirs.outputs, strict=True))
-        total, left = notes.get(parent, (0, 0))
-        notes[parent] = (total + len(paths), left + min(KEPT, len(paths)))
+    texts: list[str] = []
+    for parent, kinds in parents.items():
+        chosen = _chosen(kinds, asked)
+        for path, other in chosen.items():
+            if path != other:
+                dropped.add(path)
+                for mine, theirs in zip(blocks[path], blocks[other], strict=True):
+                    renamed |= dict(zip(mine.outputs, theirs.outputs, strict=True))
+        left = len(set(chosen.values()))
+        texts += [f"{parent}: {len(kinds)} layers -> {left}"] * (left < len(kinds))
     if not dropped:
         return graph, []
-    texts = [f"{p}: {n} layers -> {k}" for p, (n, k) in notes.items() if k < n]
     return _without(graph, [home not in dropped for home in homes], renamed), texts
+
+
+def _chosen(kinds: Mapping[str, str], asked: Collection[str]) -> dict[str, str]:
+    """For every block of a parent, the one that stands for it: itself, or one kept before it.
+
+    What follows a dropped block is given to what follows its substitute; a block is kept where
+    that would pass over another kept one.
+    """
+    paths = list(kinds)
+    kept = {p for i, p in enumerate(paths) if p in asked or _earlier(paths, kinds, i) < KEPT}
+    while True:
+        last: dict[str, str] = {}
+        found: dict[str, str] = {}
+        newest = ""
+        for index, path in enumerate(paths):
+            if path in kept:
+                last[kinds[path]] = newest = path
+            found[path] = last[kinds[path]]
+            following = paths[index + 1] if index + 1 < len(paths) else None
+            if found[path] != newest and (following is None or following in kept):
+                kept.add(path)
+                break
+        else:
+            return found
+
+
+def _earlier(paths: list[str], kinds: Mapping[str, str], index: int) -> int:
+    """How many blocks of the same kind stand before one."""
+    return sum(kinds[path] == kinds[paths[index]] for path in paths[:index])
 
 
 def _homes(graph: Graph, depth: int) -> list[str | None]:

@@ -2,11 +2,12 @@
 
 Enters: a `Graph` and a `Plan`. Leaves: bytes, from counts alone.
 
-    8 x parameters x (6 + ranks x (2 + 4 / cut))    and    8 x activations x 4
+    8 x parameters x (6 + ranks x (2 + 4 / (cut x groups)))    and    8 x activations x 4
 
 The reference holds the model, its state before and after, gradients and two moments; every rank
 holds its part of parameter, gradient and moments, and gathers all gradients and the state after the
-step. The activations of all ranks together are those of the model, where the plan cuts them.
+step. Each of the groups that run stages has about as many parameters. The activations of all ranks
+and micro-batches together are those of the model, where the plan cuts them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ def available_bytes() -> float:
 
 def parameter_bytes(count: int, plan: Plan) -> float:
     """What `count` parameters take, over the reference and all ranks."""
-    ranks, cut = plan.mesh.size, 1
-    for axis, size in plan.mesh.axes:
-        cut *= size if plan.roles[axis] == "parameters" else 1
-    return ITEM * count * (HELD_BY_REFERENCE + ranks * (GATHERED + HELD_BY_RANK / cut))
+    meshes = {stage.ranks: stage.mesh for stage in plan.all_stages}
+    held = 0.0
+    for mesh in meshes.values():
+        cut = len(meshes)
+        for axis, size in mesh.axes:
+            cut *= size if plan.roles[axis] == "parameters" else 1
+        held += mesh.size * (GATHERED + HELD_BY_RANK / cut)
+    return ITEM * count * (HELD_BY_REFERENCE + held)
 
 
 def needed_bytes(graph: Graph, plan: Plan) -> float:

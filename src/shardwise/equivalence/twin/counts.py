@@ -1,0 +1,124 @@
+"""How many ranks, micro-batches and rows a twin has, and what sizes it gets.
+
+Enters: a `Graph` and a `Plan`. Leaves: `Counts`. What divides over ranks or micro-batches in the
+original does so in the twin, and what does not, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.cluster import Mesh
+from shardwise.equivalence.twin.schedule import few_microbatches
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+from shardwise.plans.resolve import input_cuts
+from shardwise.sharding.placements import Shard
+
+SMALL = 8  # sizes up to this are kept
+FEW = 2  # rows where there are fewer rows than ranks
+MOST_BATCH_RANKS = 3  # along an axis
+MOST_PARAMETER_RANKS = (8, 4, 2)  # the first of these that is within `MOST_RANKS`
+MOST_RANKS = 32  # of all stages together
+
+Pairs = Sequence[tuple[int, int]]  # numbers of ranks, and what they become
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Meshes and micro-batches, and what each of them becomes."""
+
+    rows: int
+    few_rows: int | None  # what `rows` becomes where ranks outnumber them
+    meshes: Mapping[Mesh, Mesh]
+    microbatches: int
+    ranks: Pairs
+    shares: Pairs  # over which rows are cut
+
+    @staticmethod
+    def of(graph: Graph, plan: Plan) -> Counts:
+        """Few of everything."""
+        rows, times = input_rows(graph, plan), few_microbatches(plan)
+        each = max(1, rows // plan.microbatches) if plan.splits_time else rows
+        meshes = _small_meshes(plan, each)
+        time = [(plan.microbatches, times)] if plan.splits_time else []
+        alike = [_pairs(a, b) for a, b in meshes.items()]
+        batch = [_pairs(a, b, plan) for a, b in meshes.items()]
+        few = any(old > each > 1 + (not time) for pairs in batch for old, _ in pairs)
+        return Counts(
+            rows=rows,
+            few_rows=min(each, FEW) * (times if time else 1) if few else None,
+            meshes=meshes,
+            microbatches=times,
+            ranks=_with_products(alike),
+            shares=_with_products([[*time, *p] for p in (batch if plan.is_scheduled else alike)]),
+        )
+
+    def size(self, size: int, above: int) -> int:
+        """What a size becomes; larger than `above`."""
+        if size != self.rows:
+            return small_size(size, above, self.ranks)
+        if self.few_rows is not None:
+            return self.few_rows  # the twin's batch axes have one rank more
+        return small_size(size, above, self.shares)
+
+
+def input_rows(graph: Graph, plan: Plan) -> int:
+    """The samples of a batch: the least size of all inputs along the dim that batch axes cut."""
+    cuts = input_cuts(graph, plan) or {}
+    shapes = [(graph.values[i.value].shape, cuts.get(i.value)) for i in graph.inputs]
+    sizes = [shape[cut.dim] for shape, cut in shapes if isinstance(cut, Shard)]
+    sizes = sizes or [shape[0] for shape, _ in shapes if shape]
+    return min(sizes, default=1)
+
+
+def _small_meshes(plan: Plan, rows: int) -> dict[Mesh, Mesh]:
+    """Fewer ranks; a batch axis with more ranks than rows keeps empty ranks."""
+    groups = {stage.ranks: stage.mesh for stage in plan.all_stages}
+    found: dict[Mesh, Mesh] = {}
+    for most in MOST_PARAMETER_RANKS:
+        for mesh in groups.values():
+            axes = []
+            for axis, ranks in mesh.axes:
+                batch = plan.roles[axis] == "batch"
+                fewer = (FEW + 1 if ranks > rows else 2) if batch else most
+                limit = MOST_BATCH_RANKS if batch else most
+                axes.append((axis, fewer if ranks > limit else ranks))
+            found[mesh] = Mesh(axes=tuple(axes))
+        if not plan.stages or sum(found[mesh].size for mesh in groups.values()) <= MOST_RANKS:
+            break
+    return found
+
+
+def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[int, int]]:
+    """The axes before and after; of a plan those which cut the batch."""
+    return [
+        (old, new)
+        for (axis, old), (_, new) in zip(mesh.axes, smaller.axes, strict=True)
+        if plan is None or plan.roles[axis] == "batch"
+    ]
+
+
+def _with_products(several: Iterable[Pairs]) -> Pairs:
+    """The pairs of every mesh, and of all ranks of each."""
+    found: dict[tuple[int, int], None] = {}
+    for pairs in several:
+        cut = [(old, new) for old, new in pairs if old > 1]
+        found |= dict.fromkeys([*cut, (prod(a for a, _ in cut), prod(b for _, b in cut))])
+    return tuple(found)
+
+
+def small_size(size: int, above: int, pairs: Pairs) -> int:
+    """The least size that divides over the new ranks as the old one does over the old ones."""
+    if size <= SMALL:
+        return size
+    least = max([above + 1, SMALL, *(new for old, new in pairs if size >= old)])
+    most = max((new for _, new in pairs), default=1)
+    for wanted in (pairs, [p for p in pairs if p[0] == p[1]], []):
+        for n in range(least, least + 4 * most):
+            alike = all((size % old == 0) == (n % new == 0) for old, new in wanted)
+            if alike and n % 2 == size % 2:
+                return n
+    return size
