@@ -13,7 +13,7 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import errors
-    from shardwise.api import Program, compile, explain, parallelize, verify
+    from shardwise.api import Program, compile, explain, parallelize, predict_memory, verify
     from shardwise.cluster import Cluster, Mesh
     from shardwise.equivalence import Certificate
     from shardwise.frontend import capture
@@ -39,6 +39,7 @@ __all__ = [
     "explain",
     "optimizer",
     "parallelize",
+    "predict_memory",
     "register_rule",
     "strategies",
     "verify",
@@ -57,6 +58,7 @@ _HOME = {
     "explain": "shardwise.api",
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api",
+    "predict_memory": "shardwise.api",
     "register_rule": "shardwise.sharding",
     "verify": "shardwise.api",
 }

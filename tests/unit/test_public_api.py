@@ -22,6 +22,7 @@ PUBLIC = [
     "explain",
     "optimizer",
     "parallelize",
+    "predict_memory",
     "register_rule",
     "strategies",
     "verify",

@@ -15,6 +15,7 @@ from shardwise.runtime.optimizer import *  # noqa: F403
 from shardwise.runtime.parameters import *  # noqa: F403
 from shardwise.runtime.pipeline import *  # noqa: F403
 from shardwise.runtime.precision import *  # noqa: F403
+from shardwise.runtime.pretend import *  # noqa: F403
 from shardwise.runtime.probe import *  # noqa: F403
 from shardwise.runtime.processes import *  # noqa: F403
 from shardwise.runtime.random import *  # noqa: F403

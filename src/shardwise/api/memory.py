@@ -1,0 +1,407 @@
+"""How much memory a rank will need: `predict_memory(graph, plan)`.
+
+Enters: `Graph`, `Plan`, a rank and an optimizer. Leaves: `MemoryEstimate`.
+
+The rank's generated program, its parameter store and its optimizer run two steps on tensors without
+data, over a transport that only pretends. A ledger counts the bytes of every storage while it
+lives; the estimate is that of the second step, when the optimizer's state is there.
+
+A storage is a parameter, a gradient or optimizer state where the store or the optimizer holds it;
+it is an activation if it is alive when a forward ends; anything else is temporary: what
+operators, recomputation and communication need for a moment, gathered parameters, the batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise import runtime as rt
+from shardwise.api.compiled import PipelineProgram, Program, compile
+from shardwise.api.parallel import _Step
+from shardwise.api.scheduled import ScheduledStep
+from shardwise.emit import LoadedPipeline, build, load
+from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+from shardwise.runtime.optimizer import ELEMENTWISE
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+SMALL = 1 << 16  # elements of a constant that is computed, so that its values can be asked for
+_NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    c.__name__.lower(): c for c in ELEMENTWISE
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """The bytes that a rank holds at most in a step, of what they are made, and when.
+
+    `activations_peak_bytes` is the most that is kept for backward at any time, also if that is not
+    when the sum is highest.
+    """
+
+    rank: int
+    peak_bytes: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    temporary_bytes: int
+    activations_peak_bytes: int
+    when: str  # "0B3": as actions of a schedule; "optimizer"
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", self.parameters_bytes),
+            ("gradients", self.gradients_bytes),
+            ("optimizer state", self.optimizer_bytes),
+            ("activations", self.activations_bytes),
+            ("temporary", self.temporary_bytes),
+            ("peak", self.peak_bytes),
+            ("activations at most", self.activations_peak_bytes),
+        ]
+        lines = [f"memory of rank {self.rank}, highest in {self.when}"]
+        return "\n".join([*lines, *(f"  {name:20} {_mib(size):>12}" for name, size in rows)])
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def predict_memory(
+    graph: Graph,
+    plan: Plan,
+    rank: int = 0,
+    optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
+    *,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> MemoryEstimate:
+    """The memory that `rank` needs for a step under `plan`, without allocating it.
+
+    `optimizer` is a class or the name of one of torch's, with its `options`. `device` may be "cuda"
+    where there is a GPU: some operators take another way there.
+    """
+    if not 0 <= rank < plan.num_ranks:
+        raise PlanError(f"rank {rank} is not among the {plan.num_ranks} of the plan")
+    device = torch.device(device)
+    _check_device(plan, device)
+    program, cls = compile(graph, plan), _optimizer_class(optimizer)
+    ledger = _Ledger(device)
+    try:
+        with ledger.counting():
+            _play(_Player(program, rank, ledger), cls, options, ledger)
+    except _NEEDS_DATA as error:
+        raise ShardwiseError(
+            f"memory cannot be predicted: the program asks for values of tensors ({error})",
+            where=graph.name,
+            hint="measure a step with torch.profiler.profile(profile_memory=True)",
+        ) from error
+    return ledger.estimate(rank)
+
+
+def _check_device(plan: Plan, device: torch.device) -> None:
+    if device.type == "cpu":
+        return
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ShardwiseError(
+            f"memory on {device} cannot be predicted: torch finds no such device here",
+            hint='device="cpu": parameters, gradients and optimizer state are the same',
+        )
+    if plan.offload:
+        raise PlanError(f"memory on {device} with offload={plan.offload} cannot be predicted")
+
+
+def _optimizer_class(
+    name: str | Callable[..., torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
+    if not isinstance(name, str):
+        return name
+    if name not in _OPTIMIZERS:
+        known = ", ".join(_OPTIMIZERS)
+        raise OptimizerError(
+            f"optimizer {name!r}{did_you_mean(name, _OPTIMIZERS)}", hint=f"{known}, or a class"
+        )
+    return _OPTIMIZERS[name]
+
+
+# ---------------------------------------------------------------- one rank's steps
+
+
+class _Player:
+    """One rank's part of a program, on tensors without data."""
+
+    def __init__(self, program: Program | PipelineProgram, rank: int, ledger: _Ledger) -> None:
+        self.program, self.ledger = program, ledger
+        plan, graph = program.plan, program.graph
+        self.mesh = _mesh(plan, rank)
+        self.rng = rt.PretendRng(plan.seed, plan.rng, self.mesh)
+        self.step: rt.StepProgram
+        windows, device = _Windows(ledger), ledger.device
+        if isinstance(program, PipelineProgram):
+            loaded = LoadedPipeline(program.text, graph, self.mesh, self.rng, device)
+            self.store = loaded.make_store()
+            self.step = ScheduledStep(graph, plan, loaded, self.store, windows)
+        else:
+            generated = load(program.source(self.mesh.rank), graph.functions)
+            module = build(generated, self.mesh, self.rng, device, graph)
+            self.store = rt.ParameterStore(
+                module, self.mesh, generated.PARAMETERS, generated.BUFFERS, device=device
+            )
+            self.step = _Step(graph, plan, generated, module, self.mesh, device, windows)
+        rt.stand_alone(self.store, lambda leaf: ledger.mark("gradients", [leaf.grad]))
+        self.module = rt.ParallelModule(
+            self.store, self.mesh, self.rng, lambda *_: self.step, check_batches=False
+        )
+
+    def batch(self) -> dict[str, Tensor]:
+        """A whole batch."""
+        graph, found = self.program.graph, {}
+        for given in graph.inputs:
+            kind = graph.values[given.value]
+            shape = list(kind.shape)
+            if isinstance(self.step, ScheduledStep):
+                spec = self.step.executor.spec
+                dim = spec.batch_dims.get(given.name)
+                if dim is not None and not spec.timed:  # the graph is of one micro-batch
+                    shape[dim] *= spec.microbatches
+            found[given.name] = torch.empty(shape, dtype=kind.dtype, device=self.ledger.device)
+        return found
+
+    def mark_parameters(self) -> None:
+        """Tell parameters and buffers; gathered ones are there for a moment."""
+        for group in self.store.groups:
+            self.ledger.watch(group.full, "temporary" if group.zero == 3 else "parameters")
+            self.ledger.mark("parameters", [group.shard, group.resident])
+        held = [t for e in self.store.entries for t in (e.leaf, e.piece, e.shown)]
+        self.ledger.mark("parameters", [*held, *self.store.buffers.values()])
+
+    def mark_gradients(self) -> None:
+        """Tell the gradients of a step that has just ended."""
+        entries = self.store.entries
+        self.ledger.mark("gradients", [t.grad for e in entries for t in (e.leaf, e.piece, e.shown)])
+
+
+def _mesh(plan: Plan, rank: int) -> rt.ProcessMesh:
+    stage = next(s for s in plan.all_stages if rank in s.ranks)
+    return rt.ProcessMesh(
+        dict(stage.mesh.axes),
+        stage.ranks.index(rank),
+        rt.PretendTransport(rank, plan.num_ranks),
+        ranks=stage.ranks,
+        groups=plan.groups,
+        microbatches=plan.microbatches,
+        timed=plan.splits_time,
+    )
+
+
+def _play(
+    player: _Player,
+    cls: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    ledger: _Ledger,
+) -> None:
+    """Two steps of training, of which the ledger records the second."""
+    batch = player.batch()
+    player.mark_parameters()
+    if ledger.device.type == "cuda" and isinstance(cls, type) and cls in ELEMENTWISE:
+        options = {"foreach": not options.get("fused", False), **options}  # torch's choice there
+    optimizer = rt.optimizer(player.module, cls, **options)
+    for last in (False, True):
+        ledger.begin(record=last)
+        player.module.train_step(batch)
+        player.mark_gradients()
+        ledger.phase = "optimizer"
+        optimizer.step()
+        ledger.mark("optimizer", tree_leaves([dict(s) for s in optimizer.inner.state.values()]))
+        optimizer.zero_grad()
+
+
+class _Windows(rt.Recorder):
+    """Tells the ledger which action runs, and what a forward leaves."""
+
+    def __init__(self, ledger: _Ledger) -> None:
+        super().__init__(0, enabled=False)
+        self._ledger = ledger
+
+    @contextmanager
+    def span(self, lane: str, name: str, **details: Any) -> Iterator[None]:
+        self._ledger.phase = name
+        yield
+        if "F" in name:
+            self._ledger.keep()
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One storage."""
+
+    size: int
+    kind: str | None = None
+    watch: Any = field(default=None, repr=False)
+
+
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators without data, and keeps account of the storages on a device.
+
+    Small constants, which depend on nothing but numbers, are computed for real: programs may ask
+    for their values.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.phase = device, ""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._live: dict[int, _Block] = {}
+        self._elastic: list[tuple[torch.UntypedStorage, _Block]] = []
+        self._events: list[tuple[_Block, int, str]] = []
+        self._recording = False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._fake)
+            stack.enter_context(self)
+            yield
+            self._recording = False
+
+    # --- operators -----------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = self._call(func, args, dict(kwargs or {}))
+        for item in tree_leaves(found):
+            if isinstance(item, Tensor):
+                self._block(item)
+        for storage, block in self._elastic:
+            self._resize(block, storage.nbytes())
+        return found
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _is_constant(func, args, kwargs):
+            return func(*args, **kwargs)
+        try:
+            found = func(*args, **kwargs)
+            if any(t.numel() > SMALL for t in tree_leaves(found) if isinstance(t, Tensor)):
+                return found
+        except _NEEDS_DATA:
+            pass
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    # --- storages ------------------------------------------------------------------------
+
+    def _block(self, tensor: Tensor) -> _Block | None:
+        """The account of a tensor's storage, opened if it is new."""
+        if tensor.device.type != self.device.type or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        block = self._live.get(key)
+        if block is None:
+            block = self._live[key] = _Block(0)
+            block.watch = weakref.ref(storage, lambda _: self._gone(key))
+        self._resize(block, storage.nbytes())
+        return block
+
+    def _resize(self, block: _Block, size: int) -> None:
+        change, block.size = size - block.size, size
+        if change and self._recording:
+            self._events.append((block, change, self.phase))
+
+    def _gone(self, key: int) -> None:
+        self._resize(self._live.pop(key), 0)
+
+    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Say what storages are; the first word counts."""
+        for tensor in tensors:
+            block = self._block(tensor) if isinstance(tensor, Tensor) else None
+            if block is not None and block.kind is None:
+                block.kind = kind
+
+    def watch(self, tensor: Tensor, kind: str) -> None:
+        """Mark a storage that changes its size without an operator."""
+        self.mark(kind, [tensor])
+        block = self._block(tensor)
+        if block is not None:
+            self._elastic.append((tensor.untyped_storage(), block))
+
+    def keep(self) -> None:
+        """A forward ends: what it leaves are activations."""
+        for block in self._live.values():
+            block.kind = block.kind or "activations"
+
+    # --- steps ---------------------------------------------------------------------------
+
+    def begin(self, *, record: bool) -> None:
+        """A step begins: what is there and unknown belongs to none."""
+        gc.collect()
+        for block in self._live.values():
+            block.kind = block.kind or "temporary"
+        if record:
+            self._events = [(block, block.size, "") for block in self._live.values()]
+        self._recording = record
+
+    def estimate(self, rank: int) -> MemoryEstimate:
+        """The highest sum of what was recorded, and its parts."""
+        now, best = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        when, most_kept = "", 0
+        for block, change, phase in self._events:
+            now[block.kind or "temporary"] += change
+            most_kept = max(most_kept, now["activations"])
+            if change > 0 and sum(now.values()) > sum(best.values()):
+                best, when = dict(now), phase
+        return MemoryEstimate(
+            rank=rank,
+            peak_bytes=sum(best.values()),
+            **{f"{kind}_bytes": size for kind, size in best.items()},
+            activations_peak_bytes=most_kept,
+            when=when,
+        )
+
+
+def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this makes small numbers of nothing but small numbers, on the host."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    if not tensors:
+        return getattr(func, "overloadpacket", None) is torch.ops.aten.arange
+    return not any(isinstance(t, FakeTensor) or t.is_meta or t.numel() > SMALL for t in tensors)

@@ -1,0 +1,125 @@
+"""One rank without the others: what it takes to run a program on tensors without data.
+
+`PretendTransport` answers at once, with tensors of the right size and no values; what the
+transport between processes allocates, it allocates. `stand_alone` makes a store agree with
+nobody. Both are for predictions of memory: results mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.flat import Entry
+from shardwise.runtime.random import Rng
+from shardwise.runtime.reducer import Reducer
+from shardwise.runtime.store import ParameterStore
+from shardwise.runtime.transport import Group, Pending
+
+__all__ = ["PretendRng", "PretendTransport", "stand_alone"]
+
+
+class PretendTransport:
+    """A rank's end of a transport that moves nothing.
+
+    A message counts until the next one to the same rank, or the next arrival from it.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._sent: dict[int, Tensor] = {}
+
+    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
+        return _later(flat)
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
+    ) -> Pending:
+        if out is None:
+            out = flat.new_empty(sum(sizes))
+        largest = max(sizes)
+        if flat.device.type == "cpu" or min(sizes) == largest:
+            return _later(out.fill_(0))
+        padded = flat.new_empty(largest)
+        return _later(out, flat.new_empty(largest * group.size), padded)
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+        mine, largest = sizes[group.index], max(sizes)
+        if flat.device.type != "cpu":
+            padded = () if min(sizes) == largest else (flat.new_empty(largest * group.size),)
+            return _later(flat.new_empty(largest), flat, *padded).then(lambda out: out[:mine])
+        half = flat.dtype in (torch.float16, torch.bfloat16)
+
+        def add(arrived: Tensor) -> Tensor:
+            own = flat[:mine]
+            return torch.add(own.float() if half else own, arrived[0]).to(flat.dtype)
+
+        return _later(flat.new_empty(group.size - 1, mine)).then(add)
+
+    def all_to_all(
+        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
+    ) -> Pending:
+        return _later(flat.new_empty(sum(out_sizes)), flat)
+
+    def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
+        return _later(flat)
+
+    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
+        self._sent[target] = flat
+        return Pending(flat)
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        def arrived() -> None:
+            self._sent.pop(source, None)
+
+        return Pending(flat, arrived)
+
+
+def _later(result: Tensor, *kept: Tensor) -> Pending:
+    """A result that is waited for; `kept` lives until then."""
+
+    def wait() -> None:
+        _ = kept
+
+    return Pending(result, wait)
+
+
+class PretendRng(Rng):
+    """Draws nothing: its generators are for tensors without data, on any device."""
+
+    def generator(
+        self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()
+    ) -> torch.Generator:
+        return torch.Generator("cpu")
+
+
+class _AloneReducer(Reducer):
+    """Takes this rank's gradients for everyone's, and shows them as plain tensors."""
+
+    def _agree(self, entries: list[Entry]) -> None:
+        wanted = set(entries)
+        ordered = [entry for entry in self._arrived if entry in wanted]
+        self.plan.known.update(wanted)
+        self.plan.used.update(ordered)
+        for reduction in self._form(ordered):
+            reduction.expected = {e: n for e in reduction.entries if (n := self._arrived[e])}
+            self.plan.add(reduction)
+
+    def _install(self, entry: Entry) -> None:
+        if entry.zero == 2 and entry.piece.grad is not None:
+            scalar = torch.zeros((), dtype=entry.master, device=entry.leaf.device)
+            entry.leaf.grad = scalar.expand(entry.leaf.shape)
+
+
+def stand_alone(store: ParameterStore, on_gradient: Callable[[Tensor], None]) -> None:
+    """Let a store that has not been used run without other ranks.
+
+    `on_gradient` is called with every parameter whose gradient autograd has just left.
+    """
+    for entry in store.entries:
+        if entry.spec.requires_grad:
+            entry.leaf.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+    store.reducer = _AloneReducer(store.mesh, store.entries)
+    store.units._flush = store.reducer.flush

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.runtime import PretendRng, PretendTransport, dropout, run_threads
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.transport import Group, Pending, Transport
+
+SIZES = [3, 2]
+
+OPERATIONS: dict[str, Callable[[Transport, Group], Pending]] = {
+    "all_reduce": lambda t, g: t.all_reduce(torch.ones(4), "sum", g),
+    "all_gather": lambda t, g: t.all_gather(torch.ones(SIZES[g.index]), SIZES, g),
+    "all_gather_out": lambda t, g: t.all_gather(
+        torch.ones(SIZES[g.index]), SIZES, g, torch.empty(5)
+    ),
+    "reduce_scatter": lambda t, g: t.reduce_scatter(torch.ones(5), SIZES, g),
+    "reduce_scatter_half": lambda t, g: t.reduce_scatter(
+        torch.ones(5, dtype=torch.bfloat16), SIZES, g
+    ),
+    "all_to_all": lambda t, g: t.all_to_all(
+        torch.ones(4), [2 - g.index, 2 + g.index], [2 - g.index, 2 - g.index], g
+    ),
+    "broadcast": lambda t, g: t.broadcast(torch.ones(4), 0, g),
+    "send": lambda t, g: t.send(torch.ones(4), 1 - g.index, 0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_result_has_the_form_of_a_real_one(name: str, rank: int) -> None:
+    def form(transport: Transport, index: int) -> tuple[object, ...]:
+        found = OPERATIONS[name](transport, Group((0, 1), index)).wait()
+        return found.shape, found.dtype
+
+    if name == "all_to_all":  # what one sends is what the other receives
+        pretended = OPERATIONS[name](PretendTransport(rank, 2), Group((0, 1), rank)).wait()
+        assert pretended.numel() == 2 * (2 - rank)
+        return
+    real = run_threads(2, lambda index, transport: form(transport, index))
+    assert form(PretendTransport(rank, 2), rank) == real[rank]
+
+
+def test_it_works_on_tensors_without_data() -> None:
+    transport, group = PretendTransport(0, 2), Group((0, 1), 0)
+    with FakeTensorMode():
+        gathered = transport.all_gather(torch.empty(3), [3, 2], group).wait()
+        scattered = transport.reduce_scatter(torch.empty(5), [3, 2], group).wait()
+        received = transport.receive(torch.empty(7), 1, 0).wait()
+    assert [t.numel() for t in (gathered, scattered, received)] == [5, 3, 7]
+
+
+def test_a_message_counts_until_the_next_one_or_an_answer() -> None:
+    transport = PretendTransport(0, 3)
+
+    def waiting() -> dict[int, Tensor]:
+        return dict(transport._sent)
+
+    first, second = torch.empty(3), torch.empty(4)
+    transport.send(first, 1, 0)
+    assert waiting()[1] is first
+    transport.send(second, 1, 1)
+    assert waiting()[1] is second
+    answer = transport.receive(torch.empty(2), 1, 0)
+    assert waiting()
+    answer.wait()
+    assert not waiting()
+
+
+def test_random_numbers_without_data() -> None:
+    rng = PretendRng(0, "exact", ProcessMesh({}))
+    with FakeTensorMode():
+        x = dropout(torch.empty(4, 6), 0.5, rng, "drop", (4, 6))
+    assert x.shape == (4, 6)
