@@ -17,6 +17,7 @@ from shardwise.equivalence.twin.decide import (
     scale_entries,
     scale_resolved,
 )
+from shardwise.equivalence.twin.indices import computed_indices
 from shardwise.equivalence.twin.layers import drop_layers
 from shardwise.equivalence.twin.rewrite import pinned, rewrite
 from shardwise.equivalence.twin.schedule import begin_at, fewer_stages, on_meshes
@@ -54,7 +55,7 @@ def build_twin(graph: Graph, plan: Plan) -> Twin:
     decided: Resolved | Pipeline
     decided = build_pipeline(small, fewer) if fewer.is_scheduled else resolve(small, fewer, facts)
     counts = Counts.of(small, fewer)
-    pins: set[Key] = set(pinned(small, facts.calls, facts.rules))
+    pins: set[Key] = {*pinned(small, facts.calls, facts.rules), *computed_indices(small)}
     why = ""
     for _ in range(ATTEMPTS):
         sizes = Sizes(small, facts.rules)
@@ -70,8 +71,10 @@ def build_twin(graph: Graph, plan: Plan) -> Twin:
                 break
             pins |= fresh
         else:
-            what = (*layers, *_changes(small, sizes), *stages, *notes)
-            return Twin(program=program, scaled=what)
+            what = [*layers, *_changes(small, sizes), *stages, *notes]
+            if plan.stages and program.plan.num_ranks != plan.num_ranks:
+                what.append(f"ranks: {plan.num_ranks} -> {program.plan.num_ranks}")
+            return Twin(program=program, scaled=tuple(what))
     raise VerifyError(
         f"no smaller twin of {graph.name} could be made: {why}",
         hint="verify a smaller configuration of the model, or give max_bytes",

@@ -42,7 +42,7 @@ class Counts:
         """Few of everything."""
         rows, times = input_rows(graph, plan), few_microbatches(plan)
         each = max(1, rows // plan.microbatches) if plan.splits_time else rows
-        meshes = _small_meshes(plan, each)
+        meshes = _small_meshes(plan, rows)
         time = [(plan.microbatches, times)] if plan.splits_time else []
         alike = [_pairs(a, b) for a, b in meshes.items()]
         batch = [_pairs(a, b, plan) for a, b in meshes.items()]
@@ -75,15 +75,17 @@ def input_rows(graph: Graph, plan: Plan) -> int:
 
 
 def _small_meshes(plan: Plan, rows: int) -> dict[Mesh, Mesh]:
-    """Fewer ranks; a batch axis with more ranks than rows keeps empty ranks."""
+    """Fewer ranks; a batch axis over which rows do not divide has 3, for even and odd rows."""
     groups = {stage.ranks: stage.mesh for stage in plan.all_stages}
+    shares = plan.microbatches if plan.splits_time else 1
     found: dict[Mesh, Mesh] = {}
     for most in MOST_PARAMETER_RANKS:
         for mesh in groups.values():
             axes = []
             for axis, ranks in mesh.axes:
                 batch = plan.roles[axis] == "batch"
-                fewer = (FEW + 1 if ranks > rows else 2) if batch else most
+                uneven = rows % (ranks * shares) != 0
+                fewer = (FEW + 1 if uneven else FEW) if batch else most
                 limit = MOST_BATCH_RANKS if batch else most
                 axes.append((axis, fewer if ranks > limit else ranks))
             found[mesh] = Mesh(axes=tuple(axes))

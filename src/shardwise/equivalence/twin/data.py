@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from shardwise.equivalence.twin.indices import indexed_dim, op_name
 from shardwise.equivalence.twin.rewrite import crop
-from shardwise.ir import Graph, Node, Ref
+from shardwise.ir import Graph, Node
 from shardwise.ir.schema import bind
 from shardwise.plans import Plan
 from shardwise.plans.resolve import input_cuts
@@ -117,19 +118,15 @@ def _bounds(graph: Graph, value: str) -> Iterator[int]:
     if graph.values[value].dtype.is_floating_point:
         return
     for node, name in _followed(graph, value):
-        given = bind(node)
-        shape = {k: graph.values[v.name].shape for k, v in given.items() if isinstance(v, Ref)}
-        op = node.op.split(".")[1] if node.op.count(".") == 2 else ""
-        if op == "embedding" and given.get("indices") == Ref(name):
-            yield shape["weight"][0]
+        op, found = op_name(node), indexed_dim(node, name)
+        if found is not None:
+            table, dim = found
+            yield graph.values[table].shape[dim]
         elif op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
-            yield shape["self"][1 if len(shape["self"]) > 1 else 0]
-        elif op in ("gather", "index_select", "scatter") and given.get("index") == Ref(name):
-            yield shape["self"][given.get("dim", 0)]
-        elif op == "index" and Ref(name) in (given.get("indices") or ()):
-            yield shape["self"][list(given["indices"]).index(Ref(name))]
-        elif op == "one_hot" and given.get("num_classes", -1) > 0:
-            yield given["num_classes"]
+            scores = graph.values[bind(node)["self"].name].shape
+            yield scores[1 if len(scores) > 1 else 0]
+        elif op == "one_hot" and bind(node).get("num_classes", -1) > 0:
+            yield bind(node)["num_classes"]
 
 
 def _ignores(graph: Graph, value: str) -> bool:

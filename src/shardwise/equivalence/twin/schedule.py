@@ -14,28 +14,28 @@ from shardwise.plans import Plan, Stage
 from shardwise.schedules import Action, make
 
 KEPT_MICROBATCHES = 4
-MOST_GROUPS = 8  # of ranks: more are left out, with their stages
+MOST_STAGES = 16
 
 
 def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-    """The plan with at most `MOST_GROUPS` groups of ranks; of its stages some begin at no cut."""
-    stages, groups = plan.stages, plan.groups
-    if len(groups) <= MOST_GROUPS:
+    """The plan with about `MOST_STAGES` stages at most: some are part of the one before them."""
+    stages, groups = plan.all_stages, len(plan.groups)
+    each = max(1, len(stages) // groups)
+    most = max(2, MOST_STAGES // each)
+    if groups <= most:
         return plan, ()
-    count = max(1, len(stages) // len(groups)) * MOST_GROUPS
+    count = each * most
     kept = [stages[index * len(stages) // count] for index in range(count)]
     name = plan.schedule if isinstance(plan.schedule, str) else ""
-    name = name or ("1f1b" if count == MOST_GROUPS else "interleaved")
-    placement = make(
-        name, groups=MOST_GROUPS, microbatches=plan.microbatches, stages=count
-    ).placement
-    owners = [kept[placement.index(group)].mesh for group in range(MOST_GROUPS)]
+    name = name or ("1f1b" if count == most else "interleaved")
+    made = make(name, groups=most, microbatches=plan.microbatches, stages=count)
+    owners = [kept[made.placement.index(group)].mesh for group in range(most)]
     ranks = _numbered([mesh.size for mesh in owners])
     fewer = tuple(
         Stage(first=stage.first, ranks=ranks[group], mesh=owners[group])
-        for stage, group in zip(kept, placement, strict=True)
+        for stage, group in zip(kept, made.placement, strict=True)
     )
-    notes = [f"stages: {len(stages)} -> {count}, on {len(groups)} -> {MOST_GROUPS} groups of ranks"]
+    notes = [f"stages: {len(stages)} -> {count}, on {groups} -> {most} groups of ranks"]
     if not isinstance(plan.schedule, str):
         notes.append(f"schedule: the list of actions -> {name}")
     return plan.with_(stages=fewer, schedule=name, mesh=fewer[0].mesh), tuple(notes)
@@ -76,8 +76,6 @@ def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan
         Stage(first=stage.first, ranks=ranks[stage.ranks], mesh=meshes[stage.mesh])
         for stage in plan.stages
     )
-    if stages and sum(map(len, groups)) != sum(map(len, ranks.values())):
-        notes.append(f"ranks: {sum(map(len, groups))} -> {sum(map(len, ranks.values()))}")
     smaller = plan.with_(
         mesh=meshes[plan.mesh], stages=stages, microbatches=count, schedule=schedule
     )

@@ -242,6 +242,8 @@ class Sizes:
 
     def pattern(self, key: Key, pattern: Pattern) -> Pattern:
         """A cut of a dim or axis in new sizes."""
+        if self.find(key) in self.frozen:
+            return pattern
         if len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
             return ((1, self.new(key), 1),)
         segments = self._segments(key)
