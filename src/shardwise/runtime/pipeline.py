@@ -232,6 +232,7 @@ class Executor:
         try:
             self._before(step, self.actions)
             for index, action in enumerate(self.actions):
+                self.retirement.release()
                 self._post(step, index, self.actions)
                 self.mesh.microbatch = action.microbatch
                 self.mesh.final = self._last_forward.get(action.stage) == action
@@ -249,15 +250,14 @@ class Executor:
         self.retirement.finish()
         return loss, leaves
 
-    def evaluate(
-        self, inputs: Mapping[str, Tensor], *, whole: bool = True
-    ) -> tuple[Any, ...]:
+    def evaluate(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> tuple[Any, ...]:
         """The forwards alone: the model's output leaves."""
         step = _Step(inputs, whole)
         forwards = tuple(a for a in self.actions if a.kind == "F")
         try:
             self._before(step, forwards)
             for index, action in enumerate(forwards):
+                self.retirement.release()
                 self._post(step, index, forwards)
                 self.mesh.microbatch = action.microbatch
                 self.mesh.final = self._last_forward.get(action.stage) == action
@@ -548,9 +548,7 @@ class Executor:
                 found = [row[place] for _, row in sorted(step.leaves[output.stage], key=_first)]
                 mine = self._joined(output, found)
             dtype = torch_dtype(output.dtype)
-            leaves.append(
-                self._from_stage(output.stage, mine, output.shape, dtype, base + number)
-            )
+            leaves.append(self._from_stage(output.stage, mine, output.shape, dtype, base + number))
         return tuple(leaves)
 
     def _joined(self, output: OutputSpec, parts: list[Tensor]) -> Tensor:
