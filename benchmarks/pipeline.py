@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--bubble-ranks", type=_numbers, default=[2, 8])
     parser.add_argument("--schedules", type=_names, default=list(SCHEDULES))
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("pipeline-results.json"))
+    parser.add_argument("--out", type=Path, default=Path("bench-results-pipeline.json"))
     options = parser.parse_args()
     rows = []
     cores = len(os.sched_getaffinity(0))
