@@ -197,7 +197,8 @@ def _outputs(pipeline: Pipeline) -> list[str]:
         if isinstance(held, Shard):
             row += f', split=rt.Split(axis="{TIME}", dim={held.dim}, of={literal(held.of)})'
         elif isinstance(held, Partial):
-            row += ", summed=True" if pipeline.plan.splits_time else ", averaged=True"
+            mean = not pipeline.plan.splits_time and kind.dtype.is_floating_point
+            row += ", averaged=True" if mean else ", summed=True"
         rows.append(row + ")")
     return rows
 
@@ -207,8 +208,8 @@ def _joined(
 ) -> tuple[tuple[int, ...], Placement | None]:
     """The shape of an output of all micro-batches, and how each holds it.
 
-    Of batches of their own, what has a row for every sample is put together by rows, and numbers
-    are averaged.
+    Of batches of their own, what has a row for every sample is put together by rows; numbers are
+    averaged, and counts added up.
     """
     count = pipeline.plan.microbatches
     if pipeline.plan.splits_time or count == 1:

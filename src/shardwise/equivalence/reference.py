@@ -110,11 +110,14 @@ def run_reference(
 
 
 def join_outputs(parts: Sequence[Any]) -> Any:
-    """One output of several batches: rows put together, numbers averaged."""
+    """One output of several batches: rows put together, numbers averaged, counts added up."""
     first = parts[0]
     if not isinstance(first, torch.Tensor):
         return first
     if len(parts) == 1:
         return first.detach()
     whole = [part.detach() for part in parts]
-    return torch.stack(whole).sum(0) / len(whole) if first.dim() == 0 else torch.cat(whole)
+    if first.dim():
+        return torch.cat(whole)
+    total = torch.stack(whole).sum(0)
+    return total / len(whole) if first.is_floating_point() else total
