@@ -15,6 +15,7 @@ from shardwise.equivalence.twin import build_twin, prepare_twin
 from shardwise.equivalence.twin.counts import small_size
 from shardwise.equivalence.twin.layers import drop_layers
 from shardwise.errors import VerifyError
+from shardwise.plans import ParameterEntry
 from tests.support import zoo
 from tests.unit.equivalence import mutations as m
 
@@ -124,6 +125,18 @@ def test_layers_of_one_kind_are_kept_twice() -> None:
     fewer.verify()
     two = sw.capture(zoo.FusedGPT(layers=2), batch)
     assert [n.op for n in fewer.nodes] == [n.op for n in two.nodes]
+
+
+def test_a_layer_that_the_plan_treats_otherwise_is_kept() -> None:
+    model, batch = zoo.FusedGPT(layers=6), zoo.build("fused_gpt")[1]
+    graph = sw.capture(model, batch)
+    whole = {"blocks.4.up.weight": ParameterEntry(layout={"tp": "whole"})}
+    cluster = sw.Cluster.local(2)
+    for options in ({"parameters": whole}, {"recompute": ["blocks.4"]}):
+        twin = build_twin(graph, sw.strategies.tensor(graph, cluster, **options))
+        assert twin.scaled[0] == "blocks: 6 layers -> 4"
+        kept = {p.name for p in twin.graph.parameters if p.name.endswith("up.weight")}
+        assert kept == {f"blocks.{i}.up.weight" for i in (0, 1, 4, 5)}  # 5 goes on from 4
 
 
 @pytest.mark.parametrize("size", [50257, 4096, 128256, 97, 1000, 64])

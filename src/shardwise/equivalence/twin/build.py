@@ -14,6 +14,7 @@ from shardwise.equivalence.twin.counts import Counts
 from shardwise.equivalence.twin.decide import (
     forced_choices,
     matching,
+    said_of,
     scale_entries,
     scale_resolved,
 )
@@ -85,7 +86,7 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
     """Fewer layers, and the plan for what is left: stages begin at the same nodes."""
     nodes = {place: name for name, place in node_keys(graph).items()}
     firsts = [nodes[stage.first] for stage in plan.stages if stage.first]
-    small, notes = drop_layers(graph, firsts)
+    small, notes = drop_layers(graph, firsts, lambda path, nodes: said_of(plan, graph, path, nodes))
     places, order = node_keys(small), [node.name for node in graph.nodes]
 
     def place(first: str) -> str:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from shardwise.cluster import Mesh
 from shardwise.equivalence.twin.rewrite import node_keys
 from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable
-from shardwise.ir import Graph
+from shardwise.ir import Graph, Node
 from shardwise.plans import ParameterEntry, Plan, Resolved, model_fingerprint
 from shardwise.sharding.assign import Assignment
 from shardwise.sharding.candidates import Candidate, Cut, Pass, cut_candidate, pass_candidate, same
@@ -108,6 +108,22 @@ def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, Parameter
         }
         entries[glob] = ParameterEntry(layout=layout, zero=entry.zero)
     return entries
+
+
+def said_of(plan: Plan, graph: Graph, path: str, nodes: Sequence[Node]) -> str:
+    """What a plan says of a block: entries of its parameters, choices of nodes, recomputation."""
+    inside = f"{path}."
+    names = [p.name for p in graph.parameters if p.name.startswith(inside)]
+    entries = {name.removeprefix(inside): plan.entry(name) for name in names}
+    choices = [plan.nodes.get(node.name) for node in nodes]
+    globs = () if isinstance(plan.recompute, str) else plan.recompute
+    modules = {path, *(node.module for node in nodes)}
+    again = sorted(
+        module.removeprefix(path)
+        for module in modules
+        if any(fnmatchcase(module, glob) for glob in globs)
+    )
+    return f"{entries} {choices} {again}"
 
 
 def matching(glob: str, names: list[str]) -> list[str]:

@@ -1,35 +1,43 @@
 """Fewer layers: of blocks that are the same up to their weights, the first two are kept.
 
-Enters: a `Graph`, and nodes to keep (where a stage begins), with the blocks they are in. Leaves: a
-`Graph` with fewer nodes and parameters, and what was left out. A use of a dropped block's value
-becomes a use of the same value of the block of its kind that was kept last before it.
+Enters: a `Graph`, nodes to keep (where a stage begins) with the blocks they are in, and what a plan
+says of a block. Leaves: a `Graph` with fewer nodes and parameters, and what was left out. A use of
+a dropped block's value becomes a use of the same value of the block of its kind that was kept last
+before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from shardwise.ir import Buffer, Graph, Node, Ref, iter_refs, map_refs
+
+Said = Callable[[str, Sequence[Node]], str]  # of a block's path and nodes
 
 KEPT = 2
 DEEPEST = 3  # numbered modules inside numbered modules
 
 
-def drop_layers(graph: Graph, keep: Collection[str] = ()) -> tuple[Graph, tuple[str, ...]]:
+def drop_layers(
+    graph: Graph, keep: Collection[str] = (), said: Said | None = None
+) -> tuple[Graph, tuple[str, ...]]:
     """The graph with `KEPT` blocks of each kind, at every depth of numbered modules.
 
-    Blocks with a node in `keep` stay, too.
+    Blocks with a node in `keep` stay, too. Blocks of which something else is `said` are of another
+    kind.
     """
     notes: list[str] = []
     for depth in range(1, DEEPEST + 1):
-        graph, more = _drop_at(graph, depth, keep)
+        graph, more = _drop_at(graph, depth, keep, said)
         notes += more
     return graph, tuple(notes)
 
 
-def _drop_at(graph: Graph, depth: int, keep: Collection[str]) -> tuple[Graph, list[str]]:
+def _drop_at(
+    graph: Graph, depth: int, keep: Collection[str], said: Said | None
+) -> tuple[Graph, list[str]]:
     homes = _homes(graph, depth)
     blocks: dict[str, list[Node]] = {}
     for node, path in zip(graph.nodes, homes, strict=True):
@@ -40,7 +48,7 @@ def _drop_at(graph: Graph, depth: int, keep: Collection[str]) -> tuple[Graph, li
     asked = {h for node, h in zip(graph.nodes, homes, strict=True) if node.name in keep and h}
     parents: dict[str, dict[str, str]] = {}  # parent -> path -> what the block is
     for path, nodes in blocks.items():
-        kind = _signature(graph, path, nodes, owners)
+        kind = _signature(graph, path, nodes, owners) + (said(path, nodes) if said else "")
         parents.setdefault(path.rpartition(".")[0], {})[path] = kind
     renamed: dict[str, str] = {}
     dropped: set[str] = set()
