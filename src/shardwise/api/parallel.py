@@ -85,7 +85,10 @@ def _scaler(plan: Plan) -> rt.LossScaler | None:
     scale = plan.precision.loss_scale
     if not scale:
         return None
-    return rt.LossScaler() if scale == "dynamic" else rt.LossScaler.static(float(scale))
+    if scale != "dynamic":
+        return rt.LossScaler.static(float(scale))
+    # The gradient of a loss in float16 is the scale itself, which must fit.
+    return rt.LossScaler(2.0**16 if plan.precision.autocast else 2.0**15)
 
 
 class _Factory:

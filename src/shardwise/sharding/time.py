@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node
-from shardwise.sharding.candidates import Candidate, Cut, candidates
+from shardwise.sharding.candidates import Candidate, Cut, candidates, pass_candidate
 from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
@@ -92,7 +92,10 @@ def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]
     """The node's candidates that need no other micro-batch while they run."""
     rule = facts.rules[node.name]
     options = []
-    for candidate in candidates(rule, facts.structures[node.name]):
+    found = candidates(rule, facts.structures[node.name])
+    if _is_cast(node, facts) and not rule.linear:
+        found = (*found, pass_candidate(rule, frozenset({0})))  # terms are rounded one by one
+    for candidate in found:
         choice = candidate.choice
         if isinstance(choice, Cut):
             axis = rule.axes[choice.axis]
@@ -103,6 +106,14 @@ def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]
             continue
         options.append(candidate)
     return options
+
+
+def _is_cast(node: Node, facts: Facts) -> bool:
+    """Whether the node only changes a floating type."""
+    types = facts.calls[node.name].types
+    if node.op.split(".")[1] not in ("to", "_to_copy") or len(node.inputs) != 1:
+        return False
+    return all(types[name].dtype.is_floating_point for name in (*node.inputs, *node.outputs))
 
 
 def _feed(
