@@ -71,7 +71,7 @@ def parallelize(
         rng,
         specialize,
         check_batches=check_batches,
-        names=[n for p in graph.parameters for n in (p.name, *p.aliases)],
+        names=list(model.state_dict()),
         recorder=factory.recorder,
         timeout=timeout,
     )
