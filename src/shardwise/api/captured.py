@@ -79,9 +79,7 @@ def _is_meta(model: nn.Module) -> bool:
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with floating tensors of another type."""
     call = read_batch(batch)
-    return call.batch_with(
-        [t.to(dtype) if t.is_floating_point() else t for _, t in call.tensors]
-    )
+    return call.batch_with([t.to(dtype) if t.is_floating_point() else t for _, t in call.tensors])
 
 
 def microbatch(batch: Any, plan: Plan, index: int) -> Any:

@@ -71,9 +71,7 @@ def _nodes(resolved: Resolved, program: Program) -> list[str]:
         else:
             source = f"  ({nodes[step.node].source})" if nodes[step.node].source else ""
             chosen = choices[step.node]
-            lines.append(
-                f"  {step.node:<{width}}  {chosen:<{middle}}  {keys[step.node]}{source}"
-            )
+            lines.append(f"  {step.node:<{width}}  {chosen:<{middle}}  {keys[step.node]}{source}")
     return lines
 
 

@@ -94,6 +94,4 @@ def input_dtypes(graph: Graph, plan: Plan) -> dict[str, torch.dtype]:
 
 def offloading(plan: Plan) -> contextlib.AbstractContextManager[object]:
     """Where the plan keeps activations on the host."""
-    return (
-        rt.offload_activations() if "activations" in plan.offload else contextlib.nullcontext()
-    )
+    return rt.offload_activations() if "activations" in plan.offload else contextlib.nullcontext()

@@ -249,4 +249,3 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         typer.echo(fit(f"{type(error).__name__}: {error}"), err=True)
         sys.exit(INFEASIBLE if isinstance(error, InfeasiblePlan) else FAILURE)
     sys.exit(0)
-

@@ -109,14 +109,10 @@ class LoadedPipeline:
 
     def executor(self, store: rt.ParameterStore, recorder: Any = None) -> rt.Executor:
         """What runs this rank's actions."""
-        return rt.Executor(
-            self.spec, self.stages, self.mesh, store, self.device, recorder=recorder
-        )
+        return rt.Executor(self.spec, self.stages, self.mesh, store, self.device, recorder=recorder)
 
 
-def build(
-    generated: Any, mesh: rt.ProcessMesh, rng: Any, device: Any, graph: Graph
-) -> nn.Module:
+def build(generated: Any, mesh: rt.ProcessMesh, rng: Any, device: Any, graph: Graph) -> nn.Module:
     """The generated module; constants are passed where it takes some."""
     takes = "constants" in generated.Model.__init__.__code__.co_varnames
     constants: Mapping[str, torch.Tensor] = {c.value: c.data for c in graph.constants}

@@ -1,7 +1,7 @@
 """A pipeline as Python files: one per stage program, and one with what holds between them.
 
-Enters: a `Pipeline`. Leaves: `PipelineSources`. `pipeline.py` says which ranks run which stage, what
-travels between stages, and in which order every group of ranks works: the schedule as a table.
+Enters: a `Pipeline`. Leaves: `PipelineSources`. `pipeline.py` says which ranks run which stage,
+what travels between stages, and in which order every group works: the schedule as a table.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         "",
         f"MICROBATCHES = {plan.microbatches}  # {kind}",
         f"TIMED = {plan.splits_time}",
-        f"BATCH_DIMS = {literal_dict(_batch_dims(pipeline))}",
+        f"BATCH_DIMS = {_literal_dict(_batch_dims(pipeline))}",
         "",
         "STAGES = (",
         *(f"{INDENT}{_stage(stage)}," for stage in pipeline.stages),
@@ -134,7 +134,7 @@ def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
     return {i.name: cuts[i.value].dim for i in pipeline.graph.inputs if i.value in cuts}  # type: ignore[union-attr]
 
 
-def literal_dict(mapping: dict[str, int]) -> str:
+def _literal_dict(mapping: dict[str, int]) -> str:
     return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in mapping.items()) + "}"
 
 
@@ -145,7 +145,7 @@ def _table(name: str, rows: list[str]) -> list[str]:
 
 
 def _stage(stage: StageProgram) -> str:
-    axes = literal_dict(dict(stage.mesh.axes))
+    axes = _literal_dict(dict(stage.mesh.axes))
     return f"rt.StageSpec(ranks={literal(stage.ranks)}, axes={axes})"
 
 

@@ -17,7 +17,6 @@ from shardwise.frontend.batch import flatten_batch
 from shardwise.ir import Graph, Node, Ref, map_refs, node_keys
 from shardwise.ir.interpret import interpret, is_random
 from shardwise.plans import Plan
-
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.registry import rule_for
 from shardwise.sharding.rule import Call, Local

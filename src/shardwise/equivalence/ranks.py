@@ -47,6 +47,7 @@ def run_ranks(
         for module, ranks in zip(modules, program.rank_programs, strict=True)
         for rank in ranks.ranks
     }
+
     def run(rank: int, transport: Any) -> Outcome:
         mesh = rt.ProcessMesh(dict(program.mesh.axes), rank, transport)
         if records is None:
@@ -80,9 +81,7 @@ def _train_once(
     return step_outcome(store, loss, outputs)
 
 
-def step_outcome(
-    store: rt.ParameterStore, loss: torch.Tensor, outputs: Sequence[Any]
-) -> Outcome:
+def step_outcome(store: rt.ParameterStore, loss: torch.Tensor, outputs: Sequence[Any]) -> Outcome:
     """What is there after backward, and after an AdamW step."""
     gradients = rt.share(store.mesh, store.gather_gradients())
     eps = damping(gradients.values())

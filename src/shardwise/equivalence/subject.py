@@ -1,7 +1,7 @@
 """What is checked: a program of one stage, or a pipeline of several, run a thread per rank.
 
-Enters: a `Program` or a `Pipeline`. Leaves: a `Subject`, which gives its emitted texts, runs them for
-one training step, and knows where the parts of each value are found among the records of a run.
+Enters: a `Program` or a `Pipeline`. Leaves: a `Subject`, which gives its emitted texts, runs them
+for one training step, and knows where the parts of each value are found among the records of a run.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ class Stages:
         views = []
         for stage in self.pipeline.stages:
             count = self.plan.microbatches if self.plan.splits_time else 1
-            places = [
-                (rank, f"{stage.index}.{k}.") for k in range(count) for rank in stage.ranks
-            ]
+            places = [(rank, f"{stage.index}.{k}.") for k in range(count) for rank in stage.ranks]
             views.append(View(stage.program, tuple(places)))
         return tuple(views)
 

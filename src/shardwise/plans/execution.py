@@ -125,9 +125,7 @@ _PRECISION = {
 }
 
 
-def check_fields(
-    data: Any, known: Mapping[str, type], required: Iterable[str], where: str
-) -> None:
+def check_fields(data: Any, known: Mapping[str, type], required: Iterable[str], where: str) -> None:
     """Raise unless `data` is an object with known fields of their types."""
     if not isinstance(data, dict):
         raise PlanError(f"expected an object, found {type(data).__name__}", where=where)

@@ -52,7 +52,7 @@ class Plan:
     maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice of
     `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`.
 
-    `stages` cut the model in time; each has its own ranks and mesh, and `mesh` is that of the first.
+    `stages` cut the model in time; each has its own ranks and mesh; `mesh` is that of the first.
     A step is computed in `microbatches`, as if the batch were whole; with `per_microbatch` each is
     a batch of its own, as one device accumulating gradients would take it. `schedule` names the
     order of work, or lists the actions of every group of ranks. `recompute` says which activations
@@ -74,7 +74,7 @@ class Plan:
     microbatches: int = 1
     per_microbatch: bool = False
     recompute: str | tuple[str, ...] = "none"
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     offload: tuple[str, ...] = ()
     rng: str = "exact"
     seed: int = 0

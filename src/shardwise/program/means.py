@@ -41,7 +41,9 @@ def separate_means(graph: Graph) -> Graph:
 class _Mean:
     """Writes the nodes of one loss."""
 
-    def __init__(self, node: Node, arguments: dict[str, Any], values: dict[str, TensorType]) -> None:
+    def __init__(
+        self, node: Node, arguments: dict[str, Any], values: dict[str, TensorType]
+    ) -> None:
         self.node, self.arguments, self.values = node, arguments, values
         self.made: list[Node] = []
 
@@ -77,9 +79,7 @@ class _Mean:
     def _count(self, target: Ref, kind: TensorType) -> Ref:
         """How many targets are kept, or the sum of their classes' weights."""
         shape, ignored = kind.shape, self.arguments.get("ignore_index", -100)
-        kept = self._add(
-            "kept", "aten.ne.Scalar", (target, ignored), TensorType(shape, torch.bool)
-        )
+        kept = self._add("kept", "aten.ne.Scalar", (target, ignored), TensorType(shape, torch.bool))
         weight = self.arguments.get("weight")
         if not isinstance(weight, Ref):
             return self._add("count", "aten.sum.default", (kept,), TensorType((), torch.int64))

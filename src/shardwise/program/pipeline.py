@@ -1,7 +1,7 @@
 """The program of a step that is more than one forward and one backward.
 
-Enters: a `Graph` and a `Plan` with stages or micro-batches. Leaves: `Pipeline`: the program of every
-stage, what travels between them, and the order of work of every group of ranks.
+Enters: a `Graph` and a `Plan` with stages or micro-batches. Leaves: `Pipeline`: the program of
+every stage, what travels between them, and the order of work of every group of ranks.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.errors import PlanError
 from shardwise.ir import Buffer, Graph, Input, Node, Parameter, Ref, iter_refs, node_keys
@@ -55,14 +56,12 @@ def stage_starts(graph: Graph, plan: Plan, order: Sequence[str]) -> tuple[int, .
         known.append(at)
     firsts = [position[stage.first] for stage in plan.all_stages[1:]]
     starts = (0, *(next(i for i, p in enumerate(known) if p >= first) for first in firsts))
-    if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(starts)):
         raise PlanError("a stage has no nodes of its own", where="stages")
     return starts
 
 
-def partition(
-    graph: Graph, plan: Plan, facts: Facts, order: Sequence[str]
-) -> tuple[Part, ...]:
+def partition(graph: Graph, plan: Plan, facts: Facts, order: Sequence[str]) -> tuple[Part, ...]:
     """The parts of all stages; `order` as in `stage_starts`."""
     return _Partition(graph, plan, facts, stage_starts(graph, plan, order)).run()
 
@@ -103,7 +102,7 @@ class _Partition:
         return tuple(parts)
 
     def _repeatable(self) -> frozenset[str]:
-        """Values that a later stage could compute again: of the batch alone, the same everywhere."""
+        """Values that a later stage could compute again: of the batch alone, everywhere equal."""
         changed = {b.value for b in self.graph.buffers if b.mutation}
         found = set(values_of_inputs(self.graph)) - changed
         for node in self.graph.nodes:

@@ -255,9 +255,7 @@ def check_same_batch(batch: Any, axis: Axis, device: torch.device | str = "cpu")
     _compare([_checksum(value) for _, value in found], [path for path, _ in found], axis, device)
 
 
-def _compare(
-    numbers: list[int], names: list[str], axis: Axis, device: torch.device | str
-) -> None:
+def _compare(numbers: list[int], names: list[str], axis: Axis, device: torch.device | str) -> None:
     count = len(numbers)
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     every = axis.all_gather(mine, [count] * axis.size).wait().view(axis.size, count)

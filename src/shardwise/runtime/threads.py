@@ -181,9 +181,7 @@ class ThreadTransport:
         return Pending(flat)
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        return Pending(flat).then(
-            lambda out: out.copy_(self._board.fetch(source, self.rank, tag))
-        )
+        return Pending(flat).then(lambda out: out.copy_(self._board.fetch(source, self.rank, tag)))
 
 
 def run_threads(

@@ -195,9 +195,7 @@ def _mirrored(source: Holding, target: Holding, rank: int, peer: int) -> Piece:
     return Piece(peer, _overlap(mine, theirs)[0])
 
 
-def _overlap(
-    a: Sequence[Runs], b: Sequence[Runs]
-) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
+def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
     """Boxes that both hold, in the local coordinates of either, in the same order."""
     dims = [_common(x, y) for x, y in zip(a, b, strict=True)]
     boxes = list(itertools.product(*dims))

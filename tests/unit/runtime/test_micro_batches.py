@@ -430,7 +430,7 @@ def test_deferred_weight_gradients_of_gathered_units(zero: int) -> None:
                     with store.forward(), queue.deferring():
                         edge = get_gradient_edge(module(x[mesh.rank].requires_grad_()))
                     flying.append((queue, edge))
-                for queue, edge in flying:
+                for _, edge in flying:
                     with store.backward(last=False):
                         torch.autograd.backward([edge], [torch.ones(5, 4, dtype=torch.float64)])
                 for m, (queue, _) in enumerate(flying):
