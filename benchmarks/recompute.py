@@ -141,7 +141,7 @@ def _read(profile: Any) -> dict[str, int]:
 
 
 def _patient_all_reduce(*args: Any, **kwargs: Any) -> Any:
-    """Let gloo's thread forget a tensor before this one does: the profiler does not see that one."""
+    """Let gloo's thread, which the profiler does not see, forget a tensor before this one does."""
     work = _all_reduce(*args, **kwargs)
     if work is not None:
         work.wait()
