@@ -5,7 +5,6 @@ Enters: a model, a batch and a plan. Leaves: `Graph`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import BatchError, PlanError
-from shardwise.frontend import capture
+from shardwise.frontend import capture, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -36,6 +35,8 @@ def capture_for_plan(
     if plan.per_microbatch and plan.microbatches > 1:
         batch = microbatch(batch, plan, 0)
     precision = plan.precision
+    if device is None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if not precision.compute:
         return capture(model, batch, loss_fn, training=training, device=device)
     dtype = getattr(torch, precision.compute)
@@ -64,16 +65,12 @@ def require_precision(graph: Graph, plan: Plan) -> None:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose floating parameters and buffers are of another type; without data, cheaply."""
-    twin = copy.deepcopy(model).to("meta") if not _is_meta(model) else copy.deepcopy(model)
+    """A copy without data whose floating parameters and buffers are of another type."""
+    twin = skeleton(model)
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return twin
-
-
-def _is_meta(model: nn.Module) -> bool:
-    return all(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:

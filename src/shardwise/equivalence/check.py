@@ -54,6 +54,11 @@ def check(
     else:
         comparisons += compare_outcome(outcomes[0], reference)
         comparisons += _agreement(outcomes)
+        for rank, outcome in enumerate(outcomes):
+            for name, copy in outcome.borrowed.items():
+                what = f"copy of {name} on rank {rank} after a step"
+                expected = reference.state_after[name]
+                comparisons.append(compare(what, copy, expected, floor=LEARNING_RATE))
     difference = None
     if not all(c.ok for c in comparisons):
         if texts != emitted:

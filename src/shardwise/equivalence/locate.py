@@ -171,10 +171,14 @@ def _first_gradient(
         if problem:
             users = [n for n in blame.graph.nodes if held.value in n.inputs]
             plans = "; ".join(dict.fromkeys(blame.entries(n) for n in users[:3]))
+            sources = [blame.describe(n) for n in users[:3]]
+            if held.value in view.sent:
+                stages = ", ".join(map(str, view.sent[held.value]))
+                sources.insert(0, f"transfer %{held.value} back from stage {stages}")
             return (
                 f"all values agree forward; backward, the gradient of %{held.value} "
                 f"({blame.step_text(step)}, held as {held.layout}) {problem}, as it comes from "
-                f"{' and '.join(blame.describe(n) for n in users[:3]) or 'its use'}; plan: {plans}"
+                f"{' and '.join(sources) or 'its use'}" + (f"; plan: {plans}" if plans else "")
             )
     return None
 
@@ -183,14 +187,15 @@ def _first_result(subject: Subject, comparisons: Sequence[Comparison]) -> str:
     """Values and their gradients agree: what is left is parameters, buffers, outputs, the step."""
     failed = [c.what for c in comparisons if not c.ok]
     for view in subject.views:
-        text = _result_of(view.program, failed, Blame(view.program))
+        text = _result_of(view, failed, Blame(view.program))
         if text is not None:
             return text
     return f"values and gradients agree; {failed[0] if failed else 'a result'} differs"
 
 
-def _result_of(program: Program, failed: list[str], blame: Blame) -> str | None:
+def _result_of(view: View, failed: list[str], blame: Blame) -> str | None:
     """Which parameter, buffer or result of one program is at fault, if one is."""
+    program = view.program
     ranks = program.rank_programs[0]
     if failed and failed[0] == "loss" and ranks.loss:
         made = program.graph.producers[ranks.values[ranks.loss].value]
@@ -211,6 +216,12 @@ def _result_of(program: Program, failed: list[str], blame: Blame) -> str | None:
         tied = f", tied as {', '.join(first.aliases)}" if first.aliases else ""
         where = " and ".join(n.origin for n in users[first.value][:3])
         synced = f"summed over {'.'.join(storage.sync)}" if storage.sync else "not synchronized"
+        if first.name in view.tied:
+            home, *others = view.tied[first.name]
+            synced += (
+                f", its home is stage {home}, to be summed with stage "
+                f"{', '.join(map(str, others))}"
+            )
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return (
             f"values and their gradients agree; the gradient of parameter {first.name}{tied}{more} "

@@ -29,6 +29,7 @@ class Outcome:
     outputs: tuple[Any, ...]
     gradients: Mapping[str, torch.Tensor | None]
     state_after: Mapping[str, torch.Tensor]
+    borrowed: Mapping[str, torch.Tensor]  # copies of other stages' parameters, after the step
 
 
 def run_ranks(
@@ -91,9 +92,15 @@ def step_outcome(store: rt.ParameterStore, loss: torch.Tensor, outputs: Sequence
     after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
     shared = rt.share(store.mesh, after)
     after = {name: tensor for name, tensor in shared.items() if tensor is not None}
+    borrowed = {
+        e.spec.name: store.gather_full(e, store.local_value(e), piece=False)
+        for e in store.entries
+        if e.spec.borrowed
+    }
     return Outcome(
         loss=loss.detach(),
         outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs),
         gradients=gradients,
         state_after=after,
+        borrowed=borrowed,
     )

@@ -7,7 +7,7 @@ for one training step, and knows where the parts of each value are found among t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,8 @@ class View:
 
     program: Program
     places: tuple[tuple[int, str], ...]  # (rank, prefix of names)
+    sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # value -> stages it goes to
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> its stages
 
     def values(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
         """The parts of a value at all places; None when a rank stopped before."""
@@ -122,7 +124,11 @@ class Stages:
         for stage in self.pipeline.stages:
             count = self.plan.microbatches if self.plan.splits_time else 1
             places = [(rank, f"{stage.index}.{k}.") for k in range(count) for rank in stage.ranks]
-            views.append(View(stage.program, tuple(places)))
+            sent: dict[str, tuple[int, ...]] = {}
+            for transfer in self.pipeline.transfers:
+                if transfer.source == stage.index:
+                    sent[transfer.value] = (*sent.get(transfer.value, ()), transfer.target)
+            views.append(View(stage.program, tuple(places), sent, self.pipeline.tied))
         return tuple(views)
 
     def sources(self, *, probe: bool = False) -> list[str]:

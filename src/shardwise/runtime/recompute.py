@@ -33,7 +33,7 @@ PASSING = {
     "aten::add", "aten::sub", "aten::neg", "aten::view", "aten::_unsafe_view", "aten::reshape",
     "aten::permute", "aten::transpose", "aten::t", "aten::expand", "aten::unsqueeze",
     "aten::squeeze", "aten::alias", "aten::detach", "aten::clone", "aten::_to_copy",
-    "aten::copy_", "aten::empty", "aten::empty_like", "aten::zeros_like",
+    "aten::copy_", "aten::empty", "aten::empty_like", "aten::zeros_like", "prim::device",
 }  # fmt: skip
 SHORT = 256  # a batched product over fewer elements that gives more than it takes is cheap
 

@@ -15,6 +15,7 @@ with such parameters start at the same fixed points on all ranks instead of on a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -142,9 +143,13 @@ class Reducer:
             entry.leaf.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
 
     def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
+        # A hook that held its leaf would be a cycle that nothing frees.
+        reducer, held = weakref.ref(self), weakref.ref(entry)
+
         def arrived(_: Tensor) -> None:
-            if self.active:
-                self._on_arrival(entry)
+            mine, found = reducer(), held()
+            if mine is not None and found is not None and mine.active:
+                mine._on_arrival(found)
 
         return arrived
 
