@@ -219,8 +219,7 @@ def _result_of(view: View, failed: list[str], blame: Blame) -> str | None:
         if first.name in view.tied:
             home, *others = view.tied[first.name]
             synced += (
-                f", its home is stage {home}, to be summed with stage "
-                f"{', '.join(map(str, others))}"
+                f", its home is stage {home}, to be summed with stage {', '.join(map(str, others))}"
             )
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return (

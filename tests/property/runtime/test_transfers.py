@@ -1,0 +1,68 @@
+"""Values between any two layouts of any two groups of ranks, there and back."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.runtime.mesh import coordinates
+from shardwise.runtime.splits import Split, take_local
+from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transfers import Holding, Route
+
+SHAPE = (7, 6, 4)
+CUTS = {
+    0: ((1, 7, 1),),
+    1: ((1, 6, 1),),
+    2: ((2, 2, 1),),
+}
+
+
+@st.composite
+def holdings(draw: st.DrawFn, first: int, shared: int) -> Holding:
+    """A mesh of up to 6 ranks with some dims cut, of which the first ranks may be shared."""
+    sizes = draw(st.sampled_from([(1,), (2,), (3,), (2, 2), (3, 2), (5,)]))
+    axes = {f"a{i}": n for i, n in enumerate(sizes)}
+    splits = []
+    for name in axes:
+        dim = draw(st.sampled_from([None, 0, 1, 2]))
+        if dim is not None:
+            splits.append(Split(axis=name, dim=dim, of=CUTS[dim]))
+    count = len(coordinates(axes, 0)) and torch.Size(sizes).numel()
+    start = 0 if shared else first
+    place = {"mb": (draw(st.integers(0, 2)), 3)} if draw(st.booleans()) else {}
+    return Holding(tuple(range(start, start + count)), axes, SHAPE, tuple(splits), place)
+
+
+def part(holding: Holding, rank: int, whole: torch.Tensor) -> torch.Tensor:
+    coords = coordinates(holding.axes, holding.ranks.index(rank))
+    return take_local(whole, holding.splits, coords, holding.axes).contiguous()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_rank_gets_its_part(data: st.DataObject) -> None:
+    source = data.draw(holdings(0, 0))
+    shared = data.draw(st.booleans())
+    target = data.draw(holdings(len(source.ranks), shared))
+    whole = torch.arange(7 * 6 * 4).view(SHAPE)
+    dtype = data.draw(st.sampled_from([torch.int64, torch.float32, torch.bool]))
+    whole = (whole % 3 == 0) if dtype is torch.bool else whole.to(dtype)
+    world = max(*source.ranks, *target.ranks) + 1
+
+    def run(rank: int, transport: ThreadTransport) -> torch.Tensor | None:
+        route, own = Route(rank, source, target), None
+        if rank in source.ranks:
+            local = part(source, rank, whole)
+            route.send(transport, local, 5)
+            if any(piece.peer == rank for piece in route.sends):
+                own = route.own(local)
+        if rank not in target.ranks:
+            return None
+        return route.receive(transport, dtype, torch.device("cpu"), 5).wait(own)
+
+    for rank, found in enumerate(run_threads(world, run, timeout=10)):
+        if rank in target.ranks:
+            assert found is not None
+            assert torch.equal(found, part(target, rank, whole)), (source, target, rank)
