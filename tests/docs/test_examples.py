@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_quickstart_trains_and_saves_the_whole_model(tmp_path: Path) -> None:
     with torch.no_grad():
         loss = model(**small_gpt.batch(0))
     assert f"model.pt on one process: loss {loss:.4f}" in text
+
+
+def test_the_guide_to_pipelines_trains_and_records(tmp_path: Path) -> None:
+    script = str(ROOT / "docs/guides/train_pipeline.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    text = run(*torchrun, script, folder=tmp_path)
+    assert text.count("step ") == 3
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {(e["pid"], e["name"][:2]) for e in events if e["cat"] == "compute"} == {
+        (rank, f"{rank}{kind}") for rank in (0, 1) for kind in "FIW"
+    }
 
 
 def test_an_own_operator_is_cut_as_its_rule_says(tmp_path: Path) -> None:

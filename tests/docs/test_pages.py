@@ -11,7 +11,10 @@ from tests.support.pages import run_page, without_errors
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("page", "limit"), [("README.md", 1), ("docs/tour.md", None)])
+@pytest.mark.parametrize(
+    ("page", "limit"),
+    [("README.md", 1), ("docs/tour.md", None), ("docs/guides/pipelines.md", None)],
+)
 def test_printed_output_is_real(
     page: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,3 +32,10 @@ def test_the_tour_shows_every_stage() -> None:
     assert "```text\n```" not in text
     for stage in ("capture", "strategies", "explain", "compile", "verify", "parallelize"):
         assert stage in text
+
+
+def test_the_guide_to_pipelines_shows_what_is_refused() -> None:
+    text = (ROOT / "docs/guides/pipelines.md").read_text()
+    assert "```text\n```" not in text
+    for words in ("ScheduleError", "couples the samples", "RankError", "no such node or module"):
+        assert words in text
