@@ -16,7 +16,6 @@ pytestmark = pytest.mark.distributed
 EVERYDAY = [
     ("fused_gpt", "pipeline", 2, {"stages": 2, "num_microbatches": 3}),
     ("odd", "pipeline", 2, {"stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
-    ("t5", "pipeline", 3, {"stages": 3, "num_microbatches": 2, "schedule": "gpipe"}),
     ("unet", "pipeline", 4, {"stages": 2, "num_microbatches": 3}),
     ("fused_gpt", "ddp", 3, {"num_microbatches": 2}),
     (

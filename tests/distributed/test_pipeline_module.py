@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.runtime import ParallelModule, bubble_fraction
@@ -83,6 +84,52 @@ def moved_state(ranks: int) -> None:
 
 def test_state_moves_between_plans(pool: Callable[[int], Pool]) -> None:
     pool(2).run(moved_state, 2, timeout=120)
+
+
+class Tied(nn.Module):
+    """A language model with a tied head that may be asked for scores alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(4)
+        )
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        scores = self.head(x)
+        if labels is None:
+            return {"scores": scores}
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "scores": scores}
+
+
+def without_weights() -> None:
+    """A model on meta begins with the same weights under any plan, tied ones equal."""
+    ids = torch.arange(24).view(4, 6)
+    batch = {"ids": ids, "labels": ids.flip(0)}
+    runs = []
+    for strategy, options in (("ddp", {}), ("pipeline", {"stages": 2, "num_microbatches": 2})):
+        with torch.device("meta"):
+            model = Tied()
+        plan = plan_for(model, batch, strategy, 2, **options)
+        pm = sw.parallelize(model, batch, plan=plan, seed=3)
+        state, loss = pm.gather_state_dict(), pm.train_step(batch)
+        runs.append((state, loss, pm.eval_step({"ids": ids})["scores"]))
+    (first, loss, scores), (second, other_loss, other_scores) = runs
+    assert list(first) == list(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.testing.assert_close(other_loss, loss)
+    torch.testing.assert_close(other_scores, scores)
+
+
+def test_models_without_weights_and_batches_without_labels(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(without_weights, timeout=120)
 
 
 def recorded(path: str) -> Any:

@@ -7,6 +7,7 @@ group. Leaves: a `ParallelModule` that holds this rank's part and no reference t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class _Factory:
         graph = capture_for_plan(
             self.skeleton, batch, self.plan, self.loss_fn, training=training, device=self.device
         )
-        program = compile(graph, self.plan)
+        program = compile(graph, self.plan if training else _with_inputs_of(graph, self.plan))
         agree(program.fingerprint, timeout=self.timeout)
         return graph, program
 
@@ -271,6 +272,13 @@ def _require_same_storage(
                 f"this batch needs {spec.name} stored in another way than the first one",
                 hint="parallelize again with this batch, or fix the layout in the plan",
             )
+
+
+def _with_inputs_of(graph: Graph, plan: Plan) -> Plan:
+    """The plan for a batch that lacks some inputs: evaluation may need no labels."""
+    names = [source.name for source in graph.inputs]
+    kept = {g: d for g, d in plan.inputs.items() if any(fnmatchcase(n, g) for n in names)}
+    return plan.with_(inputs=kept)
 
 
 def _device_of(model: nn.Module) -> torch.device:

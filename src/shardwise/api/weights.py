@@ -6,6 +6,7 @@ Only one module's tensors exist at full size at a time, so a model larger than a
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ def load_weights(model: nn.Module, store: rt.ParameterStore, seed: int) -> None:
             store.load_full(name, tensor)
         return
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        _initialize(model, store, set(known))
+        _initialize(model, store, set(known), seed)
 
 
 def _require_finite(name: str, tensor: torch.Tensor) -> None:
@@ -42,8 +42,12 @@ def _require_finite(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _initialize(model: nn.Module, store: rt.ParameterStore, known: set[str]) -> None:
-    """Initialize one module after the other, in order, and keep this rank's parts."""
+def _initialize(model: nn.Module, store: rt.ParameterStore, known: set[str], seed: int) -> None:
+    """Initialize one module after the other, in order, and keep this rank's parts.
+
+    A module's numbers follow from the seed and its path, so that a rank which holds some of the
+    modules gives them the same values as any other.
+    """
     twin = skeleton(model)
     real = dict(model.named_modules())
     done: set[str] = set()
@@ -58,12 +62,17 @@ def _initialize(model: nn.Module, store: rt.ParameterStore, known: set[str]) -> 
         given = _real_tensors(real[path])
         if len(given) < len(wanted):
             module.to_empty(device="cpu", recurse=False)
+            torch.manual_seed(_seed_of(path, seed))
             _reset(twin, module, path)
         for name, leaf in wanted:
             tensor = given.get(leaf)
             store.load_full(name, getattr(module, leaf).detach() if tensor is None else tensor)
             done.add(name)
         module.to_empty(device="meta", recurse=False)
+
+
+def _seed_of(path: str, seed: int) -> int:
+    return zlib.crc32(f"{seed} {path}".encode())
 
 
 def _real_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

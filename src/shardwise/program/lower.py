@@ -11,7 +11,7 @@ Enters: `Resolved` (a graph with a choice for every node on every mesh axis). Le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def lower(
     """
     sources = find_sources(resolved)
     marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
-    programs = tuple(
+    programs = _merged(
         _Lowering(marked, sources, ranks, borrowed, defer).run()
         for ranks in rank_classes(resolved, sources)
     )
@@ -79,6 +79,19 @@ def lower(
     )
     program.verify()
     return program
+
+
+def _merged(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
+    """The programs, with equal ones of several classes as one."""
+    found: list[RankProgram] = []
+    for program in programs:
+        for index, known in enumerate(found):
+            if replace(known, ranks=program.ranks) == program:
+                found[index] = replace(known, ranks=(*known.ranks, *program.ranks))
+                break
+        else:
+            found.append(program)
+    return tuple(replace(p, ranks=tuple(sorted(p.ranks))) for p in found)
 
 
 def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:

@@ -84,6 +84,7 @@ def check(ended: list[Ended], failed: int, text: str) -> None:
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow  # tests/distributed/test_pipeline_module.py kills a rank every day
 def test_a_killed_rank_is_named_by_those_who_reduce_and_receive() -> None:
     ended = run("kill-1", 4)
     assert ended[1].code == -signal.SIGKILL
