@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Any
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
-    from shardwise import errors
-    from shardwise.api import Program, compile, explain, parallelize, predict_memory, verify
+    from shardwise import errors, schedules
+    from shardwise.api import (
+        Program,
+        capture_for_plan,
+        compile,
+        explain,
+        parallelize,
+        predict_memory,
+        verify,
+    )
     from shardwise.cluster import Cluster, Mesh
     from shardwise.equivalence import Certificate
     from shardwise.frontend import capture
     from shardwise.ir import Graph
     from shardwise.planner import strategies
-    from shardwise.plans import Plan
+    from shardwise.plans import Plan, Precision, Stage
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
 
@@ -30,9 +38,12 @@ __all__ = [
     "Graph",
     "Mesh",
     "Plan",
+    "Precision",
     "Program",
+    "Stage",
     "__version__",
     "capture",
+    "capture_for_plan",
     "clip_grad_norm_",
     "compile",
     "errors",
@@ -41,6 +52,7 @@ __all__ = [
     "parallelize",
     "predict_memory",
     "register_rule",
+    "schedules",
     "strategies",
     "verify",
 ]
@@ -51,8 +63,11 @@ _HOME = {
     "Graph": "shardwise.ir",
     "Mesh": "shardwise.cluster",
     "Plan": "shardwise.plans",
+    "Precision": "shardwise.plans",
     "Program": "shardwise.api",
+    "Stage": "shardwise.plans",
     "capture": "shardwise.frontend",
+    "capture_for_plan": "shardwise.api",
     "clip_grad_norm_": "shardwise.runtime",
     "compile": "shardwise.api",
     "explain": "shardwise.api",
@@ -62,7 +77,11 @@ _HOME = {
     "register_rule": "shardwise.sharding",
     "verify": "shardwise.api",
 }
-_MODULES = {"errors": "shardwise.errors", "strategies": "shardwise.planner.strategies"}
+_MODULES = {
+    "errors": "shardwise.errors",
+    "schedules": "shardwise.schedules",
+    "strategies": "shardwise.planner.strategies",
+}
 
 
 def __getattr__(name: str) -> Any:

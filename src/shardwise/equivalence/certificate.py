@@ -123,4 +123,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0
 
 
 def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"
+    if count == 1:
+        return word
+    if word.endswith("y"):
+        return f"{word[:-1]}ies"
+    return f"{word}es" if word.endswith("s") else f"{word}s"

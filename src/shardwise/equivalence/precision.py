@@ -37,6 +37,8 @@ class KeepDouble(TorchFunctionMode):
         if func in _CASTS:
             return args[0].double()
         wide = {key: widen(value) for key, value in (kwargs or {}).items()}
+        if func is torch.full and "dtype" not in wide and _is_float(args, 1):
+            wide["dtype"] = torch.float64
         return func(*(widen(a) if isinstance(a, torch.dtype) else a for a in args), **wide)
 
 
@@ -53,6 +55,12 @@ def widen_graph(graph: Graph) -> Graph:
     )
 
 
+def _is_float(args: tuple[Any, ...], place: int) -> bool:
+    return len(args) > place and isinstance(args[place], float)
+
+
 def _widen_node(node: Node) -> Node:
-    kwargs = tuple((key, widen(value)) for key, value in node.kwargs)
-    return dataclasses.replace(node, args=widen(node.args), kwargs=kwargs)
+    kwargs = {key: widen(value) for key, value in node.kwargs}
+    if node.op == "aten.full.default" and kwargs.get("dtype") is None and _is_float(node.args, 1):
+        kwargs["dtype"] = torch.float64  # without a type it would be that of the process
+    return dataclasses.replace(node, args=widen(node.args), kwargs=tuple(kwargs.items()))

@@ -150,6 +150,14 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     return pipeline
 
 
+def check_micro_batches(graph: Graph, plan: Plan) -> None:
+    """Raise when micro-batches cannot be parts of one batch, naming the node that couples them."""
+    if plan.splits_time:
+        graph = separate_means(graph)
+        cuts = input_cuts(graph, plan) or {}
+        assign_time(graph, analyze(graph), TIME, plan.microbatches, cuts)
+
+
 def plan_schedule(plan: Plan) -> Schedule:
     """The order of work that the plan names or lists."""
     groups = plan.groups

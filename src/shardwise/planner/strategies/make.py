@@ -32,6 +32,7 @@ from shardwise.plans import (
     model_fingerprint,
     resolve,
 )
+from shardwise.program.pipeline import check_micro_batches
 from shardwise.schedules import Schedule
 from shardwise.sharding.factors import Facts, analyze
 
@@ -107,6 +108,7 @@ def make_plan(
     )
     _check_batch(graph, draft)
     _check_recompute(graph, draft)
+    check_micro_batches(graph, draft)
     resolved = _resolve(graph, draft, facts)
     return draft.with_(
         parameters={**parameter_entries(graph, resolved, zero), **(parameters or {})},
