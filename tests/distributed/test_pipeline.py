@@ -17,13 +17,8 @@ EVERYDAY = [
     ("fused_gpt", "pipeline", 2, {"stages": 2, "num_microbatches": 3}),
     ("odd", "pipeline", 2, {"stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
     ("unet", "pipeline", 4, {"stages": 2, "num_microbatches": 3}),
-    ("fused_gpt", "ddp", 3, {"num_microbatches": 2}),
-    (
-        "fused_gpt",
-        "hybrid",
-        8,
-        {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "num_microbatches": 3, "recompute": "full"},
-    ),
+    ("fused_gpt", "zero2", 2, {"num_microbatches": 2}),
+    ("llama", "hybrid", 4, {"tp": 2, "pp": 2, "num_microbatches": 3, "recompute": "full"}),
 ]
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 THOROUGH = [

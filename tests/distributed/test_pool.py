@@ -79,6 +79,7 @@ def test_every_call_starts_from_the_same_state(pool: PoolOf) -> None:
     assert results[0][:2] == (1, torch.float32)
 
 
+@pytest.mark.slow
 def test_an_exception_is_raised_here_and_nobody_is_left_waiting(pool: PoolOf) -> None:
     old = pool(2).run(pid)
     start = time.monotonic()
@@ -98,6 +99,7 @@ def test_a_dying_rank_is_named(pool: PoolOf) -> None:
     assert len(pool(2).run(pid)) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_between_calls_is_replaced(pool: PoolOf) -> None:
     victim = pool(2).run(pid)[1]
     os.kill(victim, signal.SIGKILL)
@@ -113,6 +115,7 @@ def test_a_hanging_rank_is_named_with_its_stack(pool: PoolOf) -> None:
     assert "in sleep_on" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pickled_is_reported(pool: PoolOf) -> None:
     with pytest.raises(RemoteError, match="Local: kept as text"):
         pool(1).run(fail_unpicklably)
@@ -129,6 +132,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_limit")
+@pytest.mark.slow
 def test_the_least_recently_used_pool_makes_room(pool: PoolOf) -> None:
     pool(1).run(pid)
     pool(2).run(pid)

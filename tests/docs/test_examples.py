@@ -53,6 +53,7 @@ def test_quickstart_trains_and_saves_the_whole_model(tmp_path: Path) -> None:
     assert f"model.pt on one process: loss {loss:.4f}" in text
 
 
+@pytest.mark.slow
 def test_the_guide_to_pipelines_trains_and_records(tmp_path: Path) -> None:
     script = str(ROOT / "docs/guides/train_pipeline.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

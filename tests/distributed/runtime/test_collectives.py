@@ -69,7 +69,7 @@ def test_every_redistribution(pool: Callable[[int], Pool], size: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_type_and_empty_tensors(pool: Callable[[int], Pool], size: int) -> None:
     pool(size).run(every_type, size)
 

@@ -91,6 +91,7 @@ def test_a_killed_rank_is_named_by_those_who_reduce_and_receive() -> None:
     check(ended, 1, "rank 1 died: no sign of life for 4 s")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_0_is_named_as_the_host_of_the_store() -> None:
     ended = run("kill-0", 3)
     assert ended[0].code == -signal.SIGKILL

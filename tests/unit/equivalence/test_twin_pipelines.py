@@ -145,6 +145,7 @@ def test_a_tied_gpt_is_certified(options: dict[str, Any], lines: tuple[str, ...]
     assert_scaled(sw.verify(model, batch, plan), *lines)
 
 
+@pytest.mark.slow
 def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = gpt_on_meta()
     graph = widen_graph(sw.capture(model, batch))
