@@ -93,6 +93,7 @@ def test_an_exception_is_raised_here_and_nobody_is_left_waiting(pool: PoolOf) ->
     assert set(pool(2).run(pid)).isdisjoint(old)
 
 
+@pytest.mark.slow
 def test_a_dying_rank_is_named(pool: PoolOf) -> None:
     with pytest.raises(RankDied, match=r"rank 1 of 2 died \(SIGKILL\)"):
         pool(2).run(exit_on, 1)

@@ -13,7 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("page", "limit"),
-    [("README.md", 1), ("docs/tour.md", None), ("docs/guides/pipelines.md", None)],
+    [
+        ("README.md", 1),
+        ("docs/tour.md", None),
+        pytest.param("docs/guides/pipelines.md", None, marks=pytest.mark.slow),
+    ],
 )
 def test_printed_output_is_real(
     page: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

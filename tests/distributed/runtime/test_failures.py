@@ -104,7 +104,8 @@ def test_a_killed_rank_0_is_named_with_a_store_that_survives(tmp_path: Path) -> 
     check(ended, 0, "rank 0 died: no sign of life for 4 s")
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_raises_is_named_with_its_reason(rank: int) -> None:
     ended = run(f"raise-{rank}", 3)
     assert "ValueError: seven apples" in ended[rank].said

@@ -103,9 +103,9 @@ def test_no_value_is_called_checkpoint() -> None:
         ("gpt2", 0.1, "ddp", "selective"),
         ("gpt2", 0.1, "fsdp", "full"),
         ("gpt2", 0.1, "tensor", "selective"),
-        ("llama", 0.0, "ddp", "selective"),
+        pytest.param("llama", 0.0, "ddp", "selective", marks=pytest.mark.slow),
         ("llama", 0.0, "fsdp", ("model.layers.*.mlp", "*.self_attn")),
-        ("llama", 0.0, "tensor", ("model",)),
+        pytest.param("llama", 0.0, "tensor", ("model",), marks=pytest.mark.slow),
         ("resnet", 0.0, "ddp", ("blocks.*",)),
     ],
 )

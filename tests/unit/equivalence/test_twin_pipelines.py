@@ -216,6 +216,7 @@ def test_stages_of_different_meshes_are_each_made_smaller() -> None:
     )
 
 
+@pytest.mark.slow
 def test_many_groups_become_fewer_with_the_same_stages_each() -> None:
     model, batch = gpt_on_meta(layers=24)
     graph = sw.capture(model, batch)
