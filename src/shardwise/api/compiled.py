@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +44,7 @@ class Program:
     @property
     def fingerprint(self) -> str:
         """Identifies the programs of all ranks: equal on ranks that may run together."""
-        digest = hashlib.sha256(json.dumps(self.plan.to_json()).encode())
-        for source in self.sources:
-            digest.update(source.encode())
-        return digest.hexdigest()[:16]
+        return _fingerprint(self.plan, self.sources)
 
     def source(self, rank: int = 0) -> str:
         """The text that `rank` runs."""
@@ -99,10 +96,7 @@ class PipelineProgram:
     @property
     def fingerprint(self) -> str:
         """Identifies the programs of all ranks: equal on ranks that may run together."""
-        digest = hashlib.sha256(json.dumps(self.plan.to_json()).encode())
-        for source in self.sources:
-            digest.update(source.encode())
-        return digest.hexdigest()[:16]
+        return _fingerprint(self.plan, self.sources)
 
     def source(self, rank: int = 0) -> str:
         """The text that `rank` runs for its first stage and micro-batch."""
@@ -133,6 +127,13 @@ class PipelineProgram:
 
     def __str__(self) -> str:
         return str(self.lowered)
+
+
+def _fingerprint(plan: Plan, sources: Iterable[str]) -> str:
+    digest = hashlib.sha256(json.dumps(plan.to_json()).encode())
+    for source in sources:
+        digest.update(source.encode())
+    return digest.hexdigest()[:16]
 
 
 def _save_rest(

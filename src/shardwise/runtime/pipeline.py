@@ -159,7 +159,6 @@ class _InFlight:
 
     received: dict[int, Tensor]
     edges: dict[str, GradientEdge]
-    shapes: dict[str, tuple[torch.Size, torch.dtype]]
     loss: Tensor | None
     queue: WeightQueue | None
 
@@ -202,7 +201,7 @@ class Executor:
         self._into = _by_stage(spec.transfers, "target")
         self._out_of = _by_stage(spec.transfers, "source")
         self._last_forward = _last(self.actions, "F")
-        self._last_backward = {**_last(self.actions, "BI"), **_last(self.actions, "W")}
+        self._last_backward = _last(self.actions, "BW")  # every I is followed by its W
         self._split = any(a.kind == "I" for a in self.actions)
         self._row_counts: dict[str, list[int]] = {}
         self._whole_inputs = self._find_whole_inputs()
@@ -302,8 +301,7 @@ class Executor:
             step.loss = term if step.loss is None else step.loss + term
         if training:
             edges = {n: get_gradient_edge(t) for n, t in sent.items() if t.requires_grad}
-            shapes = {n: (t.shape, t.dtype) for n, t in sent.items()}
-            step.flying[stage, k] = _InFlight(received, edges, shapes, loss, queue)
+            step.flying[stage, k] = _InFlight(received, edges, loss, queue)
 
     def _received(self, step: _Step, stage: int, k: int, training: bool) -> dict[int, Tensor]:
         """What earlier stages sent for this micro-batch, by transfer."""

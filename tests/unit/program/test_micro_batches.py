@@ -143,6 +143,19 @@ def test_random_numbers_are_those_of_the_whole_batch() -> None:
         assert found.ok, found
 
 
+def test_a_listed_schedule_may_split_some_backwards_only() -> None:
+    """Gradients are synchronized after the last of them, be it a B or a W."""
+    model, data = Words("mean").double(), batch(6)
+    graph = sw.capture(model, data)
+    plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), stages=2, num_microbatches=3)
+    rows = (
+        ("0F0", "0F1", "0F2", "0I0", "0W0", "0B1", "0B2"),
+        ("1F0", "1I0", "1F1", "1B1", "1W0", "1F2", "1B2"),
+    )
+    found = sw.verify(model, data, plan.with_(schedule=rows))
+    assert found.ok, found
+
+
 def test_a_listed_schedule_that_cannot_run_is_refused_before_anything_starts() -> None:
     model, data = Words("mean").double(), batch(4)
     graph = sw.capture(model, data)
