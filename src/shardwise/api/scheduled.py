@@ -36,7 +36,8 @@ class ScheduledStep:
         self.spec = graph.output_spec
         self.constants = dict(graph.input_constants)
         self.dtypes = input_dtypes(graph, plan)
-        self.shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+        reader = self.executor.reader
+        self.local_shapes = {i.name: reader.local_shape(i.name) for i in graph.inputs}
 
     def train(
         self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
@@ -63,25 +64,14 @@ class ScheduledStep:
     def local_batch(self, batch: Any) -> Any:
         """What this rank reads of a batch: its rows of every micro-batch, nothing of the rest."""
         call = read_batch(batch)
-        parts = [self.executor.local_part(path_name(path), t) for path, t in call.tensors]
+        parts = [self.executor.reader.local_part(path_name(path), t) for path, t in call.tensors]
         return call.batch_with(parts)
 
     def takes(self, batch: Any) -> bool:
         """Whether these are parts of the batch this program was made for."""
         tensors, constants = flatten_batch(batch)
         mine = {name: tuple(t.shape) for name, t in tensors.items()}
-        return mine == self._local_shapes() and constants == self.constants
-
-    def _local_shapes(self) -> dict[str, tuple[int, ...]]:
-        found = {}
-        for name, shape in self.shapes.items():
-            whole = list(shape)
-            dim = self.executor.spec.batch_dims.get(name)
-            if dim is not None and not self.executor.spec.timed:
-                whole[dim] *= self.executor.spec.microbatches
-            part = self.executor.local_part(name, torch.empty(whole, device="meta"))
-            found[name] = tuple(part.shape)
-        return found
+        return mine == self.local_shapes and constants == self.constants
 
 
 def input_dtypes(graph: Graph, plan: Plan) -> dict[str, torch.dtype]:

@@ -15,7 +15,7 @@ from shardwise import runtime as rt
 from shardwise.emit.load import load
 from shardwise.emit.pipeline import PipelineSources, StageSources
 from shardwise.errors import ProgramError
-from shardwise.ir import Buffer, Graph, Parameter
+from shardwise.ir import Buffer, Graph, Input, Parameter
 
 
 class LoadedPipeline:
@@ -109,7 +109,16 @@ class LoadedPipeline:
 
     def executor(self, store: rt.ParameterStore, recorder: Any = None) -> rt.Executor:
         """What runs this rank's actions."""
-        return rt.Executor(self.spec, self.stages, self.mesh, store, self.device, recorder=recorder)
+        shapes = {i.name: self._whole(i) for i in self.graph.inputs}
+        return rt.Executor(self.spec, self.stages, self.mesh, store, shapes, self.device, recorder)
+
+    def _whole(self, source: Input) -> tuple[int, ...]:
+        """The shape of an input of the whole batch; the graph may be of one micro-batch."""
+        shape = list(self.graph.values[source.value].shape)
+        dim = self.spec.batch_dims.get(source.name)
+        if dim is not None and not self.spec.timed:
+            shape[dim] *= self.spec.microbatches
+        return tuple(shape)
 
 
 def build(generated: Any, mesh: rt.ProcessMesh, rng: Any, device: Any, graph: Graph) -> nn.Module:

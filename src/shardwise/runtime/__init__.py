@@ -5,6 +5,7 @@ Nothing here knows the compiler.
 
 from shardwise.runtime.collectives import *  # noqa: F403
 from shardwise.runtime.deferred import *  # noqa: F403
+from shardwise.runtime.executor import *  # noqa: F403
 from shardwise.runtime.failures import *  # noqa: F403
 from shardwise.runtime.mesh import *  # noqa: F403
 from shardwise.runtime.module import *  # noqa: F403

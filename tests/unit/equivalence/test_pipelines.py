@@ -17,7 +17,8 @@ from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.reference import Reference
 from shardwise.equivalence.subject import subject_of
 from shardwise.program import Pipeline, RankProgram, build_pipeline
-from shardwise.runtime.pipeline import Executor
+from shardwise.runtime.exchange import Exchange, Message
+from shardwise.runtime.reading import BatchReader
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tied import TiedParameters
 from tests.unit.equivalence.cases import build
@@ -62,12 +63,12 @@ def patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
 
 def swapped_inputs(name: str) -> Any:
     """Micro-batches 0 and 1 take each other's part of an input."""
-    rows = Executor._rows
+    rows = BatchReader._rows
 
-    def swapped(self: Executor, tensor: torch.Tensor, given: str, splits: Any, k: int) -> Any:
+    def swapped(self: BatchReader, tensor: torch.Tensor, given: str, splits: Any, k: int) -> Any:
         return rows(self, tensor, given, splits, 1 - k if given == name else k)
 
-    return patched(Executor, "_rows", swapped)
+    return patched(BatchReader, "_rows", swapped)
 
 
 def lost_accumulation(part: int, number: int) -> Any:
@@ -90,16 +91,13 @@ def lost_accumulation(part: int, number: int) -> Any:
 
 def sent_otherwise(value: str, change: Callable[[torch.Tensor], torch.Tensor], back: bool) -> Any:
     """A transfer carries something else of the same shape."""
-    send = Executor._send
+    send = Exchange.send
 
-    def changed(
-        self: Executor, step: Any, index: int, k: int, tensor: torch.Tensor, *, back: bool
-    ) -> None:
-        mine = self.spec.transfers[index].value == value and back == wanted
-        send(self, step, index, k, change(tensor) if mine else tensor, back=back)
+    def changed(self: Exchange, tensor: torch.Tensor, message: Message) -> None:
+        mine = self.spec.transfers[message[0]].value == value and message[2] == back
+        send(self, change(tensor) if mine else tensor, message)
 
-    wanted = back
-    return patched(Executor, "_send", changed)
+    return patched(Exchange, "send", changed)
 
 
 # ------------------------------------------------ faults of the program

@@ -16,7 +16,7 @@ from shardwise.equivalence.twin import build_twin, needed_bytes, prepare_twin
 from shardwise.equivalence.twin.layers import drop_layers
 from shardwise.equivalence.twin.schedule import few_microbatches, fewer_stages
 from shardwise.ir import node_keys
-from shardwise.runtime.pipeline import Executor
+from shardwise.runtime.exchange import Exchange, Message
 from shardwise.runtime.tied import TiedParameters
 from shardwise.schedules import make
 from tests.support import zoo
@@ -161,14 +161,14 @@ def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch
         found = certificate()
         assert not found.ok
         assert "parameter tok.weight, tied as head.weight" in str(found.first_difference)
-    send = Executor._send
+    send = Exchange.send
 
-    def lose(self: Executor, step: Any, index: int, k: int, tensor: Any, *, back: bool) -> None:
-        wrong = back and index == 1 and k == self.spec.microbatches - 1
-        send(self, step, index, k, torch.zeros_like(tensor) if wrong else tensor, back=back)
+    def lose(self: Exchange, tensor: Any, message: Message) -> None:
+        wrong = message == (1, self.spec.microbatches - 1, True)
+        send(self, torch.zeros_like(tensor) if wrong else tensor, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "_send", lose)
+        patch.setattr(Exchange, "send", lose)
         found = certificate()
         assert not found.ok
         value = twin.program.transfers[1].value  # type: ignore[union-attr]
