@@ -11,12 +11,13 @@ Enters: `Resolved` (a graph with a choice for every node on every mesh axis). Le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from shardwise.ir import Node, Ref, TensorType, map_refs, node_keys
 from shardwise.plans import Resolved
+from shardwise.program.classes import merge_equal, rank_classes
 from shardwise.program.deferral import deferred, refers
 from shardwise.program.moves import Move, plan_moves
 from shardwise.program.program import (
@@ -40,7 +41,6 @@ from shardwise.sharding.placements import (
     Shard,
     local_pattern,
     local_shape,
-    part,
 )
 from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
 
@@ -55,7 +55,7 @@ def lower(
     """
     sources = find_sources(resolved)
     marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
-    programs = _merged(
+    programs = merge_equal(
         _Lowering(marked, sources, ranks, borrowed, defer).run()
         for ranks in rank_classes(resolved, sources)
     )
@@ -79,44 +79,6 @@ def lower(
     )
     program.verify()
     return program
-
-
-def _merged(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
-    """The programs, with equal ones of several classes as one."""
-    found: list[RankProgram] = []
-    for program in programs:
-        for index, known in enumerate(found):
-            if replace(known, ranks=program.ranks) == program:
-                found[index] = replace(known, ranks=(*known.ranks, *program.ranks))
-                break
-        else:
-            found.append(program)
-    return tuple(replace(p, ranks=tuple(sorted(p.ranks))) for p in found)
-
-
-def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
-    """Ranks with the same local sizes, in rank order."""
-    mesh = resolved.plan.mesh
-    extents: dict[str, set[int]] = {axis: set() for axis in mesh.names}
-    layouts = [sources.layouts[name] for name in sources.layouts]
-    for node in resolved.graph.nodes:
-        layouts += [*resolved.operand_layouts(node.name), *resolved.result_layouts(node.name)]
-    for layout in layouts:
-        for axis, shard in layout.shards:
-            extents[axis] |= {size for _, size, _ in shard.of}
-    known: set[int] = set()
-    for axis, ranks in mesh.axes:  # what earlier axes leave of an extent may be cut again
-        extents[axis] |= known
-        known |= {part(size, ranks, i)[1] for size in extents[axis] for i in (0, ranks - 1)}
-    classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for rank in range(mesh.size):
-        place = mesh.coordinate(rank)
-        key = tuple(
-            tuple(part(size, ranks, place[axis])[1] for size in sorted(extents[axis]))
-            for axis, ranks in mesh.axes
-        )
-        classes.setdefault(key, []).append(rank)
-    return [tuple(ranks) for ranks in classes.values()]
 
 
 class _Lowering:
