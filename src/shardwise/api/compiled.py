@@ -158,7 +158,9 @@ def compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
     """
     require_precision(graph, plan)
     key = hashlib.sha256(
-        f"{__version__} {graph.fingerprint} {json.dumps(plan.to_json())}".encode()
+        # The text with its places: code says where it comes from, so equal graphs of other
+        # places are other programs. Ranks must agree whatever each compiled before.
+        f"{__version__} {graph.fingerprint} {graph} {json.dumps(plan.to_json())}".encode()
     ).hexdigest()
     if key not in _cache:
         _cache[key] = _compile(graph, plan)

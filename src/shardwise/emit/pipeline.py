@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.emit.function import INDENT
 from shardwise.emit.render import literal
-from shardwise.emit.source import dtype_name, emit, splits_text
+from shardwise.emit.source import emit
+from shardwise.emit.specs import dtype_name, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref
 from shardwise.plans import TIME

@@ -12,17 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
 from shardwise.emit.function import CHECKPOINT, INDENT, Body, Scope, attribute_path, is_subscript
 from shardwise.emit.names import identifier
 from shardwise.emit.render import literal
+from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref, iter_refs
-from shardwise.plans import Plan
-from shardwise.program import Program, RankProgram, Step, Storage
-from shardwise.sharding.placements import Layout
+from shardwise.program import Program, RankProgram, Step
 from shardwise.sharding.rule import MeshAxis
 from shardwise.version import __version__
 
@@ -99,7 +96,7 @@ class _File:
         return lines
 
     def _tables(self) -> str:
-        rows = [f"{INDENT}{_parameter_spec(s, self.program.plan)}," for s in self.ranks.parameters]
+        rows = [f"{INDENT}{parameter_spec(s, self.program.plan)}," for s in self.ranks.parameters]
         text = ["PARAMETERS = (", *rows, ")"] if rows else ["PARAMETERS = ()"]
         text.append("BUFFERS = (" if self.graph.buffers else "BUFFERS = ()")
         for buffer in self.graph.buffers:
@@ -412,58 +409,6 @@ def _mesh_axes(arg: Any) -> list[MeshAxis]:
 def _indented(lines: Any) -> list[str]:
     pieces = [piece for line in lines for piece in str(line).split("\n")]
     return [f"{INDENT}{piece}" if piece.strip() else "" for piece in pieces]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def splits_text(layout: Layout) -> str:
-    """The cuts of a layout as a tuple of `rt.Split`."""
-    cuts = [
-        f'rt.Split(axis="{axis}", dim={shard.dim}, of={literal(shard.of)})'
-        for axis, shard in layout.shards
-    ]
-    return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
-
-
-def _number_types(storage: Storage, plan: Plan) -> list[str]:
-    """The types in which a parameter is stored, its gradient added up, and summed over ranks."""
-    if not storage.dtype.is_floating_point:
-        return []
-    precision, last, fields = plan.precision, dtype_name(storage.dtype), []
-    for name, dtype in (
-        ("master", precision.master),
-        ("gradient", precision.gradients),
-        ("reduce", precision.reduce),
-    ):
-        if dtype and dtype != last:
-            fields.append(f'{name}="{dtype}"')
-        last = dtype or last
-    return fields
-
-
-def _parameter_spec(storage: Storage, plan: Plan) -> str:
-    fields = [f'name="{storage.name}"', f"shape={literal(storage.shape)}"]
-    fields.append(f'dtype="{dtype_name(storage.dtype)}"')
-    if storage.aliases:
-        fields.append(f"aliases={literal(storage.aliases)}")
-    if storage.layout.shards:
-        fields.append(f"splits={splits_text(storage.layout)}")
-    if storage.sync:
-        fields += [f"sync={literal(storage.sync)}", f"zero={storage.zero}"]
-    if storage.unit:
-        fields.append(f'unit="{storage.unit}"')
-    if not storage.requires_grad:
-        fields.append("requires_grad=False")
-    fields += _number_types(storage, plan)
-    kept = tuple(what for what in plan.offload if what != "activations")
-    if kept and not storage.borrowed:
-        fields.append(f"offload={literal(kept)}")
-    if storage.borrowed:
-        fields.append("borrowed=True")
-    return f"rt.ParameterSpec({', '.join(fields)})"
 
 
 def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:

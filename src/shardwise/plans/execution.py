@@ -5,13 +5,13 @@ Enters: fields of a plan file. Leaves: `Stage` and `Precision`, parts of a `Plan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
+from shardwise.plans.fields import read_fields
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 RECOMPUTE_MODES = ("none", "full", "selective")
@@ -42,12 +42,12 @@ class Stage:
     def from_json(data: Any, where: str) -> Stage:
         """The stage that `to_json` gave, or an edited one."""
         known = {"first": str, "ranks": str, "mesh": dict}
-        check_fields(data, known, known, where)
+        fields = read_fields(data, known, where, known)
         try:
-            mesh = Mesh(axes=tuple(data["mesh"].items()))
+            mesh = Mesh(axes=tuple(fields["mesh"].items()))
         except ShardwiseError as error:
             raise PlanError(error.message, where=where, hint=error.hint) from None
-        return Stage(first=data["first"], ranks=parse_ranks(data["ranks"], where), mesh=mesh)
+        return Stage(first=fields["first"], ranks=parse_ranks(fields["ranks"], where), mesh=mesh)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,7 @@ class Precision:
     @staticmethod
     def from_json(data: Any, where: str) -> Precision:
         """The precision that `to_json` gave, or an edited one."""
-        check_fields(data, _PRECISION, (), where)
-        return Precision(**data)
+        return Precision(**read_fields(data, _PRECISION, where))
 
 
 _PRECISION = {
@@ -123,22 +122,6 @@ _PRECISION = {
     "reduce": str,
     "loss_scale": str,
 }
-
-
-def check_fields(data: Any, known: Mapping[str, type], required: Iterable[str], where: str) -> None:
-    """Raise unless `data` is an object with known fields of their types."""
-    if not isinstance(data, dict):
-        raise PlanError(f"expected an object, found {type(data).__name__}", where=where)
-    for key, value in data.items():
-        if key not in known:
-            raise PlanError(f"unknown field {key!r}{did_you_mean(key, known)}", where=where)
-        if type(value) is not known[key]:
-            raise PlanError(
-                f"field {key!r} should be {known[key].__name__}, found {value!r}", where=where
-            )
-    for key in required:
-        if key not in data:
-            raise PlanError(f"field {key!r} is missing", where=where)
 
 
 def _is_positive(text: str) -> bool:

@@ -25,6 +25,14 @@ from shardwise.plans.execution import (
     Stage,
     check_stages,
 )
+from shardwise.plans.fields import (
+    ENTRY_FIELDS,
+    PLAN_FIELDS,
+    REQUIRED,
+    check_items,
+    listed,
+    read_fields,
+)
 
 FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
@@ -205,10 +213,10 @@ class Plan:
             "nodes": {k: dict(v) for k, v in self.nodes.items()},
             "units": list(self.units),
             "stages": [stage.to_json() for stage in self.stages],
-            "schedule": _listed(self.schedule),
+            "schedule": listed(self.schedule),
             "microbatches": self.microbatches,
             "per_microbatch": self.per_microbatch,
-            "recompute": _listed(self.recompute),
+            "recompute": listed(self.recompute),
             "precision": self.precision.to_json(),
             "offload": list(self.offload),
             "rng": self.rng,
@@ -236,8 +244,8 @@ class Plan:
     @staticmethod
     def from_json(data: Any, where: str = "plan") -> Plan:
         """The plan that `to_json` gave, or an edited one."""
-        fields = _fields(data, _PLAN_FIELDS, where)
-        _check_items(fields, where)
+        fields = read_fields(data, PLAN_FIELDS, where, REQUIRED)
+        check_items(fields, where)
         parameters = {
             glob: _entry(entry, f"{where}: parameters[{glob!r}]")
             for glob, entry in fields.get("parameters", {}).items()
@@ -267,92 +275,14 @@ class Plan:
         return format_plan(self)
 
 
-_PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "version": int,
-    "name": str,
-    "model": str,
-    "fingerprint": str,
-    "mesh": dict,
-    "roles": dict,
-    "inputs": dict,
-    "parameters": dict,
-    "nodes": dict,
-    "units": list,
-    "stages": list,
-    "schedule": (str, list),
-    "microbatches": int,
-    "per_microbatch": bool,
-    "recompute": (str, list),
-    "precision": dict,
-    "offload": list,
-    "rng": str,
-    "seed": int,
-    "notes": list,
-}
-_REQUIRED = ("version", "name", "model", "fingerprint", "mesh", "roles")
-_ENTRY_FIELDS: dict[str, type | tuple[type, ...]] = {"layout": dict, "zero": int}
-
-
-def _fields(data: Any, known: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The object's fields, each known and of its type."""
-    if not isinstance(data, dict):
-        raise PlanError(f"expected an object, found {type(data).__name__}", where=where)
-    for key, value in data.items():
-        if key not in known:
-            raise PlanError(f"unknown field {key!r}{did_you_mean(key, known)}", where=where)
-        wanted = known[key] if isinstance(known[key], tuple) else (known[key],)
-        if type(value) not in wanted:
-            names = " or ".join(kind.__name__ for kind in wanted)
-            raise PlanError(f"field {key!r} should be {names}, found {value!r}", where=where)
-    if known is _PLAN_FIELDS:
-        missing = [key for key in _REQUIRED if key not in data]
-        if missing:
-            raise PlanError(f"field {missing[0]!r} is missing", where=where)
-    return {k: _frozen(v) for k, v in data.items()}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
-
-
 def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
     """The entry without cuts on mesh axes that a stage does not have."""
     cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
     return ParameterEntry(layout=cuts, zero=entry.zero)
 
 
-def _check_items(fields: Mapping[str, Any], where: str) -> None:
-    """What the lists and objects of a plan hold: text, dims of inputs, choices of nodes."""
-    for row in fields.get("schedule", ()):
-        if not isinstance(row, str) and not all(isinstance(action, str) for action in row):
-            raise PlanError(
-                f"schedule should be a name or lists of actions, found {row!r}",
-                where=where,
-                hint='"1f1b", or [["0F0", "0B0"]]: a list for each group of ranks',
-            )
-    for key in ("units", "notes", "offload", "recompute"):
-        for item in fields.get(key, ()):
-            if not isinstance(item, str):
-                raise PlanError(f"{key} should be a list of text, found {item!r}", where=where)
-    for name, dim in fields.get("inputs", {}).items():
-        if dim is not None and type(dim) is not int:
-            raise PlanError(f"inputs[{name!r}] should be a dim or null, found {dim!r}", where=where)
-    for node, choices in fields.get("nodes", {}).items():
-        texts = choices.values() if isinstance(choices, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise PlanError(
-                f"nodes[{node!r}] should map mesh axes to choices, found {choices!r}",
-                where=where,
-                hint='{"tp": "cut n"}; shardwise explain lists the choices',
-            )
-
-
 def _entry(data: Any, where: str) -> ParameterEntry:
-    fields = _fields(data, _ENTRY_FIELDS, where)
+    fields = read_fields(data, ENTRY_FIELDS, where)
     for axis, cut in fields.get("layout", {}).items():
         if not isinstance(cut, str):
             raise PlanError(f"layout of axis {axis!r} should be text, found {cut!r}", where=where)

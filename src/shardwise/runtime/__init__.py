@@ -28,4 +28,5 @@ from shardwise.runtime.splits import take_local as take_local
 from shardwise.runtime.store import *  # noqa: F403
 from shardwise.runtime.threads import *  # noqa: F403
 from shardwise.runtime.tied import *  # noqa: F403
+from shardwise.runtime.trace import *  # noqa: F403
 from shardwise.runtime.transfers import *  # noqa: F403

@@ -21,9 +21,10 @@ from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.random import Rng
-from shardwise.runtime.recorder import Recorder, Trace, align, gather_events, merge, write_trace
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.sharing import share
 from shardwise.runtime.store import ParameterStore
+from shardwise.runtime.trace import Trace, align, gather_events, merge, write_trace
 
 __all__ = ["ParallelModule", "StepProgram", "check_same_batch", "leaves", "signature"]
 

@@ -1,0 +1,63 @@
+"""Parameters, cuts and number types as source text, for the tables at the head of a file."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.emit.render import literal
+from shardwise.plans import Plan
+from shardwise.program import Storage
+from shardwise.sharding.placements import Layout
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def splits_text(layout: Layout) -> str:
+    """The cuts of a layout as a tuple of `rt.Split`."""
+    cuts = [
+        f'rt.Split(axis="{axis}", dim={shard.dim}, of={literal(shard.of)})'
+        for axis, shard in layout.shards
+    ]
+    return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
+
+
+def _number_types(storage: Storage, plan: Plan) -> list[str]:
+    """The types in which a parameter is stored, its gradient added up, and summed over ranks."""
+    if not storage.dtype.is_floating_point:
+        return []
+    precision, last, fields = plan.precision, dtype_name(storage.dtype), []
+    for name, dtype in (
+        ("master", precision.master),
+        ("gradient", precision.gradients),
+        ("reduce", precision.reduce),
+    ):
+        if dtype and dtype != last:
+            fields.append(f'{name}="{dtype}"')
+        last = dtype or last
+    return fields
+
+
+def parameter_spec(storage: Storage, plan: Plan) -> str:
+    """A parameter as `rt.ParameterSpec(…)`."""
+    fields = [f'name="{storage.name}"', f"shape={literal(storage.shape)}"]
+    fields.append(f'dtype="{dtype_name(storage.dtype)}"')
+    if storage.aliases:
+        fields.append(f"aliases={literal(storage.aliases)}")
+    if storage.layout.shards:
+        fields.append(f"splits={splits_text(storage.layout)}")
+    if storage.sync:
+        fields += [f"sync={literal(storage.sync)}", f"zero={storage.zero}"]
+    if storage.unit:
+        fields.append(f'unit="{storage.unit}"')
+    if not storage.requires_grad:
+        fields.append("requires_grad=False")
+    fields += _number_types(storage, plan)
+    kept = tuple(what for what in plan.offload if what != "activations")
+    if kept and not storage.borrowed:
+        fields.append(f"offload={literal(kept)}")
+    if storage.borrowed:
+        fields.append("borrowed=True")
+    return f"rt.ParameterSpec({', '.join(fields)})"

@@ -1,0 +1,90 @@
+"""Plan files: the fields of their objects, checked and frozen.
+
+Enters: what JSON gave. Leaves: dicts of known fields of their types, or an error that names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwise.errors import PlanError, did_you_mean
+
+PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "version": int,
+    "name": str,
+    "model": str,
+    "fingerprint": str,
+    "mesh": dict,
+    "roles": dict,
+    "inputs": dict,
+    "parameters": dict,
+    "nodes": dict,
+    "units": list,
+    "stages": list,
+    "schedule": (str, list),
+    "microbatches": int,
+    "per_microbatch": bool,
+    "recompute": (str, list),
+    "precision": dict,
+    "offload": list,
+    "rng": str,
+    "seed": int,
+    "notes": list,
+}
+REQUIRED = ("version", "name", "model", "fingerprint", "mesh", "roles")
+ENTRY_FIELDS: dict[str, type | tuple[type, ...]] = {"layout": dict, "zero": int}
+
+
+def read_fields(
+    data: Any, known: Mapping[str, Any], where: str, required: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The object's fields, each known and of its type, lists as tuples."""
+    if not isinstance(data, dict):
+        raise PlanError(f"expected an object, found {type(data).__name__}", where=where)
+    for key, value in data.items():
+        if key not in known:
+            raise PlanError(f"unknown field {key!r}{did_you_mean(key, known)}", where=where)
+        wanted = known[key] if isinstance(known[key], tuple) else (known[key],)
+        if type(value) not in wanted:
+            names = " or ".join(kind.__name__ for kind in wanted)
+            raise PlanError(f"field {key!r} should be {names}, found {value!r}", where=where)
+    missing = [key for key in required if key not in data]
+    if missing:
+        raise PlanError(f"field {missing[0]!r} is missing", where=where)
+    return {key: _frozen(value) for key, value in data.items()}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def listed(value: Any) -> Any:
+    """Tuples as lists again, for JSON."""
+    return [listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def check_items(fields: Mapping[str, Any], where: str) -> None:
+    """What the lists and objects of a plan hold: text, dims of inputs, choices of nodes."""
+    for row in fields.get("schedule", ()):
+        if not isinstance(row, str) and not all(isinstance(action, str) for action in row):
+            raise PlanError(
+                f"schedule should be a name or lists of actions, found {row!r}",
+                where=where,
+                hint='"1f1b", or [["0F0", "0B0"]]: a list for each group of ranks',
+            )
+    for key in ("units", "notes", "offload", "recompute"):
+        for item in fields.get(key, ()):
+            if not isinstance(item, str):
+                raise PlanError(f"{key} should be a list of text, found {item!r}", where=where)
+    for name, dim in fields.get("inputs", {}).items():
+        if dim is not None and type(dim) is not int:
+            raise PlanError(f"inputs[{name!r}] should be a dim or null, found {dim!r}", where=where)
+    for node, choices in fields.get("nodes", {}).items():
+        texts = choices.values() if isinstance(choices, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise PlanError(
+                f"nodes[{node!r}] should map mesh axes to choices, found {choices!r}",
+                where=where,
+                hint='{"tp": "cut n"}; shardwise explain lists the choices',
+            )

@@ -1,0 +1,243 @@
+"""The events of all ranks together, as a trace.
+
+`gather_events` brings all ranks' events to the first, `align` measures how far their clocks are
+apart, and `merge` makes a trace in the Chrome trace event format, which Perfetto
+(https://ui.perfetto.dev) and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.recorder import Event
+
+__all__ = [
+    "Bubbles",
+    "Clocks",
+    "align",
+    "bubble_fraction",
+    "gather_events",
+    "merge",
+    "write_trace",
+]
+
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """How far each rank's clock is ahead of the first rank's, and how wrong that may be."""
+
+    offsets_ns: tuple[int, ...]
+    uncertainties_ns: tuple[int, ...]
+
+
+def align(axis: Axis, rounds: int = 8, device: torch.device | str = "cpu") -> Clocks:
+    """Measure the ranks' clocks against each other; all ranks of the axis call it.
+
+    No rank leaves an all-gather before all have entered it. So rank r's clock is ahead of the
+    first's by at least its entry less the first's exit, and at most its exit less the first's
+    entry. Several rounds narrow this down; a shared clock (one host) is recognized as such.
+    """
+    times: list[int] = []
+    for _ in range(rounds):
+        entry = time.perf_counter_ns()
+        _gathered(axis, [entry], device)
+        times += [entry, time.perf_counter_ns()]
+    ranks = _gathered(axis, times, device).view(axis.size, rounds, 2).tolist()
+    first = ranks[0]
+    offsets, uncertainties = [0], [0]
+    for rank in ranks[1:]:
+        pairs = list(zip(rank, first, strict=True))
+        least = max(mine[0] - other[1] for mine, other in pairs)
+        most = min(mine[1] - other[0] for mine, other in pairs)
+        offsets.append(0 if least <= 0 <= most else (least + most) // 2)
+        uncertainties.append((most - least + 1) // 2)
+    return Clocks(offsets_ns=tuple(offsets), uncertainties_ns=tuple(uncertainties))
+
+
+def _gathered(axis: Axis, numbers: Sequence[int], device: torch.device | str) -> Tensor:
+    """Everyone's numbers, in the host's memory: a device's copy has really arrived."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return axis.all_gather(mine, [len(numbers)] * axis.size).wait().cpu()
+
+
+def gather_events(
+    axis: Axis, events: Iterable[Event], device: torch.device | str = "cpu"
+) -> list[list[Event]] | None:
+    """All ranks' events in the order of ranks, on the axis's first rank; None on the others."""
+    rows = [[e.lane, e.name, e.start_ns, e.end_ns, dict(e.details)] for e in events]
+    text = bytearray(json.dumps(rows, default=str).encode())
+    sizes = _gathered(axis, [len(text)], device).tolist()
+    flat = torch.frombuffer(text, dtype=torch.uint8).to(device)
+    every = axis.all_gather(flat, sizes).wait()
+    if axis.index != 0:
+        return None
+    whole = every.cpu().numpy().tobytes()
+    ends = list(itertools.accumulate(sizes))
+    return [
+        [
+            Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
+            for lane, name, start, end, details in json.loads(whole[stop - size : stop])
+        ]
+        for size, stop in zip(sizes, ends, strict=True)
+    ]
+
+
+def merge(per_rank: Sequence[Sequence[Event]], clocks: Clocks | None = None) -> Trace:
+    """One trace of all ranks: a process per rank, a thread per lane, arrows for transfers.
+
+    An arrow goes from an event named "send…" to the other with the same `transfer` detail.
+    Events of a lane that overlap without being nested are shown in rows of their own.
+    """
+    offsets = clocks.offsets_ns if clocks is not None else (0,) * len(per_rank)
+    shifted = list(zip(per_rank, offsets, strict=True))
+    begin = min((e.start_ns - offset for events, offset in shifted for e in events), default=0)
+    labels: list[dict[str, Any]] = []
+    slices: list[dict[str, Any]] = []
+    for rank, (events, offset) in enumerate(shifted):
+        rows = _rows(events)
+        tids = {row: tid for tid, row in enumerate(dict.fromkeys(rows))}
+        labels.append(_label("process_name", rank, 0, f"rank {rank}"))
+        labels.append(_label("process_sort_index", rank, 0, rank))
+        for (lane, number), tid in tids.items():
+            name = lane if number == 1 else f"{lane} {number}"
+            labels.append(_label("thread_name", rank, tid, name))
+        slices += [
+            _slice(event, rank, tids[row], offset + begin)
+            for event, row in zip(_ordered(events), rows, strict=True)
+        ]
+    return {"traceEvents": labels + slices + _arrows(slices), "displayTimeUnit": "ms"}
+
+
+def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": event.lane,
+        "pid": rank,
+        "tid": tid,
+        "ts": (event.start_ns - begin_ns) / 1e3,
+        "dur": (event.end_ns - event.start_ns) / 1e3,
+        "args": dict(event.details),
+    }
+
+
+def _label(name: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if name.endswith("sort_index") else "name"
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {key: value}}
+
+
+def _ordered(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda e: (e.start_ns, -e.end_ns))
+
+
+def _rows(events: Iterable[Event]) -> list[tuple[str, int]]:
+    """For each of the ordered events its lane, and the first row of it where it only nests."""
+    open_ends: dict[tuple[str, int], list[int]] = {}
+    rows = []
+    for event in _ordered(events):
+        for number in itertools.count(1):
+            ends = open_ends.setdefault((event.lane, number), [])
+            while ends and ends[-1] <= event.start_ns:
+                ends.pop()
+            if not ends or event.end_ns <= ends[-1]:
+                ends.append(event.end_ns)
+                rows.append((event.lane, number))
+                break
+    return rows
+
+
+def _arrows(slices: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Flows from the beginning of a send to just before the end of its receive."""
+    ends: dict[str, dict[bool, Mapping[str, Any]]] = {}
+    for each in slices:
+        if "transfer" in each["args"]:
+            pair = ends.setdefault(str(each["args"]["transfer"]), {})
+            pair[each["name"].startswith("send")] = each
+    found: list[dict[str, Any]] = []
+    for number, (transfer, pair) in enumerate(ends.items()):
+        if len(pair) == 2:
+            send, receive = pair[True], pair[False]
+            shared = {"name": f"transfer {transfer}", "cat": "transfer", "id": number}
+            end = max(receive["ts"], receive["ts"] + receive["dur"] - 1e-3)
+            found.append({"ph": "s", **shared, **_place(send), "ts": send["ts"]})
+            found.append({"ph": "f", "bp": "e", **shared, **_place(receive), "ts": end})
+    return found
+
+
+def _place(each: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pid": each["pid"], "tid": each["tid"]}
+
+
+def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Write a trace as JSON, at once: a reader sees the old file or the whole new one."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(trace, file, default=str)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubbles:
+    """The share of a step in which a rank's lane was idle, by rank and over all ranks."""
+
+    per_rank: tuple[float, ...]
+    overall: float
+
+
+def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "compute") -> Bubbles:
+    """How much of one step's time, from the first start to the last end of any rank, was idle.
+
+    Takes a trace, or events whose ranks have one clock.
+    """
+    spans = (
+        _spans_of_trace(recorded, lane)
+        if isinstance(recorded, dict)
+        else [
+            [(float(e.start_ns), float(e.end_ns)) for e in events if e.lane == lane]
+            for events in recorded
+        ]
+    )
+    every = [span for rank in spans for span in rank]
+    if not every:
+        return Bubbles(per_rank=(0.0,) * len(spans), overall=0.0)
+    whole = max(end for _, end in every) - min(start for start, _ in every)
+    idle = tuple(1 - _busy(rank) / whole if whole else 0.0 for rank in spans)
+    return Bubbles(per_rank=idle, overall=sum(idle) / len(idle))
+
+
+def _spans_of_trace(trace: Trace, lane: str) -> list[list[tuple[float, float]]]:
+    events = trace["traceEvents"]
+    spans: list[list[tuple[float, float]]] = [[] for _ in {e["pid"] for e in events}]
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == lane:
+            spans[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
+    return spans
+
+
+def _busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
