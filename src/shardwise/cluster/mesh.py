@@ -1,49 +1,53 @@
 """A mesh: the ranks arranged along named axes.
 
-Enters: axis names and sizes. Leaves: `Mesh`, which converts between ranks and coordinates and
-lists the groups of ranks that communicate along some axes. No process group is made here.
+Enters: axis names with numbers of ranks, or with the shares that ranks take. Leaves: `Mesh`, which
+converts between ranks and coordinates and lists the groups of ranks that communicate along some
+axes. No process group is made here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from shardwise.errors import ClusterError, did_you_mean
+from shardwise.shares import axes_of, written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Named axes and their sizes, in order; ranks are row-major, the last axis fastest.
 
+    A size is a number of ranks, among which a cut is even. `Shares(2, 1)`, or a tuple or list of
+    weights, is an axis of ranks that take unequal parts of whatever is cut over it.
+
     >>> mesh = Mesh.of(dp=2, tp=2)
     >>> mesh.coordinate(1)
     {'dp': 0, 'tp': 1}
     >>> mesh.groups(["dp"])
     ((0, 2), (1, 3))
+    >>> print(Mesh.of(dp=(2, 1), tp=2))
+    Mesh(dp=2:1, tp=2)
     """
 
     axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, size in self.axes:
+        for name in self.names:
             if not name.isidentifier():
                 raise ClusterError(f"mesh axis {name!r} is not a name", hint="Mesh.of(dp=2, tp=2)")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ClusterError(
-                    f"mesh axis {name} has size {size!r}, needs a whole number of at least 1",
-                    hint=f"Mesh.of({name}=1)",
-                )
         repeated = [name for name in self.names if self.names.count(name) > 1]
         if repeated:
             raise ClusterError(f"mesh axis {repeated[0]} is given twice in {self}")
+        object.__setattr__(self, "axes", tuple(axes_of(self.axes).items()))
 
     @classmethod
-    def of(cls, **sizes: int) -> Mesh:
-        """`Mesh.of(dp=2, tp=2)`: axes in the order given."""
-        return cls(axes=tuple(sizes.items()))
+    def of(cls, **sizes: int | Sequence[int]) -> Mesh:
+        """`Mesh.of(dp=2, tp=2)`, or `Mesh.of(dp=(2, 1))`: axes in the order given."""
+        return cls(axes=tuple(axes_of(sizes).items()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +55,8 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(size for _, size in self.axes)
+        """The numbers of ranks along the axes."""
+        return tuple(int(size) for _, size in self.axes)
 
     @property
     def size(self) -> int:
@@ -61,7 +66,7 @@ class Mesh:
     def axis_size(self, name: str) -> int:
         """The number of ranks along the axis `name`."""
         self._check_known([name])
-        return dict(self.axes)[name]
+        return int(dict(self.axes)[name])
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` is: axis name -> index."""
@@ -111,6 +116,15 @@ class Mesh:
             if name not in self.names:
                 near = did_you_mean(name, self.names)
                 raise ClusterError(f"{self} has no axis {name!r}{near}")
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"dp": 2}`, or `{"dp": [2, 1]}` where ranks take unequal shares."""
+        return {name: written(size) for name, size in self.axes}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Mesh:
+        """The mesh that `to_json` gave, or an edited one."""
+        return Mesh(axes=tuple(data.items()))
 
     def __str__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"

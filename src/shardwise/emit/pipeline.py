@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.emit.function import INDENT
 from shardwise.emit.render import literal
@@ -135,7 +136,7 @@ def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
     return {i.name: cuts[i.value].dim for i in pipeline.graph.inputs if i.value in cuts}  # type: ignore[union-attr]
 
 
-def _literal_dict(mapping: dict[str, int]) -> str:
+def _literal_dict(mapping: dict[str, Any]) -> str:
     return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in mapping.items()) + "}"
 
 
@@ -146,7 +147,7 @@ def _table(name: str, rows: list[str]) -> list[str]:
 
 
 def _stage(stage: StageProgram) -> str:
-    axes = _literal_dict(dict(stage.mesh.axes))
+    axes = _literal_dict(stage.mesh.to_json())
     return f"rt.StageSpec(ranks={literal(stage.ranks)}, axes={axes})"
 
 

@@ -35,7 +35,7 @@ class Stage:
         return {
             "first": self.first,
             "ranks": format_ranks(self.ranks),
-            "mesh": dict(self.mesh.axes),
+            "mesh": self.mesh.to_json(),
         }
 
     @staticmethod
@@ -44,7 +44,7 @@ class Stage:
         known = {"first": str, "ranks": str, "mesh": dict}
         fields = read_fields(data, known, where, known)
         try:
-            mesh = Mesh(axes=tuple(fields["mesh"].items()))
+            mesh = Mesh.from_json(fields["mesh"])
         except ShardwiseError as error:
             raise PlanError(error.message, where=where, hint=error.hint) from None
         return Stage(first=fields["first"], ranks=parse_ranks(fields["ranks"], where), mesh=mesh)

@@ -206,7 +206,7 @@ class Plan:
             "name": self.name,
             "model": self.model,
             "fingerprint": self.fingerprint,
-            "mesh": dict(self.mesh.axes),
+            "mesh": self.mesh.to_json(),
             "roles": dict(self.roles),
             "inputs": dict(self.inputs),
             "parameters": {k: _entry_json(v) for k, v in self.parameters.items()},
@@ -252,7 +252,7 @@ class Plan:
         }
         try:
             made = {
-                "mesh": Mesh(axes=tuple(fields["mesh"].items())),
+                "mesh": Mesh.from_json(fields["mesh"]),
                 "parameters": parameters,
                 "stages": tuple(
                     Stage.from_json(stage, f"{where}: stages[{i}]")

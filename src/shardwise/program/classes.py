@@ -12,7 +12,7 @@ from dataclasses import replace
 from shardwise.plans import Resolved
 from shardwise.program.program import RankProgram
 from shardwise.program.sources import Sources
-from shardwise.sharding.placements import part
+from shardwise.shares import lengths, part
 
 
 def merge_equal(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
@@ -41,7 +41,7 @@ def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
     known: set[int] = set()
     for axis, ranks in mesh.axes:  # what earlier axes leave of an extent may be cut again
         extents[axis] |= known
-        known |= {part(size, ranks, i)[1] for size in extents[axis] for i in (0, ranks - 1)}
+        known |= {length for size in extents[axis] for length in lengths(size, ranks)}
     classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinate(rank)

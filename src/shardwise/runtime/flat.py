@@ -2,8 +2,10 @@
 
 An `Entry` is one parameter on this rank. With zero >= 1, entries of one unit, type and set of
 synchronizing axes form a `FlatGroup`: their local tensors one after the other, of which each rank
-of the axis owns one consecutive range. An owner's `pieces` are what its optimizer works on. They
-have memory of their own where they are of another type or place than what the forward uses.
+of the axis owns one consecutive range. The ranges are even also where ranks take unequal shares of
+a batch: they are memory, of which slower devices do not have less. An owner's `pieces` are what its
+optimizer works on. They have memory of their own where they are of another type or place than what
+the forward uses.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.mesh import Axis, part
+from shardwise.runtime.mesh import Axis
 from shardwise.runtime.offload import CopyStream, host_empty
 from shardwise.runtime.parameters import ParameterSpec, torch_dtype
 from shardwise.runtime.transport import Pending
+from shardwise.shares import part
 
 __all__ = ["Entry", "FlatGroup"]
 

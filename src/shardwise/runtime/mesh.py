@@ -6,7 +6,6 @@ taken together in the mesh's order; it is what generated code passes to every co
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,30 +13,26 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
+from shardwise.shares import axes_of, part, product
 
-__all__ = ["TIME", "Axis", "ProcessMesh", "TimeAxis", "axis_groups", "part"]
+__all__ = ["TIME", "Axis", "ProcessMesh", "TimeAxis", "axis_groups"]
 
 TIME = "mb"  # the axis of micro-batches
 
 
-@functools.lru_cache(maxsize=65536)
-def part(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of one of `parts` even parts: the first `size % parts` have one more.
-
-    >>> [part(7, 3, i) for i in range(3)]
-    [(0, 3), (3, 2), (5, 2)]
-    """
-    base, more = divmod(size, parts)
-    return index * base + min(index, more), base + (index < more)
-
-
 class Axis:
-    """One mesh axis, or several as one, seen from this rank."""
+    """One mesh axis, or several as one, seen from this rank.
 
-    __slots__ = ("_group", "_transport", "index", "name", "size")
+    `size` is the number of ranks, `shares` that number with what each takes of a cut.
+    """
 
-    def __init__(self, name: str, group: Group, transport: Transport) -> None:
+    __slots__ = ("_group", "_transport", "index", "name", "shares", "size")
+
+    def __init__(
+        self, name: str, group: Group, transport: Transport, shares: int | None = None
+    ) -> None:
         self.name, self.size, self.index = name, group.size, group.index
+        self.shares = shares if shares is not None else group.size
         self._group, self._transport = group, transport
 
     def __repr__(self) -> str:
@@ -49,11 +44,11 @@ class Axis:
 
     def start(self, n: int) -> int:
         """Where this rank's part of `n` begins."""
-        return part(n, self.size, self.index)[0]
+        return part(n, self.shares, self.index)[0]
 
     def length(self, n: int) -> int:
         """How many of `n` this rank has."""
-        return part(n, self.size, self.index)[1]
+        return part(n, self.shares, self.index)[1]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Reduce a contiguous tensor in place over the axis."""
@@ -106,7 +101,12 @@ class TimeAxis(Axis):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self._mesh.microbatches * (self._inner.size if self._inner is not None else 1)
+        return int(self.shares)
+
+    @property
+    def shares(self) -> int:  # type: ignore[override]
+        inner = self._inner
+        return product([self._mesh.microbatches, *([inner.shares] if inner is not None else [])])
 
     @property
     def index(self) -> int:  # type: ignore[override]
@@ -125,7 +125,8 @@ class ProcessMesh:
     """Named axes over ranks, seen from one of them, in one micro-batch.
 
     `rank` is this rank's place in `ranks`, by default 0 … product of sizes - 1. `groups` are the
-    ranks of all stages' meshes. `microbatch` is set by whoever runs the step.
+    ranks of all stages' meshes. `microbatch` is set by whoever runs the step. An axis is given as a
+    number of ranks, or as the weights by which they share a cut.
 
     >>> mesh = ProcessMesh({"dp": 1, "tp": 1})
     >>> mesh.axis("dp", "tp")
@@ -134,7 +135,7 @@ class ProcessMesh:
 
     def __init__(
         self,
-        axes: Mapping[str, int],
+        axes: Mapping[str, int | Sequence[int]],
         rank: int = 0,
         transport: Transport | None = None,
         *,
@@ -143,7 +144,7 @@ class ProcessMesh:
         microbatches: int = 1,
         timed: bool = True,
     ) -> None:
-        self.axes = dict(axes)
+        self.axes = axes_of(axes)
         self.size = math.prod(self.axes.values())
         self.rank = rank
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(self.size))
@@ -183,7 +184,9 @@ class ProcessMesh:
         if found is None:
             places = _ranks_along(self.axes, self.coordinates, self._checked(names))
             group = Group(tuple(self.ranks[p] for p in places), places.index(self.rank))
-            found = self._cached[names] = Axis(".".join(names) or "self", group, self.transport)
+            shares = product(self.axes[name] for name in names)
+            name = ".".join(names) or "self"
+            found = self._cached[names] = Axis(name, group, self.transport, shares)
         return found
 
     @property

@@ -30,7 +30,7 @@ __all__ = [
 
 def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """This rank's part, without communication."""
-    return take_part(x, dim, of, axis.size, axis.index)
+    return take_part(x, dim, of, axis.shares, axis.index)
 
 
 def slice_(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
@@ -53,7 +53,7 @@ def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     dim %= x.dim()
     full = x.new_zeros(_with(x, dim, whole_length(of)))
     here = 0
-    for start, length in runs(of, axis.size, axis.index):
+    for start, length in runs(of, axis.shares, axis.index):
         full.narrow(dim, start, length).copy_(x.narrow(dim, here, length))
         here += length
     return full
@@ -68,24 +68,24 @@ def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """The whole of all ranks' parts."""
     dim %= x.dim()
     _check(x, axis, dim, of)
-    shapes = [_with(x, dim, local_length(of, axis.size, i)) for i in range(axis.size)]
+    shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
     sizes = [shape.numel() for shape in shapes]
     flat = axis.all_gather(x.contiguous().view(-1), sizes).wait()
     if _is_outermost(x, dim) and _is_plain(of):
         return flat.view(_with(x, dim, whole_length(of)))
     parts = torch.split(flat, sizes)
-    return join([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim, of)
+    return join([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim, of, axis.shares)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """This rank's part of the sum over ranks."""
     dim %= x.dim()
-    shapes = [_with(x, dim, local_length(of, axis.size, i)) for i in range(axis.size)]
+    shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
     sizes = [shape.numel() for shape in shapes]
     if x.is_contiguous() and _is_outermost(x, dim) and _is_plain(of):
         flat = x.view(-1)
     else:
-        flat = _flat([take_part(x, dim, of, axis.size, i) for i in range(axis.size)])
+        flat = _flat([take_part(x, dim, of, axis.shares, i) for i in range(axis.size)])
     return axis.reduce_scatter(flat, sizes).wait().view(shapes[axis.index])
 
 
@@ -95,18 +95,18 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
     _check(x, axis, dim, of)
     if dim == to_dim:
         return _recut(x, axis, dim, segments(of), segments(to_of))
-    sent = [take_part(x, to_dim, to_of, axis.size, i) for i in range(axis.size)]
-    mine = _with(x, to_dim, local_length(to_of, axis.size, axis.index))
-    shapes = [_replace(mine, dim, local_length(of, axis.size, i)) for i in range(axis.size)]
+    sent = [take_part(x, to_dim, to_of, axis.shares, i) for i in range(axis.size)]
+    mine = _with(x, to_dim, local_length(to_of, axis.shares, axis.index))
+    shapes = [_replace(mine, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
     sizes = [shape.numel() for shape in shapes]
     flat = axis.all_to_all(_flat(sent), [t.numel() for t in sent], sizes).wait()
     parts = torch.split(flat, sizes)
-    return join([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim, of)
+    return join([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim, of, axis.shares)
 
 
 def _recut(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
     """Cut the same dim otherwise: each pair of ranks exchanges what one has and the other needs."""
-    me, n = axis.index, axis.size
+    me, n = axis.index, axis.shares
     sent = [x.index_select(dim, _shared(of, to_of, n, me, i).to(x.device)) for i in range(n)]
     places = [_shared(to_of, of, n, me, i).to(x.device) for i in range(n)]
     shapes = [_with(x, dim, place.numel()) for place in places]
@@ -151,7 +151,7 @@ def _replace(shape: torch.Size, dim: int, length: int) -> torch.Size:
 
 
 def _check(x: Tensor, axis: Axis, dim: int, of: Of) -> None:
-    expected = local_length(of, axis.size, axis.index)
+    expected = local_length(of, axis.shares, axis.index)
     if x.shape[dim] != expected:
         raise ProgramError(
             f"dim {dim} of {tuple(x.shape)} should have {expected} of {whole_length(of)} "

@@ -15,16 +15,20 @@ from shardwise.runtime.tied import TiedSpec
 from shardwise.runtime.transfers import TransferSpec
 from shardwise.runtime.transport import Transport
 from shardwise.schedules import Action
+from shardwise.shares import axes_of
 
 __all__ = ["OutputSpec", "PipelineSpec", "StageModules", "StageSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """The ranks of a stage, arranged along axes."""
+    """The ranks of a stage, arranged along axes; `{"dp": (2, 1)}` gives them unequal shares."""
 
     ranks: tuple[int, ...]
-    axes: Mapping[str, int]
+    axes: Mapping[str, Any]  # numbers of ranks once it is made
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", axes_of(self.axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime.mesh import TIME, ProcessMesh, part
+from shardwise.runtime.mesh import TIME, ProcessMesh
 from shardwise.runtime.pipeline import PipelineSpec, StageModules
 from shardwise.runtime.splits import Split, local_shape, take_local
+from shardwise.shares import part
 
 __all__ = ["BatchReader"]
 

@@ -1,9 +1,9 @@
 """How a dim is cut, and how parts become the whole again.
 
 A dim is a concatenation of segments, each a product `outer x size x inner`; the factor `size` of
-every segment is cut evenly. A fused QKV dim `3*H*E` that is cut on heads is `((3, H, E),)`, a dim
-`[H*E | K*E | K*E]` is `((1, H, E), (1, K, E), (1, K, E))`, and a plain dim of n is `n` or
-`((1, n, 1),)`. A part keeps the order of the whole.
+every segment is cut, evenly or by the shares of a mesh axis. A fused QKV dim `3*H*E` that is cut on
+heads is `((3, H, E),)`, a dim `[H*E | K*E | K*E]` is `((1, H, E), (1, K, E), (1, K, E))`, and a
+plain dim of n is `n` or `((1, n, 1),)`. A part keeps the order of the whole.
 
 `take` and `join` cut one dim over one axis. A `Split` names the mesh axis and dim, and a tuple of
 them cuts a tensor over several axes: on different dims, on different factors of one dim, or on the
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
-from shardwise.runtime.mesh import part
+from shardwise.shares import part
 
 __all__ = [
     "Of",
@@ -50,7 +50,7 @@ Runs = tuple[tuple[int, int], ...]
 class Place(Protocol):
     """What `take` needs to know of an axis."""
 
-    size: int
+    shares: int
     index: int
 
 
@@ -116,7 +116,7 @@ def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
 
 def take(full: Tensor, dim: int, of: Of, axis: Place) -> Tensor:
     """This rank's part of a whole tensor."""
-    return take_part(full, dim, of, axis.size, axis.index)
+    return take_part(full, dim, of, axis.shares, axis.index)
 
 
 def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:
@@ -127,9 +127,10 @@ def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:
     return torch.cat([full.narrow(dim, *piece) for piece in pieces], dim)
 
 
-def join(parts: Sequence[Tensor], dim: int, of: Of) -> Tensor:
-    """The whole tensor of all ranks' parts."""
-    of, num, dim = segments(of), len(parts), dim % parts[0].dim()
+def join(parts: Sequence[Tensor], dim: int, of: Of, shares: int | None = None) -> Tensor:
+    """The whole tensor of all ranks' parts, which are even unless they are `shares`."""
+    of, dim = segments(of), dim % parts[0].dim()
+    num = shares if shares is not None else len(parts)
     if len(of) == 1 and of[0][0] == 1:
         return torch.cat(tuple(parts), dim)
     lengths = [

@@ -15,6 +15,7 @@ from shardwise.sharding.costs import work
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import REPLICATE, Placement, Shard, compatible
 from shardwise.sharding.task import Assignment, Task
+from shardwise.shares import grain
 
 # Through these a partial sum of a parameter split may pass: residuals, casts, renamed positions.
 DELAYED = {
@@ -60,9 +61,10 @@ class Allowed:
             if isinstance(candidate.choice, Cut) and isinstance(theirs.choice, Cut):
                 axis = self.facts.rules[node.name].axes[candidate.choice.axis]
                 twice = theirs.choice.axis == axis.name
+                nested = grain(self.task.ranks) * grain(other.ranks)
                 if twice and axis.once:
                     return False
-                if twice and axis.outermost and axis.size % (self.task.ranks * other.ranks):
+                if twice and axis.outermost and axis.size % nested:
                     return False  # offsets of nested uneven parts
             pairs = (
                 *zip(candidate.operands, theirs.operands, strict=True),

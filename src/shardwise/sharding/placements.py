@@ -1,8 +1,8 @@
 """Where the parts of a value are: one placement per mesh axis, together a layout.
 
 Enters: structures and patterns of `dims`. Leaves: `Replicate | Partial | Shard`, `Layout`, and
-the local sizes and index sets that follow from them. Splits are even in the sense of
-`numpy.array_split`: the first ranks hold one more, and a rank may hold nothing.
+the local sizes and index sets that follow from them. What each rank holds of a cut follows from
+`shares`: even parts, or by weights; a rank may hold nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import prod
 
 from shardwise.errors import RuleError
 from shardwise.sharding.dims import Pattern, merge
+from shardwise.shares import part
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +143,6 @@ class Layout:
 
     def __str__(self) -> str:
         return " ".join(f"{name}:{placement}" for name, placement in self.axes)
-
-
-def part(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of part `index` of an even cut.
-
-    >>> [part(7, 3, i) for i in range(3)], part(4, 5, 4)
-    ([(0, 3), (3, 2), (5, 2)], (4, 0))
-    """
-    small, extra = divmod(size, parts)
-    return index * small + min(index, extra), small + (index < extra)
 
 
 Coordinate = Mapping[str, tuple[int, int]]  # mesh axis -> (this rank's index, axis size)

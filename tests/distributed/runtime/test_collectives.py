@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise.runtime.mesh import part
 from shardwise.runtime.processes import process_mesh
+from shardwise.shares import part
 from tests.support.pool import Pool
 from tests.support.redistribution import FORWARD, Case, check
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.runtime.mesh import coordinates, part
+from shardwise.runtime.mesh import coordinates
 from shardwise.runtime.splits import (
     Split,
     assemble,
@@ -19,6 +19,7 @@ from shardwise.runtime.splits import (
     take_part,
     whole_length,
 )
+from shardwise.shares import part
 
 factor = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 3))
 cuts = st.lists(factor, min_size=1, max_size=3).map(tuple)

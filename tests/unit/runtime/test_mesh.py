@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from shardwise.errors import ProgramError, RankError
-from shardwise.runtime.mesh import Axis, ProcessMesh, axis_groups, part
+from shardwise.runtime.mesh import Axis, ProcessMesh, axis_groups
 from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.shares import part
 
 
 def test_four_on_five_ranks_leaves_one_empty() -> None:

@@ -16,6 +16,7 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.resolve import input_cuts
 from shardwise.sharding.placements import Shard
+from shardwise.shares import Shares, grain
 
 SMALL = 8  # sizes up to this are kept
 FEW = 2  # rows where there are fewer rows than ranks
@@ -23,7 +24,7 @@ MOST_BATCH_RANKS = 3  # along an axis
 MOST_PARAMETER_RANKS = (8, 4, 2)  # the first of these that is within `MOST_RANKS`
 MOST_RANKS = 32  # of all stages together
 
-Pairs = Sequence[tuple[int, int]]  # numbers of ranks, and what they become
+Pairs = Sequence[tuple[int, int]]  # what ranks cut exactly, and what that becomes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +85,37 @@ def _small_meshes(plan: Plan, rows: int) -> dict[Mesh, Mesh]:
             axes = []
             for axis, ranks in mesh.axes:
                 batch = plan.roles[axis] == "batch"
-                uneven = rows % (ranks * shares) != 0
+                uneven = rows % (grain(ranks) * shares) != 0
                 fewer = (FEW + 1 if uneven else FEW) if batch else most
                 limit = MOST_BATCH_RANKS if batch else most
-                axes.append((axis, fewer if ranks > limit else ranks))
+                axes.append((axis, _few(ranks, fewer if ranks > limit else int(ranks))))
             found[mesh] = Mesh(axes=tuple(axes))
         if not plan.stages or sum(found[mesh].size for mesh in groups.values()) <= MOST_RANKS:
             break
     return found
 
 
+def _few(ranks: int, count: int) -> int:
+    """`count` of these ranks; of unequal shares the largest and least, as small numbers.
+
+    >>> _few(8, 2), _few(Shares(700, 350, 349), 3), _few(Shares(5, 4, 3, 2, 2), 3)
+    (2, Shares(3, 2, 1), Shares(3, 2, 1))
+    """
+    if not isinstance(ranks, Shares):
+        return count
+    if grain(ranks) <= SMALL and count == int(ranks):
+        return ranks
+    chosen = sorted(range(ranks), key=lambda i: ranks.weights[i])
+    kept = sorted(chosen[i * (ranks - 1) // max(count - 1, 1)] for i in range(count))
+    weights = [ranks.weights[i] for i in kept]
+    order = sorted({0, *weights})
+    return Shares.of([order.index(weight) for weight in weights])
+
+
 def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[int, int]]:
     """The axes before and after; of a plan those which cut the batch."""
     return [
-        (old, new)
+        (grain(old), grain(new))
         for (axis, old), (_, new) in zip(mesh.axes, smaller.axes, strict=True)
         if plan is None or plan.roles[axis] == "batch"
     ]

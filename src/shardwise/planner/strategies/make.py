@@ -35,6 +35,7 @@ from shardwise.plans import (
 from shardwise.program.pipeline import check_micro_batches
 from shardwise.schedules import Schedule
 from shardwise.sharding.factors import Facts, analyze
+from shardwise.shares import axes_of
 
 
 def make_plan(
@@ -56,6 +57,7 @@ def make_plan(
     virtual_stages: int | None = None,
     cuts: Sequence[str] | None = None,
     meshes: Sequence[Mesh] | None = None,
+    shares: Mapping[str, Sequence[int]] | None = None,
     recompute: str | Sequence[str] = "none",
     precision: str | Precision | None = None,
     offload: str | Sequence[str] = (),
@@ -65,7 +67,8 @@ def make_plan(
     A step is computed in `num_microbatches`; more than one without stages is gradient
     accumulation. `schedule` is a name, a `Schedule` or its file. Each group has `virtual_stages`
     (by default 1, and 2 for "interleaved" and "zb_v"), which begin at `cuts`, places of nodes or
-    module paths, or where they are balanced. `meshes` gives each group a mesh of its own.
+    module paths, or where they are balanced. `meshes` gives each group a mesh of its own. With
+    `shares={"dp": (2, 1)}` the ranks along an axis take unequal parts of what is cut over it.
     `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
     `parameters` adds or overrides entries by glob.
     """
@@ -86,6 +89,7 @@ def make_plan(
     facts = analyze(graph)
     if meshes is None:
         meshes = [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
+    meshes = [_with_shares(name, mesh, shares or {}) for mesh in meshes]
     splits = num_microbatches > 1 or any(dict(mesh.axes).get("dp", 1) > 1 for mesh in meshes)
     draft = Plan(
         name=name,
@@ -122,6 +126,19 @@ def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Me
     if tp > 1:
         axes += [(f"tp{i}" if i else "tp", n) for i, n in enumerate(tensor_axes(graph, facts, tp))]
     return Mesh(axes=tuple(axes))
+
+
+def _with_shares(name: str, mesh: Mesh, shares: Mapping[str, Sequence[int]]) -> Mesh:
+    """The mesh, with unequal shares along these axes."""
+    ranks, given = dict(mesh.axes), axes_of(shares)
+    for axis, weights in given.items():
+        if int(ranks.get(axis, 0)) != int(weights):
+            raise InfeasiblePlan(
+                f"{name}: shares for {int(weights)} ranks along {axis}, {mesh} has "
+                f"{int(ranks.get(axis, 0))}",
+                hint=f"a weight for every rank along an axis of {mesh}, or meshes with shares",
+            )
+    return Mesh(axes=tuple({**ranks, **given}.items()))
 
 
 def _stages(

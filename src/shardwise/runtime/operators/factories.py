@@ -20,7 +20,7 @@ def positions(of: Of, axis: Axis, *, device: torch.device | str | None = None) -
     """The global positions of this rank's part of a dim."""
     pieces = [
         torch.arange(start, start + length, device=device)
-        for start, length in runs(of, axis.size, axis.index)
+        for start, length in runs(of, axis.shares, axis.index)
     ]
     if len(pieces) == 1:
         return pieces[0]
