@@ -285,20 +285,20 @@ def failing_rank() -> tuple[str, float]:
     begin = time.monotonic()
     full = OSError("no space left on device") if dist.get_rank() == 1 else None
     with mock.patch.object(Odd, "forward", side_effect=full) if full else nullcontext():
-        message = error_of(sw.parallelize, model, batch, plan=plan, timeout=4)
-    return message, time.monotonic() - begin
+        message = error_of(sw.parallelize, model, batch, plan=plan)
+    seconds = time.monotonic() - begin
+    assert torch.isfinite(sw.parallelize(model, batch, plan=plan).train_step(batch))
+    return message, seconds
 
 
-def test_a_rank_that_fails_at_the_start_is_named_by_the_others(
+def test_a_rank_that_fails_at_the_start_is_named_and_all_can_start_again(
     pool: Callable[[int], Pool],
 ) -> None:
-    plans = pool(3).run(failing_rank, timeout=110)
-    for rank, (message, seconds) in enumerate(plans):
+    for rank, (message, seconds) in enumerate(pool(3).run(failing_rank, timeout=110)):
         if rank == 1:
             assert "no space left" in message
         else:
-            assert message.startswith("RankError"), message
-            assert "ranks [1] of 3" in message
+            assert message.startswith("RankError: rank 1 of 3 failed"), message
             assert seconds < 30
 
 

@@ -26,7 +26,7 @@ from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.runtime.splits import local_shape
-from shardwise.runtime.start import agree, require_ranks
+from shardwise.runtime.start import require_ranks, starting
 
 
 def parallelize(
@@ -45,14 +45,16 @@ def parallelize(
     """This rank's part of `model` under `plan`.
 
     Every rank calls this with the same model, batch and plan; they agree on the program before the
-    first collective, and a rank that is missing or differs is named within `timeout` seconds. A
-    model on meta is initialized module by module with `seed`, each rank keeping its part. With
-    `compile` the generated module runs under `torch.compile`; with `record`, `pm.trace(path)` gives
-    what every rank did when.
+    first collective, and a rank that fails, is missing or differs is named within `timeout`
+    seconds. A model on meta is initialized module by module with `seed`, each rank keeping its
+    part. With `compile` the generated module runs under `torch.compile`; with `record`,
+    `pm.trace(path)` gives what every rank did when.
     """
-    require_ranks(plan.num_ranks)
-    factory = _Factory(model, plan, loss_fn, device, timeout, compile)
-    graph, program = factory.compile(batch, True)
+    with starting(timeout) as agree:
+        require_ranks(plan.num_ranks)
+        factory = _Factory(model, plan, loss_fn, device, timeout, compile)
+        graph, program = factory.compile(batch, True)
+        agree(program.fingerprint)
     mesh = factory.mesh()
     factory.recorder = _recorder(record, mesh, factory.device)
     rng = rt.Rng(plan.seed, plan.rng, mesh)
@@ -115,9 +117,7 @@ class _Factory:
         graph = capture_for_plan(
             self.skeleton, batch, self.plan, self.loss_fn, training=training, device=self.device
         )
-        program = compile(graph, self.plan if training else _with_inputs_of(graph, self.plan))
-        agree(program.fingerprint, timeout=self.timeout)
-        return graph, program
+        return graph, compile(graph, self.plan if training else _with_inputs_of(graph, self.plan))
 
     def mesh(self) -> rt.ProcessMesh:
         """This rank's mesh, with a process group for every combination of axes that may talk."""
@@ -157,7 +157,9 @@ class _Factory:
         store: rt.ParameterStore,
     ) -> rt.StepProgram:
         """A program for another batch or mode over the same parameters."""
-        graph, program = self.compile(batch, training)
+        with starting(self.timeout) as agree:
+            graph, program = self.compile(batch, training)
+            agree(program.fingerprint)
         if isinstance(program, PipelineProgram):
             loaded = self._load(program, graph, mesh, rng)
             _require_same_storage(store, loaded.parameters, training)

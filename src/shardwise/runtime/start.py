@@ -1,13 +1,14 @@
 """What ranks agree on before they first communicate: that all are there and run one program.
 
 The exchange goes through the store of the default process group, never through a collective: a
-rank that is missing or differs cannot hang the others, who name it within the time-out.
+rank that fails, is missing or differs cannot hang the others, who name it within the time-out.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed
@@ -15,10 +16,10 @@ import torch.distributed as dist
 
 from shardwise.errors import RankError
 
-__all__ = ["agree", "require_ranks"]
+__all__ = ["require_ranks", "starting"]
 
 _POLL_S = 0.05
-_rounds = 0  # every rank calls `agree` equally often; the number keeps the rounds' keys apart
+_AGREED = "agreed"
 
 
 def require_ranks(num_ranks: int) -> None:
@@ -39,66 +40,95 @@ def require_ranks(num_ranks: int) -> None:
         )
 
 
-def agree(fingerprint: str, timeout: float = 60.0) -> None:
-    """Return once all ranks have come with the same fingerprint; else raise on all of them.
+@contextlib.contextmanager
+def starting(timeout: float = 60.0) -> Iterator[Callable[[str], None]]:
+    """One attempt of all ranks to start; the body makes a program and calls what this gives.
 
-    `RankError` names the ranks that are missing after `timeout` seconds, or who differ.
+        with starting(timeout) as agree:
+            program = ...
+            agree(program.fingerprint)
+
+    `agree` returns once all ranks have come with the same fingerprint; else it raises a
+    `RankError`, the same on all ranks, that names those who failed in their body, are missing
+    after `timeout` seconds, or differ. The first rank to know how an attempt ended writes it down.
     """
-    global _rounds
     if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield lambda fingerprint: None
         return
-    _rounds += 1
-    prefix = f"shardwise/agree/{_rounds}"
-    rank, world = dist.get_rank(), dist.get_world_size()
-    deadline = time.monotonic() + timeout
-    _put(f"{prefix}/program/{rank}", fingerprint)
-    found = _collect(f"{prefix}/program", world, deadline)
-    complaint = _complaint(found, world, timeout)
-    _put(f"{prefix}/verdict/{rank}", complaint or "")
-    if complaint is None:
-        # A rank that came too late for the others learns here that they gave up.
-        verdicts = _collect(f"{prefix}/verdict", world, deadline + timeout)
-        complaint = next((v for v in verdicts.values() if v), None)
-        if complaint is None and len(verdicts) < world:
-            complaint = _missing(verdicts, world, timeout)
-    if complaint is not None:
-        raise RankError(complaint, hint="look at the log of the ranks named here")
-
-
-def _store() -> Any:
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def _put(key: str, value: str) -> None:
+    attempt = _Attempt(timeout)
     try:
-        _store().set(key, json.dumps(value))
+        yield attempt.agree
+    except BaseException as error:
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        with contextlib.suppress(RankError):
+            attempt.settle(
+                f"rank {attempt.rank} of {attempt.world} failed before the start: {what}"
+            )
+        raise
+
+
+class _Attempt:
+    """One rank's part of an attempt: the keys of all ranks' n-th attempts have one prefix.
+
+    Attempts are counted when they begin, by the store: a rank that fails before it agrees has
+    taken part, and the next attempts of all ranks meet again.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.store: Any = torch.distributed.distributed_c10d._get_default_store()
+        with _naming_the_host():
+            self.number = self.store.add(f"shardwise/attempts/{self.rank}", 1)
+        self.prefix = f"shardwise/attempt/{self.number}"
+
+    def agree(self, fingerprint: str) -> None:
+        with _naming_the_host():
+            self.store.set(f"{self.prefix}/program/{self.rank}", fingerprint)
+        outcome = self.settle(_complaint(self._programs(), self.world, self.timeout) or _AGREED)
+        if outcome != _AGREED:
+            raise RankError(outcome, hint="look at the log of the ranks named here")
+
+    def settle(self, outcome: str) -> str:
+        """Write down how the attempt ended, unless another rank has; what is written then."""
+        with _naming_the_host():
+            settled: str = self.store.compare_set(f"{self.prefix}/outcome", "", outcome).decode()
+        return settled
+
+    def _programs(self) -> dict[int, str]:
+        """The fingerprint of each rank, as far as they came before the end of the attempt."""
+        deadline = time.monotonic() + self.timeout
+        found: dict[int, str] = {}
+        try:
+            while True:
+                settled = self.store.check([f"{self.prefix}/outcome"])
+                for rank in range(self.world):
+                    key = f"{self.prefix}/program/{rank}"
+                    if rank not in found and self.store.check([key]):
+                        found[rank] = self.store.get(key).decode()
+                if settled or len(found) == self.world or time.monotonic() > deadline:
+                    return found
+                time.sleep(_POLL_S)
+        except RuntimeError as error:
+            missing = [rank for rank in range(self.world) if rank not in found]
+            raise RankError(
+                f"ranks {missing} of {self.world} had not come when the store was lost with the "
+                f"rank that hosts it: {_first_line(error)}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _naming_the_host() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise RankError(f"the rank that hosts the store is gone: {_first_line(error)}") from error
 
 
-def _collect(prefix: str, world: int, deadline: float) -> dict[int, str]:
-    """What each rank has put below the prefix, as far as it came before the deadline."""
-    store = _store()
-    found: dict[int, str] = {}
-    try:
-        while True:
-            for rank in range(world):
-                if rank not in found and store.check([f"{prefix}/{rank}"]):
-                    found[rank] = json.loads(store.get(f"{prefix}/{rank}"))
-            if len(found) == world or time.monotonic() > deadline:
-                return found
-            time.sleep(_POLL_S)
-    except RuntimeError as error:
-        missing = [rank for rank in range(world) if rank not in found]
-        raise RankError(
-            f"ranks {missing} of {world} had not come when the store was lost with the rank that "
-            f"hosts it: {_first_line(error)}"
-        ) from error
-
-
 def _complaint(found: dict[int, str], world: int, timeout: float) -> str | None:
-    if len(found) < world:
-        return _missing(found, world, timeout)
+    missing = [rank for rank in range(world) if rank not in found]
+    if missing:
+        return f"ranks {missing} of {world} did not start within {timeout:g} s"
     programs: dict[str, list[int]] = {}
     for rank in sorted(found):
         programs.setdefault(found[rank], []).append(rank)
@@ -106,11 +136,6 @@ def _complaint(found: dict[int, str], world: int, timeout: float) -> str | None:
         return None
     told = "; ".join(f"ranks {ranks}: {text[:16]}" for text, ranks in programs.items())
     return f"ranks have different programs ({told}): their model, batch, plan or version differ"
-
-
-def _missing(found: dict[int, str], world: int, timeout: float) -> str:
-    missing = [rank for rank in range(world) if rank not in found]
-    return f"ranks {missing} of {world} did not start within {timeout:g} s"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that are missing or differ are named by all the others, in time."""
+"""Ranks that fail, are missing or differ are named by all the others, in time."""
 
 import time
 from collections.abc import Callable
@@ -7,33 +7,46 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.errors import RankError
-from shardwise.runtime.start import agree, require_ranks
+from shardwise.runtime.start import require_ranks, starting
 from tests.support.pool import Pool
 
 
-def same() -> str:
-    agree("abc", timeout=20)
-    agree("def", timeout=20)
-    return "ok"
+def agree(fingerprint: str, timeout: float = 20.0) -> str:
+    try:
+        with starting(timeout) as agree_on:
+            agree_on(fingerprint)
+    except RankError as error:
+        return str(error)
+    return "agreed"
+
+
+def same() -> list[str]:
+    return [agree("abc"), agree("def")]
 
 
 def different() -> str:
-    try:
-        agree("abc" if dist.get_rank() != 1 else "xyz", timeout=20)
-    except RankError as error:
-        return str(error)
-    return "no error"
+    return agree("abc" if dist.get_rank() != 1 else "xyz")
 
 
 def missing(seconds: float) -> tuple[str, float]:
     begin = time.monotonic()
     if dist.get_rank() == 2:
         time.sleep(seconds * 2.5)  # so late that the others have given up
+    return agree("abc", seconds), time.monotonic() - begin
+
+
+def failing() -> tuple[str, float, str]:
+    begin = time.monotonic()
+    message = agree("abc") if dist.get_rank() != 1 else _fail()
+    return message, time.monotonic() - begin, agree("def")
+
+
+def _fail() -> str:
     try:
-        agree("abc", timeout=seconds)
-    except RankError as error:
-        return str(error), time.monotonic() - begin
-    return "no error", 0.0
+        with starting(20.0):
+            raise OSError("no space left on device")
+    except OSError as error:
+        return str(error)
 
 
 def too_many() -> list[str]:
@@ -49,7 +62,7 @@ def too_many() -> list[str]:
 
 @pytest.mark.distributed
 def test_ranks_with_the_same_program_go_on(pool: Callable[[int], Pool]) -> None:
-    assert pool(3).run(same) == ["ok"] * 3
+    assert pool(3).run(same) == [["agreed", "agreed"]] * 3
 
 
 @pytest.mark.distributed
@@ -65,6 +78,17 @@ def test_a_missing_rank_is_named_in_time(pool: Callable[[int], Pool]) -> None:
         assert "ranks [2] of 3 did not start within 1 s" in message
         assert seconds < 6
     assert all(seconds < 2 for _, seconds in results[:2])
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_is_named_at_once_and_all_can_start_again(
+    pool: Callable[[int], Pool],
+) -> None:
+    named = "rank 1 of 3 failed before the start: OSError: no space left on device"
+    for rank, (message, seconds, again) in enumerate(pool(3).run(failing)):
+        assert message.startswith(named if rank != 1 else "no space left")
+        assert seconds < 5
+        assert again == "agreed"
 
 
 @pytest.mark.distributed
