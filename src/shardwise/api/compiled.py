@@ -157,16 +157,23 @@ def compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
     A plan with stages or micro-batches gives a `PipelineProgram`.
     """
     require_precision(graph, plan)
-    key = hashlib.sha256(
-        # The text with its places: code says where it comes from, so equal graphs of other
-        # places are other programs. Ranks must agree whatever each compiled before.
-        f"{__version__} {graph.fingerprint} {graph} {json.dumps(plan.to_json())}".encode()
-    ).hexdigest()
+    key = _cache_key(graph, plan)
     if key not in _cache:
         _cache[key] = _compile(graph, plan)
         while len(_cache) > CACHED_PROGRAMS:
             _cache.popitem(last=False)
     return _cache[key]
+
+
+def _cache_key(graph: Graph, plan: Plan) -> str:
+    """Of all that a graph and a plan say: what a process compiled before must change no program.
+
+    Graphs of one fingerprint may give other code, which shows places and names of classes. An
+    autograd function is known by itself, as one of the same name may compute something else.
+    """
+    functions = [(name, id(function)) for name, function in graph.functions.items()]
+    told = f"{__version__} {graph.fingerprint} {graph!r} {functions} {json.dumps(plan.to_json())}"
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
