@@ -1,0 +1,25 @@
+"""Costs of local computation and of communication, in seconds and bytes."""
+
+from shardwise.cost.kernels import CallCost, Kernel, Saved, Talk
+from shardwise.cost.measure import measure
+from shardwise.cost.rates import kernel_seconds, kernels_seconds
+from shardwise.cost.signature import Signature, call_signature
+from shardwise.cost.table import CallTime, OpTable, call_seconds
+from shardwise.cost.trial import call_cost, cost_of
+
+__all__ = [
+    "CallCost",
+    "CallTime",
+    "Kernel",
+    "OpTable",
+    "Saved",
+    "Signature",
+    "Talk",
+    "call_cost",
+    "call_seconds",
+    "call_signature",
+    "cost_of",
+    "kernel_seconds",
+    "kernels_seconds",
+    "measure",
+]

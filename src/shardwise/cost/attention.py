@@ -1,0 +1,192 @@
+"""Scaled dot-product attention as devices run it: one fused kernel forward, one backward.
+
+Enters: a `Signature` of `aten.scaled_dot_product_attention`, or of the runtime's attention without
+dropped weights. Leaves: its `CallCost`. Meta tensors would show the composite of softmax and
+products instead, which no device runs.
+
+Flash attention (Dao, 2023): forward computes 2 products, backward 5 (the scores again); kept are
+query, key, value, the result and one float32 number per row. Heads that share keys are not
+copied in forward; backward makes their gradients per query head, and sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwise.cost.flops import seen_part
+from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, dtype_name
+from shardwise.cost.shapes import broadcast_shapes
+from shardwise.cost.signature import Signature
+from shardwise.ir import Ref, TensorType
+
+_ATEN = "aten.scaled_dot_product_attention.default"
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def is_fused(signature: Signature) -> bool:
+    """Whether this call is one fused kernel."""
+    if signature.op not in (_ATEN, "rt.attention"):
+        return False
+    named = dict(signature.kwargs)
+    place = _ARGUMENTS.index("dropout_p")
+    if signature.op == _ATEN and len(signature.args) > place:
+        named["dropout_p"] = signature.args[place]
+    return not named.get("dropout_p") and len(signature.types[0].shape) >= 3
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """The sizes of one attention; `mask` is the position of the mask operand."""
+
+    query: TensorType
+    key: TensorType
+    value: TensorType
+    result: TensorType
+    mask: int | None
+    causal: bool
+    rows_cut: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, heads, rows, _ = self.result.shape
+        return (prod(lead), heads, rows, self.key.shape[-2], self.query.shape[-1])
+
+    @property
+    def rows(self) -> int:
+        return prod(self.result.shape[:-1])
+
+
+def cost(signature: Signature) -> CallCost:
+    """Kernels and memory of a fused attention."""
+    sizes = _sizes(signature)
+    query, key, value, result = sizes.query, sizes.key, sizes.value, sizes.result
+    part = seen_part(result.shape[-2], key.shape[-2]) if sizes.causal else 1.0
+    flops = 2.0 * sizes.rows * key.shape[-2] * part
+    made, mask_bytes, own = _mask(signature, sizes)
+    row_bytes = sizes.rows * 4  # logsumexp is float32
+    moved = sum(t.num_bytes for t in (query, key, value, result)) + row_bytes + mask_bytes
+    kernel = Kernel(
+        op="scaled_dot_product_attention",
+        kind="attention",
+        flops=flops * (query.shape[-1] + value.shape[-1]),
+        bytes=float(moved),
+        dtype=dtype_name(query.dtype),
+        shape=sizes.shape,
+    )
+    found: dict[str, Any] = {"forward": (*made, kernel), "results": (result,)}
+    found |= {"strides": (_contiguous(result.shape),), "aliases": (None,)}
+    wanted = sorted({signature.firsts[i] for i in signature.grads})
+    if not wanted:
+        return CallCost(**found, forward_temporary_bytes=own + row_bytes)
+    found["saved"] = _saved(signature, sizes, own, row_bytes)
+    gradients = tuple((i, signature.types[i].num_bytes) for i in wanted)
+    back = Kernel(
+        op="scaled_dot_product_attention_backward",
+        kind="attention",
+        flops=flops * (3 * query.shape[-1] + 2 * value.shape[-1]),
+        bytes=float(moved + result.num_bytes + sum(size for _, size in gradients)),
+        dtype=kernel.dtype,
+        shape=sizes.shape,
+    )
+    spread, summed = _shared_heads(sizes)
+    # Query gradients are added up in float32, next to one number per row (flash_bwd's dq_accum).
+    temporary = sizes.rows * (query.shape[-1] + 1) * 4 if query.dtype.itemsize < 4 else row_bytes
+    backward = (back, *summed)
+    alone = all(i in signature.parameters for i in wanted)
+    return CallCost(
+        **found,
+        backward=backward,
+        weight=backward if alone else (),
+        gradients=gradients,
+        backward_temporary_bytes=temporary + spread,
+    )
+
+
+def _sizes(signature: Signature) -> _Sizes:
+    named: dict[str, Any] = dict(zip(_ARGUMENTS, signature.args, strict=False))
+    named |= dict(signature.kwargs)
+    places, count = {}, 0
+    for name, arg in (*zip(_ARGUMENTS, signature.args, strict=False), *signature.kwargs):
+        if isinstance(arg, Ref):
+            places[name] = count
+            count += 1
+    query, key, value = (signature.types[places[name]] for name in ("query", "key", "value"))
+    lead = broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    heads = max(query.shape[-3], key.shape[-3])
+    result = TensorType((*lead, heads, query.shape[-2], value.shape[-1]), query.dtype)
+    rows_cut = signature.op == "rt.attention" and bool(named.get("is_causal"))
+    return _Sizes(
+        query=query,
+        key=key,
+        value=value,
+        result=result,
+        mask=places.get("attn_mask"),
+        causal=bool(named.get("is_causal")) and not rows_cut,
+        rows_cut=rows_cut,
+    )
+
+
+def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int, int]:
+    """Kernels that make the mask, the bytes that attention reads of it, and new memory of it.
+
+    Masks of truth values become numbers of the query's dtype first (`convert_boolean_attn_mask`).
+    Cut rows of a causal mask are such a mask.
+    """
+    if sizes.rows_cut:
+        shape: tuple[int, ...] = (sizes.result.shape[-2], sizes.key.shape[-2])
+        truth, kind = prod(shape), torch.bool
+    elif sizes.mask is not None:
+        given = signature.types[sizes.mask]
+        shape, truth, kind = given.shape, 0, given.dtype
+    else:
+        return (), 0, 0
+    count, item = prod(shape), sizes.query.dtype.itemsize
+    made = [_memory("ge", truth, torch.bool, shape)] if truth else []
+    if kind != torch.bool:
+        return tuple(made), count * kind.itemsize, 0
+    made.append(_memory("logical_not", 2 * count, torch.bool, shape))
+    made.append(_memory("zeros_like", count * item, sizes.query.dtype, shape))
+    made.append(_memory("masked_fill_", count * (1 + 2 * item), sizes.query.dtype, shape))
+    return tuple(made), count * item, count * item
+
+
+def _memory(op: str, moved: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Kernel:
+    return Kernel(
+        op=op, kind=MEMORY, flops=0.0, bytes=float(moved), dtype=dtype_name(dtype), shape=shape
+    )
+
+
+def _saved(signature: Signature, sizes: _Sizes, own: int, row_bytes: int) -> tuple[Saved, ...]:
+    kept = {signature.firsts[i] for i in range(3)}
+    if sizes.mask is not None and not own:
+        kept.add(signature.firsts[sizes.mask])
+    found = [Saved(operand=i, num_bytes=signature.types[i].num_bytes) for i in sorted(kept)]
+    found.append(Saved(result=0, num_bytes=sizes.result.num_bytes))
+    found.append(Saved(num_bytes=row_bytes))
+    if own:
+        found.append(Saved(num_bytes=own))
+    return tuple(found)
+
+
+def _shared_heads(sizes: _Sizes) -> tuple[int, tuple[Kernel, ...]]:
+    """Bytes and sums of key and value gradients per query head, where heads share keys."""
+    groups = sizes.result.shape[-3] // max(sizes.key.shape[-3], 1)
+    if groups <= 1:
+        return 0, ()
+    kernels = [
+        _memory("sum", t.num_bytes * (groups + 1), t.dtype, t.shape)
+        for t in (sizes.key, sizes.value)
+    ]
+    return groups * (sizes.key.num_bytes + sizes.value.num_bytes), tuple(kernels)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))

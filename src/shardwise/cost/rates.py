@@ -1,0 +1,53 @@
+"""How long kernels take on a device.
+
+Enters: `Kernel`s and a `Device`. Leaves: seconds.
+
+A kernel takes the longer of its arithmetic and its memory traffic. A CPU adds the overhead of the
+call. A GPU runs kernels while the host launches the next ones: the overhead shows only where
+kernels are shorter than their launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwise.cluster import Device
+from shardwise.cost.kernels import MEMORY, Kernel
+
+# From the end of a kernel to the start of the next of one stream, when both are launched ahead:
+# "Getting Started with CUDA Graphs" (NVIDIA, 2019) finds 2.9 us kernels every 3.8 us then.
+GAP_S = 0.9e-6
+
+
+def execution_seconds(kernel: Kernel, device: Device) -> float:
+    """The kernel alone: arithmetic or memory traffic, whichever takes longer."""
+    moving = kernel.bytes / device.memory_rate(kernel.bytes) if kernel.bytes else 0.0
+    if kernel.kind == MEMORY or not kernel.flops:
+        return moving
+    dtype = _rated(kernel.dtype, device)
+    if kernel.kind == "attention":
+        rate = device.attention_rate(dtype, kernel.shape[-2])
+    else:
+        batch, m, n, k = kernel.shape
+        rate = device.matmul_rate(dtype, m, n, k, batch)
+    return max(kernel.flops / rate, moving)
+
+
+def _rated(dtype: str, device: Device) -> str:
+    """The dtype whose rate counts: products of integers or complex numbers go at the slowest."""
+    if dtype in device.dtypes or "float" in dtype:
+        return dtype
+    return min(device.dtypes, key=lambda name: device.matmul_rate(name, 1024, 1024, 1024))
+
+
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """The kernel as one of many, one after the other."""
+    running = execution_seconds(kernel, device)
+    if device.kind == "cpu":
+        return device.overhead_s + running
+    return max(device.overhead_s, running + GAP_S)
+
+
+def kernels_seconds(kernels: Iterable[Kernel], device: Device) -> float:
+    """The kernels one after the other."""
+    return sum(kernel_seconds(kernel, device) for kernel in kernels)

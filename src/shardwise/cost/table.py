@@ -1,0 +1,165 @@
+"""Measured times of local calls, where there are any; computed ones elsewhere.
+
+Enters: `Signature`s, a `Device`, and a table. Leaves: `CallTime`. A table is JSON: seconds of
+forward and backward by the text of the call (operator, shapes, dtypes, which gradients) and the
+device's name. What was looked for and not found is counted, and can be shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.cluster import Device
+from shardwise.cost.rates import kernels_seconds
+from shardwise.cost.signature import Signature
+from shardwise.cost.trial import cost_of
+from shardwise.errors import ShardwiseError
+
+FORMAT_VERSION = 1
+SHOWN_MISSES = 8
+
+
+class CallTime(NamedTuple):
+    """Seconds of one call; `weight_s` is the part of backward that only parameters need."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    source: str  # "measured" or "computed"
+
+
+class OpTable:
+    """Measured seconds by call and device; counts what it is asked for.
+
+    >>> table = OpTable()
+    >>> table.add("aten.relu.default(float32[4])", "cpu", 1e-6, 2e-6)
+    >>> table.lookup("aten.relu.default(float32[4])", "cpu")
+    (1e-06, 2e-06)
+    """
+
+    def __init__(
+        self, entries: Mapping[tuple[str, str], tuple[float, float]] | None = None
+    ) -> None:
+        self.entries: dict[tuple[str, str], tuple[float, float]] = dict(entries or {})
+        self.notes: list[str] = []  # what could not be measured, and why
+        self.hits = 0
+        self.missed: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def misses(self) -> int:
+        return self.missed.total()
+
+    def add(self, call: str, device: str, forward_s: float, backward_s: float) -> None:
+        """Note a measurement; a later one replaces it."""
+        self.entries[call, device] = (forward_s, backward_s)
+
+    def lookup(self, call: str, device: str) -> tuple[float, float] | None:
+        """Seconds of forward and backward, or None, which counts as a miss."""
+        found = self.entries.get((call, device))
+        if found is None:
+            self.missed[call, device] += 1
+        else:
+            self.hits += 1
+        return found
+
+    def merge(self, other: OpTable) -> None:
+        """Take over the other's measurements."""
+        self.entries |= other.entries
+        self.notes += other.notes
+
+    def to_json(self) -> str:
+        entries = [
+            {"call": call, "device": device, "forward_s": forward, "backward_s": backward}
+            for (call, device), (forward, backward) in sorted(self.entries.items())
+        ]
+        return json.dumps({"version": FORMAT_VERSION, "entries": entries}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "op table") -> OpTable:
+        """The table that `to_json` wrote; errors name the entry."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ShardwiseError(f"not JSON: {error}", where=where) from None
+        version = document.get("version") if isinstance(document, dict) else None
+        if version != FORMAT_VERSION:
+            raise ShardwiseError(
+                f"format version {version!r} of measured times, this is {FORMAT_VERSION}",
+                where=where,
+                hint="measure again: shardwise profile",
+            )
+        found = cls()
+        for index, entry in enumerate(document.get("entries", ())):
+            found.add(*_entry(entry, f"{where}, entry {index}"))
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> OpTable:
+        """Read what `save` wrote."""
+        return cls.from_json(Path(path).read_text(), str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Add these measurements to the file at `path`, or make it."""
+        path, whole = Path(path), OpTable()
+        if path.exists():
+            whole.merge(OpTable.load(path))
+        whole.merge(self)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(whole.to_json())
+        fresh.replace(path)
+
+    def __str__(self) -> str:
+        """`120 measured calls; 80 found, 3 not: 2x aten.relu.default(float32[4]) on cpu, …`."""
+        text = f"{len(self.entries)} measured calls; {self.hits} found, {self.misses} not"
+        if not self.missed:
+            return text
+        shown = [
+            f"{count}x {call} on {device}"
+            for (call, device), count in self.missed.most_common(SHOWN_MISSES)
+        ]
+        more = len(self.missed) - len(shown)
+        return f"{text}: " + ", ".join(shown) + (f", and {more} more" if more > 0 else "")
+
+
+def _entry(entry: Any, where: str) -> tuple[str, str, float, float]:
+    names = ("call", "device", "forward_s", "backward_s")
+    if not isinstance(entry, dict) or any(name not in entry for name in names):
+        raise ShardwiseError(f"expected an object with {', '.join(names)}", where=where)
+    forward, backward = entry["forward_s"], entry["backward_s"]
+    for name, value in (("forward_s", forward), ("backward_s", backward)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value < float("inf"):
+            raise ShardwiseError(f"{name} is {value!r}, must be at least 0", where=where)
+    return str(entry["call"]), str(entry["device"]), float(forward), float(backward)
+
+
+def call_seconds(call: Signature, device: Device, table: OpTable | None = None) -> CallTime:
+    """The time of a call on a device: measured if the table has it, computed from kernels else.
+
+    A measured backward is divided into its parts as the computed one. Calls that launch nothing
+    are not looked for.
+    """
+    cost = cost_of(call)
+    computed = kernels_seconds(cost.backward, device)
+    weight = kernels_seconds(cost.weight, device)
+    if table is not None and (cost.forward or cost.backward):
+        found = table.lookup(str(call), device.name)
+        if found is not None:
+            share = weight / computed if computed else 0.0
+            forward, backward = (seconds / device.speed for seconds in found)
+            return CallTime(forward, backward, backward * share, "measured")
+    return CallTime(kernels_seconds(cost.forward, device), computed, weight, "computed")
+
+
+def missing(calls: Iterable[Signature], device: Device, table: OpTable) -> tuple[Signature, ...]:
+    """The calls that launch something and are not in the table, each once: what to measure."""
+    return tuple(
+        call
+        for call in dict.fromkeys(calls)
+        if (str(call), device.name) not in table.entries and cost_of(call).forward
+    )
