@@ -32,7 +32,7 @@ class Blame:
     def entries(self, node: Node) -> str:
         """The plan's entries that decide this node, as they stand in the plan file."""
         found = []
-        for axis, choice in self.plan.nodes.get(node.name, {}).items():
+        for axis, choice in self.plan.choices(self.graph).get(node.name, {}).items():
             found.append(f'nodes["{node.name}"]: {axis} "{choice}"')
         for value in dict.fromkeys(node.inputs):
             if value in self.parameters:

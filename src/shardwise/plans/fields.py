@@ -31,6 +31,7 @@ PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
     "rng": str,
     "seed": int,
     "notes": list,
+    "search": dict,
 }
 REQUIRED = ("version", "name", "model", "fingerprint", "mesh", "roles")
 ENTRY_FIELDS: dict[str, type | tuple[type, ...]] = {"layout": dict, "zero": int}

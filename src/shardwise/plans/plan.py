@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
 from shardwise.ir import Graph, node_keys
+from shardwise.plans.choices import check_choices, find_choices
 from shardwise.plans.execution import (
     OFFLOADS,
     RECOMPUTE_MODES,
@@ -58,7 +59,9 @@ class Plan:
 
     `roles` says what each mesh axis cuts: the "batch" (parameters whole) or "parameters". `inputs`
     maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice of
-    `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`.
+    `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`; a key may also be a glob of
+    places, `{"blocks.*.mlp.up.linear_0": {"tp": "cut n"}}`. `search` is what the planner found on
+    its way here, as data: see `shardwise explain`.
 
     `stages` cut the model in time; each has its own ranks and mesh; `mesh` is that of the first.
     A step is computed in `microbatches`, as if the batch were whole; with `per_microbatch` each is
@@ -87,6 +90,7 @@ class Plan:
     rng: str = "exact"
     seed: int = 0
     notes: tuple[str, ...] = ()
+    search: Mapping[str, Any] = field(default_factory=dict)
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -154,6 +158,10 @@ class Plan:
                 zero = entry.zero if entry.zero is not None else zero
         return ParameterEntry(layout=layout, zero=zero)
 
+    def choices(self, graph: Graph) -> dict[str, dict[str, str]]:
+        """Node -> mesh axis -> the choice that `nodes` forces; later keys win."""
+        return find_choices(self.nodes, graph)
+
     def unit(self, parameter: str) -> str:
         """The gather unit a parameter belongs to: the longest module path of `units` above it."""
         above = [u for u in self.units if parameter.startswith(f"{u}.")]
@@ -186,13 +194,7 @@ class Plan:
         names = [n for p in graph.parameters for n in (p.name, *p.aliases)]
         _check_globs("parameter", self.parameters, names)
         _check_globs("input", self.inputs, [i.name for i in graph.inputs])
-        for node in self.nodes:
-            known = {n.name for n in graph.nodes}
-            if node not in known:
-                raise PlanError(
-                    f"the plan names node {node!r}, the graph has none{did_you_mean(node, known)}",
-                    hint="shardwise explain lists the nodes",
-                )
+        check_choices(self.nodes, graph)
 
     def with_(self, **changes: Any) -> Plan:
         """A copy with some fields changed."""
@@ -222,6 +224,7 @@ class Plan:
             "rng": self.rng,
             "seed": self.seed,
             "notes": list(self.notes),
+            **({"search": dict(self.search)} if self.search else {}),
         }
 
     def save(self, path: str | Path) -> None:

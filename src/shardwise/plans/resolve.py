@@ -81,7 +81,7 @@ def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
         parameters=fixed_parameters(graph, plan, axis),
         split=not batch,
         inputs=input_cuts(graph, plan) if batch else None,
-        choices={node: c[axis] for node, c in plan.nodes.items() if axis in c},
+        choices={n: c[axis] for n, c in plan.choices(graph).items() if axis in c},
         beam=48 if batch else 96,
     )
 

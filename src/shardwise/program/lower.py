@@ -81,6 +81,12 @@ def lower(
     return program
 
 
+def lower_place(resolved: Resolved, place: int) -> RankProgram:
+    """The program of one rank alone; on a mesh of many ranks `lower` would list them all."""
+    marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
+    return _Lowering(marked, find_sources(resolved), (place,), frozenset(), False).run()
+
+
 class _Lowering:
     """One pass over the nodes for one class of ranks."""
 

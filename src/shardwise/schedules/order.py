@@ -64,13 +64,14 @@ def run_in_order(
     lists: Lists,
     links: Links,
     duration: Callable[[Action], float] = lambda _: 1.0,
-    transfer: float = 0.0,
+    transfer: float | Callable[[Action, Action], float] = 0.0,
 ) -> tuple[tuple[Span, ...], ...]:
     """Run every list in its order, sends being asynchronous: one tuple of spans per group.
 
     An action starts when its group is free and its needs have ended; a need that another group
-    computed arrives `transfer` seconds later.
+    computed arrives `transfer` seconds later, which may depend on the need and on who waits.
     """
+    wire = transfer if callable(transfer) else lambda need, action: transfer
     spans: list[list[Span]] = [[] for _ in lists]
     done: dict[Action, tuple[int, float]] = {}
     moved = True
@@ -84,8 +85,9 @@ def run_in_order(
                 if not all(need in done for need in needs):
                     break
                 start = mine[-1].end if mine else 0.0
-                for maker, end in (done[need] for need in needs):
-                    start = max(start, end if maker == group else end + transfer)
+                for need in needs:
+                    maker, end = done[need]
+                    start = max(start, end if maker == group else end + wire(need, action))
                 mine.append(Span(action=action, start=start, end=start + duration(action)))
                 done[action.result] = (group, mine[-1].end)
                 moved = True

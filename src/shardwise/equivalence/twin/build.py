@@ -14,7 +14,7 @@ from shardwise.equivalence.twin.counts import Counts
 from shardwise.equivalence.twin.decide import (
     forced_choices,
     matching,
-    said_of,
+    saying,
     scale_entries,
     scale_resolved,
 )
@@ -86,7 +86,7 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
     """Fewer layers, and the plan for what is left: stages begin at the same nodes."""
     nodes = {place: name for name, place in node_keys(graph).items()}
     firsts = [nodes[stage.first] for stage in plan.stages if stage.first]
-    small, notes = drop_layers(graph, firsts, lambda path, nodes: said_of(plan, graph, path, nodes))
+    small, notes = drop_layers(graph, firsts, saying(plan, graph))
     places, order = node_keys(small), [node.name for node in graph.nodes]
 
     def place(first: str) -> str:
@@ -98,7 +98,7 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
     left = plan.with_(
         fingerprint=model_fingerprint(small),
         parameters={g: e for g, e in plan.parameters.items() if matching(g, names)},
-        nodes={name: choices for name, choices in plan.nodes.items() if name in places},
+        nodes={n: c for n, c in plan.choices(graph).items() if n in places},
     )
     return small, notes, begin_at(left, place)
 

@@ -6,10 +6,11 @@ the twin's nodes, parameters and plan entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from shardwise.cluster import Mesh
+from shardwise.equivalence.twin.layers import Said
 from shardwise.equivalence.twin.rewrite import node_keys
 from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable
 from shardwise.ir import Graph, Node
@@ -110,12 +111,26 @@ def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, Parameter
     return entries
 
 
-def said_of(plan: Plan, graph: Graph, path: str, nodes: Sequence[Node]) -> str:
+def saying(plan: Plan, graph: Graph) -> Said:
     """What a plan says of a block: entries of its parameters, choices of nodes, recomputation."""
-    inside = f"{path}."
-    names = [p.name for p in graph.parameters if p.name.startswith(inside)]
-    entries = {name.removeprefix(inside): plan.entry(name) for name in names}
-    choices = [plan.nodes.get(node.name) for node in nodes]
+    forced = plan.choices(graph)
+    owned: dict[str, list[str]] = {}
+    for parameter in graph.parameters:
+        pieces = parameter.name.split(".")
+        for end in range(1, len(pieces)):
+            owned.setdefault(".".join(pieces[:end]), []).append(parameter.name)
+    return lambda path, nodes: _said(plan, owned.get(path, ()), forced, path, nodes)
+
+
+def _said(
+    plan: Plan,
+    names: Sequence[str],
+    forced: Mapping[str, Mapping[str, str]],
+    path: str,
+    nodes: Sequence[Node],
+) -> str:
+    entries = {name.removeprefix(f"{path}."): plan.entry(name) for name in names}
+    choices = [forced.get(node.name) for node in nodes]
     globs = () if isinstance(plan.recompute, str) else plan.recompute
     modules = {path, *(node.module for node in nodes)}
     again = sorted(

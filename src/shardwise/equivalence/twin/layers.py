@@ -28,16 +28,26 @@ def drop_layers(
     Blocks with a node in `keep` stay, too. Blocks of which something else is `said` are of another
     kind.
     """
+    small, notes, _ = fold_layers(graph, keep, said)
+    return small, notes
+
+
+def fold_layers(
+    graph: Graph, keep: Collection[str] = (), said: Said | None = None
+) -> tuple[Graph, tuple[str, ...], dict[str, str]]:
+    """As `drop_layers`, and for each node that is gone the one that stands for it."""
     notes: list[str] = []
+    stands: dict[str, str] = {}
     for depth in range(1, DEEPEST + 1):
-        graph, more = _drop_at(graph, depth, keep, said)
+        graph, more, instead = _drop_at(graph, depth, keep, said)
+        stands = {gone: instead.get(other, other) for gone, other in stands.items()} | instead
         notes += more
-    return graph, tuple(notes)
+    return graph, tuple(notes), stands
 
 
 def _drop_at(
     graph: Graph, depth: int, keep: Collection[str], said: Said | None
-) -> tuple[Graph, list[str]]:
+) -> tuple[Graph, list[str], dict[str, str]]:
     homes = _homes(graph, depth)
     blocks: dict[str, list[Node]] = {}
     for node, path in zip(graph.nodes, homes, strict=True):
@@ -51,6 +61,7 @@ def _drop_at(
         kind = _signature(graph, path, nodes, owners) + (said(path, nodes) if said else "")
         parents.setdefault(path.rpartition(".")[0], {})[path] = kind
     renamed: dict[str, str] = {}
+    stands: dict[str, str] = {}
     dropped: set[str] = set()
     texts: list[str] = []
     for parent, kinds in parents.items():
@@ -60,11 +71,13 @@ def _drop_at(
                 dropped.add(path)
                 for mine, theirs in zip(blocks[path], blocks[other], strict=True):
                     renamed |= dict(zip(mine.outputs, theirs.outputs, strict=True))
+                    stands[mine.name] = theirs.name
         left = len(set(chosen.values()))
         texts += [f"{parent}: {len(kinds)} layers -> {left}"] * (left < len(kinds))
     if not dropped:
-        return graph, []
-    return _without(graph, [home not in dropped for home in homes], renamed), texts
+        return graph, [], {}
+    small = _without(graph, [home not in dropped for home in homes], renamed)
+    return small, texts, stands
 
 
 def _chosen(kinds: Mapping[str, str], asked: Collection[str]) -> dict[str, str]:

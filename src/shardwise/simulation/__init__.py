@@ -1,0 +1,22 @@
+"""Predictions of a step: time, memory and what happens when, before anything runs."""
+
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.memory import MemoryUse
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.simulate import simulate
+from shardwise.simulation.step import Timeline
+from shardwise.simulation.times import Group
+from shardwise.simulation.works import Works
+
+__all__ = [
+    "Estimate",
+    "Evaluator",
+    "Fold",
+    "Group",
+    "MemoryUse",
+    "Setting",
+    "Timeline",
+    "Works",
+    "simulate",
+]

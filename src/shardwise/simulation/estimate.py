@@ -1,0 +1,242 @@
+"""The predicted step of a model under a setting: time, memory, and what they are made of.
+
+Enters: `Works` (layouts decided) and a `Setting`. Leaves: `Estimate`. An `Evaluator` remembers what
+several settings of one model share: the planner asks for thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.cost import OpTable
+from shardwise.schedules import Schedule, make
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.stages import Layers, StageCost, stage_cost
+from shardwise.simulation.step import Timeline, play_step
+from shardwise.simulation.times import Clock, Group, NodeTimes
+from shardwise.simulation.works import Works
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A predicted step: never a bare number."""
+
+    timeline: Timeline
+    memory: tuple[MemoryUse, ...]  # of the fullest rank of every group
+    stages: tuple[StageCost, ...]
+    rows: int  # of the batch
+    num_ranks: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        return self.timeline.step_time_s
+
+    @property
+    def peak(self) -> MemoryUse:
+        """The group nearest to its limit."""
+        return peak_of(self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return all(use.fits for use in self.memory)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "step_time_s": self.step_time_s,
+            "rows_per_s": self.rows / self.step_time_s if self.step_time_s else 0.0,
+            "num_ranks": self.num_ranks,
+            "timeline": self.timeline.to_json(),
+            "memory": [use.to_json() for use in self.memory],
+            "fits": self.fits,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        peak = self.peak
+        lines = [
+            f"step {_seconds(self.step_time_s)}, {self.rows / self.step_time_s:,.1f} samples/s, "
+            f"bubble {self.timeline.bubble_fraction:.1%}",
+            f"memory {peak.peak_bytes / 2**30:.1f} of {peak.limit_bytes / 2**30:.1f} GiB in "
+            f"{peak.when} of group {peak.group}" + ("" if self.fits else ": does not fit"),
+        ]
+        shown = {k: v for k, v in self.timeline.causes.items() if v > 0.0005 * self.step_time_s}
+        lines += [f"  {k:12} {_seconds(v):>10}" for k, v in shown.items()]
+        return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Ranks of a group with the same device and share of the batch."""
+
+    device: Device
+    rows: float
+    most: float  # rows of the largest micro-batch
+
+
+class Evaluator:
+    """Estimates of one model on one cluster."""
+
+    def __init__(self, fold: Fold, cluster: Cluster, table: OpTable | None = None) -> None:
+        self.fold, self.cluster, self.clock = fold, cluster, Clock(cluster, table)
+        kinds: dict[Device, int] = {}
+        devices = [cluster.device(rank) for rank in range(cluster.num_ranks)]
+        self.kind = np.array([kinds.setdefault(d, len(kinds)) for d in devices])
+        self.devices = list(kinds)
+        names: dict[str, int] = {}
+        nodes = [cluster.node_of(rank).name for rank in range(cluster.num_ranks)]
+        self.node = np.array([names.setdefault(n, len(names)) for n in nodes])
+        self._times: dict[object, NodeTimes] = {}
+        self._layers: dict[object, Layers] = {}
+        self._stages: dict[object, tuple[StageCost, StageMemory]] = {}
+        self._schedules: dict[object, Schedule] = {}
+
+    def estimate(self, works: Mapping[Mesh, Works] | Works, setting: Setting) -> Estimate:
+        """The predicted step; `works` by the mesh of a group where groups differ."""
+        found = [self._group(works, setting, number) for number in range(len(setting.groups))]
+        bounds = [*setting.cuts, self.fold.size]
+        stages: list[StageCost] = []
+        memories: list[dict[int, StageMemory]] = [{} for _ in setting.groups]
+        for index, number in enumerate(setting.placement):
+            cost, memory = self._stage(
+                index, bounds[index], bounds[index + 1], found[number], number, setting
+            )
+            stages.append(cost)
+            memories[number][index] = memory
+        schedule = setting.schedule or self.schedule(
+            "1f1b" if len(stages) == len(setting.groups) else "interleaved",
+            len(setting.groups), setting.microbatches, len(stages),
+        )  # fmt: skip
+        slowest = [max(classes, key=lambda c: c[0].rows / c[0].device.speed)[0].device
+                   for classes in found]  # fmt: skip
+        tightest = [min((c.device for c, _, _ in classes), key=lambda d: d.usable_bytes)
+                    for classes in found]  # fmt: skip
+        if setting.schedule is None:
+            setting = _with_schedule(setting, schedule)
+        any_works = works if isinstance(works, Works) else next(iter(works.values()))
+        return Estimate(
+            timeline=play_step(stages, setting, self.clock, slowest),
+            memory=tuple(
+                group_memory(number, memories[number], schedule, setting, tightest[number])
+                for number in range(len(setting.groups))
+            ),
+            stages=tuple(stages),
+            rows=any_works.rows,
+            num_ranks=setting.num_ranks,
+        )
+
+    def schedule(self, name: str, groups: int, microbatches: int, stages: int) -> Schedule:
+        """A schedule by name, made once."""
+        key = (name, groups, microbatches, stages)
+        if key not in self._schedules:
+            self._schedules[key] = make(
+                name, groups=groups, microbatches=microbatches, stages=stages
+            )
+        return self._schedules[key]
+
+    def _group(
+        self, works: Mapping[Mesh, Works] | Works, setting: Setting, number: int
+    ) -> list[tuple[_Class, Layers, Layers]]:
+        """What every class of ranks of a group does, per position: typical, and at most."""
+        group = setting.groups[number]
+        mine = works if isinstance(works, Works) else works[group.mesh]
+        found = []
+        for kind in self._classes(group, mine, setting.microbatches):
+            typical = self._layer(mine, kind.rows, kind.device, group, setting)
+            most = typical
+            if kind.most != kind.rows:
+                most = self._layer(mine, kind.most, kind.device, group, setting)
+            found.append((kind, typical, most))
+        return found
+
+    def _layer(
+        self, works: Works, rows: float, device: Device, group: Group, setting: Setting
+    ) -> Layers:
+        where = self._signature(group)
+        key = (id(works), rows, device, where)
+        if key not in self._times:
+            self._times[key] = self.clock.node_times(works.at(rows), device, group)
+        saving = (setting.recompute, setting.zero, tuple(setting.zeros.items()))
+        if (key, saving) not in self._layers:
+            self._layers[key, saving] = Layers(
+                self.fold, works.at(rows), self._times[key], setting
+            )
+        return self._layers[key, saving]
+
+    def _signature(self, group: Group) -> object:
+        """What the times of a group depend on: its devices, and how it lies on nodes."""
+        ranks = np.array(group.ranks)
+        nodes = self.node[ranks]
+        return (group.mesh, self.kind[ranks].tobytes(), (nodes - nodes[0]).tobytes())
+
+    def _classes(self, group: Group, works: Works, microbatches: int) -> list[_Class]:
+        """The distinct devices and shares among a group's ranks."""
+        shares = _shares(group.mesh, works.batch)
+        total = float(shares.sum()) or 1.0
+        rows = works.rows / microbatches
+        found: dict[tuple[int, float], None] = {}
+        for rank, share in zip(group.ranks, np.broadcast_to(shares, group.mesh.shape).ravel()
+                               if group.mesh.axes else [1.0], strict=True):  # fmt: skip
+            found.setdefault((int(self.kind[rank]), float(share)))
+        ranks = _batch_ranks(group.mesh, works.batch)
+        even = len(set(shares.ravel().tolist())) == 1
+        classes = []
+        for kind, share in found:
+            mine = rows * share / total if not even else rows / ranks
+            typical = max(mine, 1.0) if works.batch else float(works.rows)
+            most = float(-(-int(-(-works.rows // microbatches)) // ranks)) if even else mine
+            if not works.batch:
+                most = typical
+            classes.append(_Class(self.devices[kind], typical, max(typical, most)))
+        return classes
+
+    def _stage(
+        self,
+        index: int,
+        first: int,
+        end: int,
+        classes: Sequence[tuple[_Class, Layers, Layers]],
+        number: int,
+        setting: Setting,
+    ) -> tuple[StageCost, StageMemory]:
+        """The cost of a stage on its slowest rank, and its memory on the fullest."""
+        group = setting.groups[number]
+        costs = [
+            stage_cost(index, first, end, layers, group, setting, self.clock)
+            for _, layers, _ in classes
+        ]
+        memories = [stage_memory(first, end, most, group, setting) for _, _, most in classes]
+        cost = max(costs, key=lambda c: c.forward + c.backward)
+        return cost, max(memories, key=lambda m: m.backward)
+
+
+def _with_schedule(setting: Setting, schedule: Schedule) -> Setting:
+    from dataclasses import replace
+
+    return replace(setting, schedule=schedule)
+
+
+def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:
+    """The share of the batch at every place of the mesh, along its batch axes."""
+    shares = np.ones([1] * max(1, len(mesh.axes)))
+    for at, (axis, size) in enumerate(mesh.axes):
+        weights = getattr(size, "weights", None) or (1,) * int(size)
+        if axis in batch:
+            shape = [1] * len(mesh.axes)
+            shape[at] = int(size)
+            shares = shares * np.array(weights, dtype=np.float64).reshape(shape)
+    return shares
+
+
+def _batch_ranks(mesh: Mesh, batch: Sequence[str]) -> int:
+    return int(np.prod([int(n) for a, n in mesh.axes if a in batch], dtype=np.int64))

@@ -1,0 +1,100 @@
+"""Repeated layers once: a model as the few distinct nodes that it repeats.
+
+Enters: a `Graph`, or one of a few layers and how many there are. Leaves: `Fold`. What costs or
+decides something is worked out on the small graph; `order` says which of its nodes stands at
+every position of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.equivalence.twin.layers import Said, fold_layers
+from shardwise.errors import ShardwiseError
+from shardwise.ir import Graph, node_keys
+from shardwise.program.recompute import absorb, numbered_module
+
+GONE = -1  # the position of a node that nothing in the small graph stands for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """A model of `len(order)` nodes, of which `graph` has one or two of every kind of block."""
+
+    graph: Graph
+    order: tuple[int, ...]  # position in the model -> index of a node of `graph`, or GONE
+    places: tuple[str, ...]  # position -> the node's place, as stages of a plan name it
+    blocks: tuple[str, ...]  # position -> the block it is in, "" outside of all
+
+    @staticmethod
+    def of(graph: Graph, keep: Collection[str] = (), said: Said | None = None) -> Fold:
+        """The fold of a whole graph; see `drop_layers` for `keep` and `said`."""
+        small, _, stands = fold_layers(graph, keep, said)
+        index = {node.name: i for i, node in enumerate(small.nodes)}
+        keys = node_keys(graph)
+        return Fold(
+            graph=small,
+            order=tuple(index.get(stands.get(n.name, n.name), GONE) for n in graph.nodes),
+            places=tuple(keys[n.name] for n in graph.nodes),
+            blocks=_blocks(graph),
+        )
+
+    @staticmethod
+    def repeated(graph: Graph, layers: int) -> Fold:
+        """A model of `layers` blocks, of which `graph` has the first two or more, all alike."""
+        blocks = _blocks(graph)
+        paths = list(dict.fromkeys(path for path in blocks if path))
+        if not paths or layers < 1:
+            raise ShardwiseError(
+                f"{graph.name} has {len(paths)} blocks, asked for are {layers} layers",
+                hint="numbered modules are blocks: nn.ModuleList",
+            )
+        at = {path: [i for i, b in enumerate(blocks) if b == path] for path in paths}
+        parent = paths[0].rpartition(".")[0]
+        first, last = at[paths[0]][0], at[paths[-1]][-1]
+        keys = list(node_keys(graph).values())
+        order, names, places = list(range(first)), list(blocks[:first]), keys[:first]
+        for layer in range(layers):
+            path = f"{parent}.{layer}" if parent else str(layer)
+            model = paths[min(layer, len(paths) - 1)]
+            order += at[model]
+            names += [path] * len(at[model])
+            places += [keys[i].replace(model, path, 1) for i in at[model]]
+        rest = range(last + 1, len(graph.nodes))
+        return Fold(
+            graph=graph,
+            order=(*order, *rest),
+            places=(*places, *(keys[i] for i in rest)),
+            blocks=(*names, *(blocks[i] for i in rest)),
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of positions."""
+        return len(self.order)
+
+    @cached_property
+    def index(self) -> NDArray[np.int64]:
+        """`order` as an array; what is gone points behind the last node."""
+        order = np.array(self.order, dtype=np.int64)
+        return np.where(order == GONE, len(self.graph.nodes), order)
+
+    @cached_property
+    def copies(self) -> NDArray[np.int64]:
+        """How many positions each node of the small graph stands for."""
+        count = len(self.graph.nodes)
+        return np.bincount(self.index, minlength=count + 1)[:count]
+
+    def spread(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the small graph's nodes have, at every position of the model."""
+        return np.append(values, 0.0)[self.index]
+
+
+def _blocks(graph: Graph) -> tuple[str, ...]:
+    homes = absorb([n.op for n in graph.nodes], [numbered_module(n.module) for n in graph.nodes])
+    return tuple(home or "" for home in homes)

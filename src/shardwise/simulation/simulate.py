@@ -1,0 +1,87 @@
+"""`simulate(graph, plan, cluster)`: the predicted step of a plan.
+
+Enters: a `Graph`, a `Plan` and a `Cluster`. Leaves: `Estimate`. Repeated layers are solved and
+lowered once, as the planner does: what is simulated is the program that would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from shardwise.cluster import Cluster, Mesh
+from shardwise.cost import OpTable
+from shardwise.equivalence.twin.decide import saying
+from shardwise.errors import PlanError
+from shardwise.ir import Graph
+from shardwise.plans import Plan, Resolved, model_fingerprint, resolve
+from shardwise.program.pipeline import plan_schedule
+from shardwise.sharding.factors import analyze
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.times import Group
+from shardwise.simulation.works import Works
+
+
+def simulate(
+    graph: Graph, plan: Plan, cluster: Cluster, *, table: OpTable | None = None
+) -> Estimate:
+    """The predicted time and memory of a step of `plan` on `cluster`.
+
+    `table` holds measured times of operators, which replace computed ones.
+    """
+    plan.check(graph)
+    if plan.num_ranks != cluster.num_ranks:
+        raise PlanError(
+            f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
+            f"{cluster.num_ranks}",
+            hint="a cluster file of as many devices, or a new plan: shardwise plan",
+        )
+    fold = Fold.of(graph, said=saying(plan, graph))
+    small = fold_plan(fold, plan, plan.choices(graph))
+    facts = analyze(fold.graph)
+    works: dict[Mesh, Works] = {}
+    for stage in plan.all_stages:
+        if stage.mesh not in works:
+            solved: Resolved = resolve(fold.graph, small.on_mesh(stage.mesh), facts)
+            works[stage.mesh] = Works(fold, facts, solved.assignments, dict(small.roles))
+    return Evaluator(fold, cluster, table).estimate(works, setting_of(plan, fold))
+
+
+def fold_plan(fold: Fold, plan: Plan, choices: Mapping[str, Mapping[str, str]]) -> Plan:
+    """The plan's decisions for the small graph; `choices` are those of the whole graph's nodes."""
+    small = fold.graph
+    names = [n for p in small.parameters for n in (p.name, *p.aliases)]
+    nodes = {node.name for node in small.nodes}
+    return plan.with_(
+        fingerprint=model_fingerprint(small),
+        parameters={
+            g: e for g, e in plan.parameters.items() if any(fnmatchcase(n, g) for n in names)
+        },
+        nodes={n: c for n, c in choices.items() if n in nodes},
+        stages=(),
+        schedule="",
+        microbatches=1,
+    )
+
+
+def setting_of(plan: Plan, fold: Fold) -> Setting:
+    """How a plan's step runs."""
+    at = {place: index for index, place in enumerate(fold.places)}
+    groups = [Group(mesh=_mesh(plan, ranks), ranks=ranks) for ranks in plan.groups]
+    return Setting(
+        groups=tuple(groups),
+        cuts=tuple(at[stage.first] if stage.first else 0 for stage in plan.all_stages),
+        placement=tuple(plan.groups.index(stage.ranks) for stage in plan.all_stages),
+        schedule=plan_schedule(plan),
+        microbatches=plan.microbatches,
+        zeros={g: e.zero for g, e in plan.parameters.items() if e.zero is not None},
+        recompute=plan.recompute,
+        offload=plan.offload,
+        precision=plan.precision,
+    )
+
+
+def _mesh(plan: Plan, ranks: tuple[int, ...]) -> Mesh:
+    return next(stage.mesh for stage in plan.all_stages if stage.ranks == ranks)

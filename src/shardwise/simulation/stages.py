@@ -1,0 +1,216 @@
+"""The cost of every stage: its units, each with the time of a pass and what it sends.
+
+Enters: the times of nodes on a group's ranks and a `Setting`. Leaves: `StageCost`. A unit is a run
+of positions in one block: what is gathered, recomputed and synchronized together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.times import Clock, Group, NodeTimes
+from shardwise.simulation.work import Floats, Work
+
+ALONE_BYTES = 1 << 20  # a gradient of this size is summed by itself (runtime.reducer)
+BUCKET_BYTES = 25 << 20  # smaller ones together (runtime.reducer)
+
+Key = tuple[tuple[str, ...], int]  # mesh axes of the gradient's sum, zero level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost:
+    """Seconds of one unit for one micro-batch; `reduce` once a step."""
+
+    name: str
+    first: int
+    end: int
+    forward: float
+    backward: float
+    weight: float
+    talk: float  # of forward and backward: waiting for collectives between nodes
+    again: float  # of backward: computing forward again
+    gather: float = 0.0  # parameters, before forward and before backward (zero 3)
+    reduce: float = 0.0  # gradients, in the last backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """The units of a stage on its group's slowest rank, and the bytes that it passes on."""
+
+    index: int
+    group: int
+    units: tuple[UnitCost, ...]
+    send_bytes: float  # to the next stage, for one micro-batch; a gradient comes back
+    numel: float  # parameters that the optimizer of a rank updates, and
+    tensors: int  # in how many pieces
+    update_gather: float  # seconds to give all ranks the new parameters (zero 1 and 2)
+
+    @property
+    def forward(self) -> float:
+        return sum(unit.forward for unit in self.units)
+
+    @property
+    def backward(self) -> float:
+        return sum(unit.backward for unit in self.units)
+
+    @property
+    def weight(self) -> float:
+        return sum(unit.weight for unit in self.units)
+
+
+class Layers:
+    """What every position of a model costs on one rank: sums over any range are differences."""
+
+    def __init__(self, fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> None:
+        self.fold, self.work = fold, work
+        again = _again(fold, times, setting)
+        spread = fold.spread
+        forward = spread(times.forward + times.forward_talk)
+        backward = spread(times.backward + times.backward_talk) + again
+        self.sums = {
+            "forward": _before(forward),
+            "backward": _before(backward),
+            "weight": _before(spread(times.weight)),
+            "talk": _before(spread(times.forward_talk + times.backward_talk)),
+            "again": _before(again),
+        }
+        self.parameters = _parameters(fold, work, setting)
+
+    def total(self, name: str, first: int, end: int) -> float:
+        """The sum over positions `first:end`."""
+        sums = self.sums[name]
+        return float(sums[end] - sums[first])
+
+
+def _again(fold: Fold, times: NodeTimes, setting: Setting) -> Floats:
+    """What backward computes again, at every position."""
+    if setting.recompute == "none":
+        return np.zeros(fold.size)
+    inside = np.array([bool(block) for block in fold.blocks])
+    if setting.recompute == "selective":
+        return fold.spread(times.again + times.forward_talk) * inside
+    if not isinstance(setting.recompute, str):
+        modules = [place.rpartition(".")[0] for place in fold.places]
+        globs = setting.recompute
+        inside = np.array([any(_under(m, g) for g in globs) for m in modules])
+    return fold.spread(times.forward + times.forward_talk) * inside
+
+
+def _under(module: str, glob: str) -> bool:
+    """Whether a module is one that matches, or inside it."""
+    pieces = module.split(".")
+    return any(fnmatchcase(".".join(pieces[: i + 1]), glob) for i in range(len(pieces)))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Parameters of one kind at every position: elements, and how many messages they make."""
+
+    numel: Floats  # sums before each position
+    messages: Floats
+    tensors: Floats
+    itemsize: int
+
+
+def _parameters(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
+    count = len(fold.graph.nodes)
+    found: dict[Key, list[Floats]] = {}
+    size = 2
+    for held in work.parameters:
+        if not held.requires_grad:
+            continue
+        key = (held.sync, setting.level(held.name) if held.sync else 0)
+        arrays = found.setdefault(key, [np.zeros(count) for _ in range(3)])
+        arrays[0][held.node] += held.numel
+        num_bytes = held.numel * held.itemsize
+        arrays[1][held.node] += 1 if num_bytes >= ALONE_BYTES else num_bytes / BUCKET_BYTES
+        arrays[2][held.node] += 1
+        size = held.itemsize
+    return {
+        key: Share(*(_before(fold.spread(a)) for a in arrays), itemsize=size)
+        for key, arrays in found.items()
+    }
+
+
+def _before(values: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def runs(blocks: Sequence[str], first: int, end: int) -> list[tuple[str, int, int]]:
+    """The units among positions `first:end`: maximal runs in one block."""
+    found: list[tuple[str, int, int]] = []
+    for at in range(first, end):
+        if found and found[-1][0] == blocks[at]:
+            found[-1] = (blocks[at], found[-1][1], at + 1)
+        else:
+            found.append((blocks[at], at, at + 1))
+    return found
+
+
+def stage_cost(
+    index: int, first: int, end: int, layers: Layers, group: Group, setting: Setting, clock: Clock
+) -> StageCost:
+    """The cost of the stage of positions `first:end`."""
+    units = []
+    number = setting.placement[index]
+    for name, a, b in runs(layers.fold.blocks, first, end):
+        gather, reduce = _messages(layers, a, b, group, setting, clock)
+        units.append(
+            UnitCost(
+                name=name,
+                first=a,
+                end=b,
+                **{n: layers.total(n, a, b) for n in layers.sums},
+                gather=gather,
+                reduce=reduce,
+            )
+        )
+    numel, tensors, update = 0.0, 0.0, 0.0
+    for (axes, zero), share in layers.parameters.items():
+        mine = float(share.numel[end] - share.numel[first])
+        ranks = group.along(axes).shape[-1]
+        numel += mine / (ranks if zero else 1)
+        tensors += float(share.tensors[end] - share.tensors[first])
+        if zero in (1, 2):
+            update += clock.talk("all_gather", group, axes, mine * share.itemsize)
+    last = index + 1 == len(setting.cuts)
+    crossing = 0.0 if last else float(layers.fold.spread(layers.work.crossing)[end])
+    return StageCost(
+        index=index,
+        group=number,
+        units=tuple(units),
+        send_bytes=crossing,
+        numel=numel,
+        tensors=round(tensors),
+        update_gather=update,
+    )
+
+
+def _messages(
+    layers: Layers, first: int, end: int, group: Group, setting: Setting, clock: Clock
+) -> tuple[float, float]:
+    """Seconds to gather a unit's parameters (zero 3), and to sum its gradients."""
+    wire = _wire(setting)
+    gather = reduce = 0.0
+    for (axes, zero), share in layers.parameters.items():
+        numel = float(share.numel[end] - share.numel[first])
+        if not numel or group.along(axes).shape[-1] < 2:
+            continue
+        more = max(0.0, float(share.messages[end] - share.messages[first]) - 1)
+        op = "reduce_scatter" if zero >= 2 else "all_reduce"
+        reduce += clock.talk(op, group, axes, numel * (wire or share.itemsize))
+        reduce += more * clock.talk(op, group, axes, 1.0)
+        if zero == 3:
+            gather += clock.talk("all_gather", group, axes, numel * share.itemsize)
+    return gather, reduce
+
+
+def _wire(setting: Setting) -> int:
+    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+    return sizes.get(setting.precision.reduce or setting.precision.gradients, 0)

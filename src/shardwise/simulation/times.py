@@ -1,0 +1,102 @@
+"""How long the work of every node takes on a rank of the cluster.
+
+Enters: `Work`, a device, and the groups of ranks along mesh axes. Leaves: `NodeTimes`, in seconds,
+for one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.cost import CollectiveModel, OpTable, collective_model, kernel_seconds
+from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTimes:
+    """Seconds of every node: of computing, and of waiting for collectives (`…_talk`)."""
+
+    forward: Floats
+    backward: Floats  # with `weight`
+    weight: Floats
+    forward_talk: Floats
+    backward_talk: Floats
+    again: Floats  # of forward without products: what selective recomputation repeats
+
+    NAMES = ("forward", "backward", "weight", "forward_talk", "backward_talk", "again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks of the cluster arranged as a mesh: those that run the same stages."""
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+
+    def along(self, axes: Sequence[str]) -> np.ndarray:
+        """The groups of ranks that talk along these axes, as rows; an axis of one rank is none."""
+        wanted = [a for a in axes if a in self.mesh.names]
+        grid = np.array(self.ranks, dtype=np.int64).reshape(self.mesh.shape or (1,))
+        names = list(self.mesh.names)
+        order = [names.index(a) for a in names if a not in wanted]
+        order += [names.index(a) for a in wanted]
+        size = int(np.prod([dict(self.mesh.axes)[a] for a in wanted], dtype=np.int64))
+        return grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
+
+
+class Clock:
+    """Times on one cluster; collectives are worked out once for every set of groups."""
+
+    def __init__(self, cluster: Cluster, table: OpTable | None = None) -> None:
+        self.cluster, self.table = cluster, table
+        self._collectives: dict[tuple[str, bytes, int], CollectiveModel] = {}
+
+    def collective(self, op: str, groups: np.ndarray) -> CollectiveModel:
+        """The model of a collective that all rows of `groups` do at the same time."""
+        key = (op, groups.tobytes(), groups.shape[-1])
+        if key not in self._collectives:
+            self._collectives[key] = collective_model(self.cluster, op, groups)
+        return self._collectives[key]
+
+    def talk(self, op: str, group: Group, axes: Sequence[str], num_bytes: float) -> float:
+        """Seconds of a collective along mesh axes of a group."""
+        rows = group.along(axes)
+        if rows.shape[-1] < 2 or num_bytes <= 0:
+            return 0.0
+        return self.collective(op, rows).seconds(num_bytes)
+
+    def node_times(self, work: Work, device: Device, group: Group) -> NodeTimes:
+        """The times of a rank with this device, in this group."""
+        count = len(work.saved)
+        found = {name: np.zeros(count) for name in NodeTimes.NAMES}
+        for launch in work.launches:
+            seconds = kernel_seconds(launch.kernel, device, self.table)
+            if launch.phase == FORWARD:
+                found["forward"][launch.node] += seconds
+                found["again"][launch.node] += 0.0 if launch.product else seconds
+            else:
+                found["backward"][launch.node] += seconds
+                found["weight"][launch.node] += seconds if launch.phase == WEIGHT else 0.0
+        names: Mapping[int, str] = {FORWARD: "forward_talk", BACKWARD: "backward_talk"}
+        for talk in work.talks:
+            found[names[talk.phase]][talk.node] += self.talk(
+                talk.op, group, talk.axes, talk.num_bytes
+            )
+        return NodeTimes(**found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that takes time on one lane of one group of ranks."""
+
+    group: int
+    lane: str  # "compute" or "communication"
+    name: str
+    start: float
+    end: float
+    kind: str  # "forward", "backward", "weight", "sync", "gather", "optimizer"
+    detail: Mapping[str, float] = field(default_factory=dict)

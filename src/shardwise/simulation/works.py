@@ -1,0 +1,94 @@
+"""The work of a model under one choice of layouts, for micro-batches of any size.
+
+Enters: a `Fold` and an assignment of its nodes on every mesh axis. Leaves: `Works`, which gives the
+`Work` of one rank for any number of rows.
+
+Data parallelism and micro-batches cut the batch in the same way, so one mesh axis stands for both:
+as many parts as a micro-batch's rows need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.cluster import Mesh
+from shardwise.ir import Graph
+from shardwise.plans import Plan, Resolved, model_fingerprint
+from shardwise.program.lower import lower_place
+from shardwise.sharding.assign import Assignment
+from shardwise.sharding.factors import Facts
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.work import Work, work_of
+
+TOLERANCE = 0.02  # of flops, up to which work counts as linear in rows
+
+
+class Works:
+    """Work by rows; `assignments` hold for every number of ranks along batch axes."""
+
+    def __init__(
+        self, fold: Fold, facts: Facts, assignments: tuple[Assignment, ...], roles: dict[str, str]
+    ) -> None:
+        self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
+        self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
+        self.rows = batch_rows(fold.graph)
+        self._exact: dict[int, Work] = {}
+        self._linear: tuple[Work, Work] | None = None
+
+    def at(self, rows: float) -> Work:
+        """The work of a rank whose micro-batch has `rows` of the batch."""
+        if not self.batch or self.rows <= 1:
+            return self._lowered(1)
+        if self._linear is None:
+            self._linear = self._line()
+        low, high = self._linear
+        return low if low is high else low.between(high, rows)
+
+    def _line(self) -> tuple[Work, Work]:
+        """Two programs that differ in rows."""
+        one = self._lowered(self.rows)
+        for parts in (self.rows // 2, 1):
+            other = self._lowered(max(1, parts))
+            if other.rows > one.rows and one.alike(other):
+                return one, other
+        return one, one
+
+    def _lowered(self, parts: int) -> Work:
+        if parts not in self._exact:
+            rows = -(-self.rows // parts) if self.batch else self.rows
+            program = lower_place(self._resolved(parts), 0)
+            blocks = _small_blocks(self.fold)
+            self._exact[parts] = work_of(program, self.fold.graph, blocks, rows)
+        return self._exact[parts]
+
+    def _resolved(self, parts: int) -> Resolved:
+        found = []
+        for assignment in self.assignments:
+            ranks = assignment.ranks
+            if self.roles[assignment.axis] == "batch":
+                ranks = parts if assignment.axis == self.batch[0] else 1
+            found.append(replace(assignment, ranks=ranks))
+        graph = self.fold.graph
+        plan = Plan(
+            name="work",
+            model=graph.name,
+            fingerprint=model_fingerprint(graph),
+            mesh=Mesh(axes=tuple((a.axis, a.ranks) for a in found)),
+            roles={a.axis: self.roles[a.axis] for a in found},
+        )
+        return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(found))
+
+
+def batch_rows(graph: Graph) -> int:
+    """The rows of the batch: the most common first size of the inputs."""
+    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if graph.values[i.value].shape]
+    return max(set(sizes), key=lambda s: (sizes.count(s), s), default=1)
+
+
+def _small_blocks(fold: Fold) -> list[str]:
+    """The block of every node of the small graph."""
+    blocks = [""] * len(fold.graph.nodes)
+    for at, node in enumerate(fold.order):
+        if node >= 0 and not blocks[node]:
+            blocks[node] = fold.blocks[at]
+    return blocks
