@@ -1,31 +1,107 @@
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cluster import Cluster, ClusterNode, Device, Link, Mesh
+from shardwise.cluster import (
+    Cluster,
+    ClusterNode,
+    Curve,
+    Device,
+    Factor,
+    Link,
+    Mesh,
+    Network,
+    Nic,
+    Ssh,
+    Switch,
+    Trunk,
+)
 
 sizes = st.integers(1, 5)
 meshes = st.dictionaries(st.sampled_from(["dp", "fsdp", "tp", "cp", "pp"]), sizes, max_size=4).map(
     lambda axes: Mesh.of(**axes)
 )
 positive = st.floats(1e-6, 1e18)
-links = st.builds(Link, bandwidth_bytes_per_s=positive, latency_s=st.floats(0, 1))
+latency = st.floats(0, 1)
+words = st.text("abc: #-{}'\"\\é 0123", min_size=1)
+factors = st.dictionaries(
+    st.sampled_from(["all_reduce", "send"]), st.builds(Factor, latency=positive, bytes=positive)
+).map(lambda found: tuple(found.items()))
+links = st.builds(
+    Link,
+    bandwidth_bytes_per_s=positive,
+    latency_s=latency,
+    bus_bytes_per_s=positive | st.just(math.inf),
+    efficiency=positive,
+    collectives=factors,
+)
+nics = st.builds(
+    Nic, bandwidth_bytes_per_s=positive, latency_s=latency, count=sizes, efficiency=positive
+)
+curves = st.dictionaries(positive, positive, min_size=1).map(
+    lambda points: Curve(tuple(sorted(points.items())))
+)
+rates = st.dictionaries(st.sampled_from(["float32", "bfloat16"]), curves, min_size=1).map(
+    lambda found: tuple(found.items())
+)
 devices = st.builds(
     Device,
-    kind=st.text(min_size=1),
-    memory_bytes=st.integers(1, 2**60),
-    flops_per_s=st.dictionaries(st.sampled_from(["float32", "bfloat16"]), positive).map(
-        lambda rates: tuple(rates.items())
-    ),
+    name=words,
+    kind=st.just("cuda"),
+    memory_bytes=st.integers(2**40, 2**50),
+    reserved_bytes=st.integers(0, 2**39),
+    matmul_flops_per_s=rates,
+    attention_flops_per_s=rates | st.just(()),
+    memory_bytes_per_s=curves,
+    overhead_s=latency,
+    host_bytes_per_s=positive | st.just(math.inf),
+    host_memory_bytes=st.integers(0, 2**50),
+    price_per_hour=latency,
+    speed=positive,
 )
-nodes = st.builds(ClusterNode, name=st.text(), device=devices, count=sizes, link=links)
-clusters = st.builds(
-    Cluster,
-    name=st.text(),
-    nodes=st.lists(nodes, min_size=1, max_size=3).map(tuple),
-    network=links,
-)
+ssh = st.builds(Ssh, user=words, key=words, port=st.integers(1, 65535))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    names = draw(st.sampled_from([["a"], ["a", "b[0-2]"], ["x[1-2]", "x[3-4].de", "y"]]))
+    kinds = draw(st.lists(devices, min_size=1, max_size=2))
+    picked = st.lists(st.sampled_from(kinds), min_size=1, max_size=3).map(tuple)
+    nodes = tuple(
+        ClusterNode(
+            name=name,
+            devices=draw(picked),
+            link=draw(links),
+            nic=draw(nics),
+            ssh=draw(ssh | st.none()),
+        )
+        for name in names
+    )
+    switch = st.builds(
+        Switch,
+        name=words,
+        nodes=st.just(tuple(names)),
+        every=sizes,
+        oversubscription=positive,
+        latency_s=latency,
+    )
+    trunk = st.builds(
+        Trunk,
+        name=words,
+        between=st.just(((names[0],), (names[-1],))),
+        bandwidth_bytes_per_s=positive,
+        latency_s=latency,
+    )
+    network = Network(
+        latency_s=draw(latency),
+        collectives=draw(factors),
+        switches=(draw(switch),) if draw(st.booleans()) else (),
+        trunks=(draw(trunk),) if len(names) > 1 and draw(st.booleans()) else (),
+    )
+    return Cluster(name=draw(words), nodes=nodes, network=network, port=draw(st.integers(1, 65535)))
 
 
 @given(meshes)
@@ -45,6 +121,8 @@ def test_groups_partition_the_ranks(data: st.DataObject, mesh: Mesh) -> None:
         assert along == sorted(along)
 
 
-@given(clusters)
-def test_json_round_trip(cluster: Cluster) -> None:
-    assert Cluster.from_json(cluster.to_json()) == cluster
+@given(clusters())
+def test_yaml_round_trip(cluster: Cluster) -> None:
+    again = Cluster.from_yaml(cluster.to_yaml())
+    assert again == cluster
+    assert again.fingerprint == cluster.fingerprint

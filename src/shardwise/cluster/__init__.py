@@ -1,6 +1,31 @@
 """The machines a plan is for, and the mesh of named axes its ranks form."""
 
-from shardwise.cluster.cluster import Cluster, ClusterNode, Device, Link
+from shardwise.cluster.cluster import Cluster, ClusterNode, Ssh
+from shardwise.cluster.device import Curve, Device
+from shardwise.cluster.launch import NodeCommand, launch_commands
+from shardwise.cluster.links import Domain, Factor, Link, Network, Nic, Switch, Trunk
 from shardwise.cluster.mesh import Mesh
+from shardwise.cluster.presets import preset_device, preset_names
+from shardwise.cluster.topology import Path, Topology
 
-__all__ = ["Cluster", "ClusterNode", "Device", "Link", "Mesh"]
+__all__ = [
+    "Cluster",
+    "ClusterNode",
+    "Curve",
+    "Device",
+    "Domain",
+    "Factor",
+    "Link",
+    "Mesh",
+    "Network",
+    "Nic",
+    "NodeCommand",
+    "Path",
+    "Ssh",
+    "Switch",
+    "Topology",
+    "Trunk",
+    "launch_commands",
+    "preset_device",
+    "preset_names",
+]

@@ -1,230 +1,273 @@
-"""The machines: nodes with devices, and the links between them.
+"""The machines: nodes with devices, and the network between them.
 
-Enters: JSON, or a number of ranks on this machine. Leaves: `Cluster`, which plans are made for
-and estimates are computed from. Rank order is node by node, device by device.
+Enters: a YAML file, a preset, or a number of ranks on this machine. Leaves: `Cluster`, which plans
+are made for and estimates are computed from. Rank order is node by node, device by device.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from shardwise.errors import ClusterError, did_you_mean
+from shardwise.cluster.device import Device
+from shardwise.cluster.links import Link, Network, Nic
+from shardwise.cluster.names import count, expand
+from shardwise.errors import ClusterError
 
-FORMAT_VERSION = 1
+if TYPE_CHECKING:
+    from shardwise.cluster.topology import Path as LinkPath
+    from shardwise.cluster.topology import Topology
 
-# Estimates for `Cluster.local`, rounded from single runs on a shared x86 server with torch 2.13: a
-# 1024 x 1024 matmul on one thread; gloo all-reduces between 2 processes of 4 bytes (0.4 to 3.6 ms)
-# and of 64 MiB (101 to 461 ms).
-_CPU_FLOPS_PER_S = (("bfloat16", 1.0e10), ("float32", 2.5e10), ("float64", 1.2e10))
-_LOOPBACK_BANDWIDTH_BYTES_PER_S = 0.6e9
-_LOOPBACK_LATENCY_S = 4.0e-4
+DEFAULT_PORT = 29500  # torchrun's
+SSH_PORT = 22
+NO_NETWORK = Network()
 _FALLBACK_MEMORY_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One accelerator, or one process's share of a CPU; rates are by dtype name."""
+class Ssh:
+    """How a node is reached to start its ranks."""
 
-    kind: str
-    memory_bytes: int
-    flops_per_s: tuple[tuple[str, float], ...]
-
-    def __post_init__(self) -> None:
-        _require_positive("memory_bytes", self.memory_bytes, self.kind)
-        for dtype, rate in self.flops_per_s:
-            _require_positive(f"flops_per_s of {dtype}", rate, self.kind)
-
-    def rate(self, dtype: str) -> float:
-        """Floating-point operations per second in `dtype`, for example "float32"."""
-        rates = dict(self.flops_per_s)
-        if dtype not in rates:
-            known = ", ".join(rates)
-            raise ClusterError(
-                f"device {self.kind} has no rate for {dtype}, only for {known}",
-                hint=f'add "{dtype}" to flops_per_s',
-            )
-        return rates[dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A connection, in each direction: time = latency_s + bytes / bandwidth_bytes_per_s."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        _require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "link")
-        if self.latency_s < 0:
-            raise ClusterError(f"latency_s is {self.latency_s}, must not be negative", where="link")
+    user: str = ""
+    key: str = ""
+    port: int = SSH_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One machine: `count` equal devices and the link between any two of them."""
+    """One machine, or several alike: `gpu[0-63]` stands for 64.
+
+    `link` connects its devices, `nic` the machine with the others. An empty address is the name.
+    """
 
     name: str
-    device: Device
-    count: int
-    link: Link
+    devices: tuple[Device, ...]
+    link: Link | None = None
+    nic: Nic | None = None
+    address: str = ""
+    ssh: Ssh | None = None
 
     def __post_init__(self) -> None:
-        _require_positive("count", self.count, f"node {self.name}")
+        where = f"node {self.name}"
+        if not self.devices:
+            raise ClusterError("has no devices", where=where, hint="devices: {h100: 8}")
+        kinds = sorted({device.kind for device in self.devices})
+        if len(kinds) > 1:
+            raise ClusterError(
+                f"devices of kinds {' and '.join(kinds)}: the ranks of a node use one library",
+                where=where,
+                hint="a node each",
+            )
+        if self.address and count(self.address) != self.copies:
+            raise ClusterError(
+                f"{count(self.address)} addresses in {self.address!r} for {self.copies} nodes",
+                where=where,
+                hint=f"address: 10.0.0.[1-{self.copies}]",
+            )
+
+    @property
+    def copies(self) -> int:
+        return count(self.name)
+
+    @property
+    def count(self) -> int:
+        """The number of devices of each machine."""
+        return len(self.devices)
+
+    @property
+    def device(self) -> Device:
+        """The first device."""
+        return self.devices[0]
+
+    def machine(self, index: int) -> ClusterNode:
+        """The `index`-th of the machines that this stands for."""
+        if self.copies == 1 and self.address:
+            return self
+        address = expand(self.address or self.name)[index]
+        return replace(self, name=expand(self.name)[index], address=address)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the topology is computed once, on first use
 class Cluster:
-    """Nodes, and the link between any two nodes.
+    """Nodes, and the network between them; `port` is where the ranks meet, on the first node.
 
     >>> Cluster.local(4).num_ranks
     4
+    >>> Cluster.preset("h100", nodes=8, devices_per_node=8).num_ranks
+    64
     """
 
     name: str
     nodes: tuple[ClusterNode, ...]
-    network: Link
+    network: Network = NO_NETWORK
+    port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ClusterError(f"cluster {self.name} has no nodes", hint="Cluster.local(4)")
+        if not 0 < self.port < 2**16:
+            raise ClusterError(f"port {self.port} is none", hint=f"port: {DEFAULT_PORT}")
+        from shardwise.cluster.check import check
+
+        check(self)
 
     @classmethod
     def local(cls, num_ranks: int) -> Cluster:
         """`num_ranks` CPU processes on this machine, connected by gloo over loopback.
 
         Memory is this machine's, shared equally. Compute rates and the link are estimates for a
-        server CPU, one thread per rank, not a measurement of this machine; ranks beyond its
-        number of cores share them.
+        server CPU, one thread per rank, not a measurement of this machine (`shardwise profile` is
+        one); ranks beyond its number of cores share them.
         """
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
             raise ClusterError(
                 f"a cluster needs at least 1 rank, not {num_ranks!r}", hint="Cluster.local(2)"
             )
+        from shardwise.cluster.presets import preset
+
         share = min(1.0, (os.cpu_count() or 1) / num_ranks)
-        device = Device(
-            kind="cpu",
-            memory_bytes=_machine_memory_bytes() // num_ranks,
-            flops_per_s=tuple((dtype, rate * share) for dtype, rate in _CPU_FLOPS_PER_S),
-        )
-        link = Link(
-            bandwidth_bytes_per_s=_LOOPBACK_BANDWIDTH_BYTES_PER_S, latency_s=_LOOPBACK_LATENCY_S
-        )
-        node = ClusterNode(name="localhost", device=device, count=num_ranks, link=link)
-        return cls(name="local", nodes=(node,), network=link)
+        (node,) = preset("cpu", nodes=1, devices_per_node=num_ranks).nodes
+        device = replace(node.device, memory_bytes=machine_memory_bytes() // num_ranks, speed=share)
+        local = replace(node, name="localhost", devices=(device,) * num_ranks, nic=None)
+        return cls(name="local", nodes=(local,))
 
-    @property
+    @classmethod
+    def preset(
+        cls,
+        kind: str,
+        *,
+        nodes: int = 1,
+        devices_per_node: int | None = None,
+        nic_gbit_per_s: float | None = None,
+        network_latency_us: float | None = None,
+        oversubscription: float = 1.0,
+    ) -> Cluster:
+        """Equal nodes of a known kind, for example `Cluster.preset("h100", nodes=8)`.
+
+        `nic_gbit_per_s` is that of all cards of a node together.
+        """
+        from shardwise.cluster.presets import preset
+
+        return preset(
+            kind,
+            nodes=nodes,
+            devices_per_node=devices_per_node,
+            nic_gbit_per_s=nic_gbit_per_s,
+            network_latency_us=network_latency_us,
+            oversubscription=oversubscription,
+        )
+
+    @cached_property
     def num_ranks(self) -> int:
-        return sum(node.count for node in self.nodes)
+        return sum(node.count * node.copies for node in self.nodes)
 
-    @property
+    @cached_property
+    def num_nodes(self) -> int:
+        return sum(node.copies for node in self.nodes)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hex digest of every field."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The resources that traffic shares, as arrays over ranks."""
+        from shardwise.cluster.topology import build_topology
+
+        return build_topology(self)
+
+    @property
+    def capacities(self) -> Mapping[str, float]:
+        """Bytes per second of every directed resource: ports, buses, cards, switches, trunks."""
+        return self.topology.capacities
+
+    def path(self, a: int, b: int) -> LinkPath:
+        """The resources that traffic from rank `a` to rank `b` crosses, and its latency."""
+        self._check_rank(a)
+        self._check_rank(b)
+        return self.topology.path(a, b)
+
+    def device(self, rank: int) -> Device:
+        """The device that `rank` runs on."""
+        entry, _, local = self._locate(rank)
+        return self.nodes[entry].devices[local]
 
     def node_of(self, rank: int) -> ClusterNode:
         """The machine that `rank` runs on."""
-        return self.nodes[self._node_index(rank)]
+        entry, index, _ = self._locate(rank)
+        return self.nodes[entry].machine(index)
+
+    def machines(self) -> tuple[ClusterNode, ...]:
+        """Every machine, one by one."""
+        return tuple(node.machine(i) for node in self.nodes for i in range(node.copies))
 
     def link_between(self, a: int, b: int) -> Link:
-        """The link that traffic from rank `a` to rank `b` crosses."""
-        first, second = self._node_index(a), self._node_index(b)
-        return self.nodes[first].link if first == second else self.network
+        """What traffic from rank `a` to rank `b` alone would see, as one link."""
+        path = self.path(a, b)
+        capacities = self.topology.capacity_of
+        slowest = min((capacities(name) for name in path.resources), default=math.inf)
+        return Link(bandwidth_bytes_per_s=slowest, latency_s=path.latency_s)
 
-    def _node_index(self, rank: int) -> int:
+    def _locate(self, rank: int) -> tuple[int, int, int]:
+        """The entry of `nodes`, which of its machines, and which of its devices."""
+        self._check_rank(rank)
+        for index, node in enumerate(self.nodes):
+            if rank < node.count * node.copies:
+                return index, rank // node.count, rank % node.count
+            rank -= node.count * node.copies
+        raise AssertionError("unreachable")
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.num_ranks:
             raise ClusterError(f"rank {rank} is outside a cluster of {self.num_ranks} ranks")
-        ends = itertools.accumulate(node.count for node in self.nodes)
-        return next(index for index, end in enumerate(ends) if rank < end)
 
-    def to_json(self) -> str:
-        """The cluster as versioned JSON text, readable and editable."""
-        nodes = [asdict(node) for node in self.nodes]
-        for node in nodes:
-            node["device"]["flops_per_s"] = dict(node["device"]["flops_per_s"])
-        document = {
-            "version": FORMAT_VERSION,
-            "name": self.name,
-            "nodes": nodes,
-            "network": asdict(self.network),
-        }
-        return json.dumps(document, indent=2) + "\n"
+    def to_yaml(self) -> str:
+        """The cluster as versioned YAML text, readable and editable."""
+        from shardwise.cluster.write import to_yaml
+
+        return to_yaml(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Cluster:
-        """The cluster that `to_json` wrote; errors name the field."""
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ClusterError(f"not JSON: {error}") from None
-        version = document.pop("version", None) if isinstance(document, dict) else None
-        if version != FORMAT_VERSION:
-            raise ClusterError(
-                f"cluster format version {version!r}, this is {FORMAT_VERSION}",
-                hint=f'"version": {FORMAT_VERSION}',
-            )
-        top = _checked(cls, document, "cluster")
-        if not isinstance(top["nodes"], list):
-            raise ClusterError("nodes is not a list", where="cluster")
-        nodes = tuple(_node(item, f"nodes[{i}]") for i, item in enumerate(top["nodes"]))
-        network = Link(**_checked(Link, top["network"], "network"))
-        return cls(name=top["name"], nodes=nodes, network=network)
+    def from_yaml(cls, text: str, where: str = "cluster") -> Cluster:
+        """The cluster that a YAML or JSON text describes; errors name the line and the field."""
+        from shardwise.cluster.read import read
+
+        return read(text, where)
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to `path`."""
-        Path(path).write_text(self.to_json())
+        """Write `to_yaml` to `path`."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        """Read what `save` or a person wrote."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ClusterError(
+                f"cannot read {path}: {error}", hint=f"shardwise profile -o {path}"
+            ) from None
+        return cls.from_yaml(text, str(path))
 
     def __str__(self) -> str:
-        parts = [
-            f"{node.count} x {node.device.kind} ({node.device.memory_bytes / 2**30:.1f} GiB each)"
-            f" on {node.name}"
-            for node in self.nodes
-        ]
+        parts = []
+        for node in self.nodes:
+            kinds = {device: node.devices.count(device) for device in node.devices}
+            each = " + ".join(f"{number} x {device}" for device, number in kinds.items())
+            nodes = "" if node.copies == 1 else f", {node.copies} nodes"
+            parts.append(f"{each} on {node.name}{nodes}")
         return f"Cluster {self.name}: {self.num_ranks} ranks; {'; '.join(parts)}"
 
 
-def _node(item: Any, where: str) -> ClusterNode:
-    entries = _checked(ClusterNode, item, where)
-    device = _checked(Device, entries["device"], f"{where}.device")
-    if not isinstance(device["flops_per_s"], Mapping):
-        raise ClusterError("flops_per_s is not an object", where=f"{where}.device")
-    device["flops_per_s"] = tuple(device["flops_per_s"].items())
-    entries["device"] = Device(**device)
-    entries["link"] = Link(**_checked(Link, entries["link"], f"{where}.link"))
-    return ClusterNode(**entries)
-
-
-def _checked(kind: type[Any], item: Any, where: str) -> dict[str, Any]:
-    """`item` as a dict with exactly the fields of the dataclass `kind`."""
-    names = [field.name for field in fields(kind)]
-    if not isinstance(item, dict):
-        raise ClusterError(f"expected an object with {', '.join(names)}", where=where)
-    for name in item:
-        if name not in names:
-            raise ClusterError(f"unknown field {name!r}{did_you_mean(name, names)}", where=where)
-    for name in names:
-        if name not in item:
-            raise ClusterError(f"field {name!r} is missing", where=where)
-    return dict(item)
-
-
-def _require_positive(name: str, value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ClusterError(f"{name} is {value!r}, must be a number above 0", where=where)
-
-
-def _machine_memory_bytes() -> int:
+def machine_memory_bytes() -> int:
+    """The memory of this machine."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system

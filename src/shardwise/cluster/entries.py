@@ -1,0 +1,138 @@
+"""A YAML text as values that know where they stand.
+
+Enters: text (JSON is YAML, too). Leaves: `Entry`s; asking one for a number, a text, a list or known
+keys gives it, or a `ClusterError` with the file, the line, the place and what to type. Numbers are
+read as decimals, so that a unit in a field's name costs no digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import NoReturn
+
+import yaml
+
+from shardwise.errors import ClusterError, did_you_mean
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A part of the file: a scalar, a list or a mapping."""
+
+    node: yaml.Node
+    path: str
+    file: str
+
+    @property
+    def where(self) -> str:
+        line = self.node.start_mark.line + 1
+        return f"{self.file}:{line}" + (f" ({self.path})" if self.path else "")
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self.node, yaml.MappingNode)
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.node, yaml.SequenceNode)
+
+    @property
+    def is_null(self) -> bool:
+        return self.node.tag == "tag:yaml.org,2002:null"
+
+    def fail(self, message: str, hint: str | None = None) -> NoReturn:
+        """Raise an error that names this place."""
+        raise ClusterError(message, where=self.where, hint=hint)
+
+    def pairs(self) -> dict[str, Entry]:
+        """A mapping of free keys."""
+        if not isinstance(self.node, yaml.MappingNode):
+            self.fail(f"expected fields, not {_shown(self.node)}", hint="name: value")
+        found: dict[str, Entry] = {}
+        for key, value in self.node.value:
+            name = str(key.value)
+            if name in found:
+                Entry(key, self.path, self.file).fail(f"field {name!r} is given twice")
+            found[name] = Entry(value, f"{self.path}.{name}".lstrip("."), self.file)
+        return found
+
+    def fields(self, known: Sequence[str], required: Sequence[str] = ()) -> dict[str, Entry]:
+        """A mapping with only `known` keys, and all `required` ones."""
+        if not self.is_mapping:
+            self.fail(f"expected {', '.join(known)}, not {_shown(self.node)}")
+        found = self.pairs()
+        for name, entry in found.items():
+            if name not in known:
+                entry.fail(f"unknown field {name!r}{did_you_mean(name, known)}", ", ".join(known))
+        for name in required:
+            if name not in found:
+                self.fail(f"field {name!r} is missing", hint=f"{name}: …")
+        return {name: entry for name, entry in found.items() if not entry.is_null}
+
+    def items(self) -> list[Entry]:
+        """The elements of a list."""
+        if not isinstance(self.node, yaml.SequenceNode):
+            self.fail(f"expected a list, not {_shown(self.node)}", hint="[…]")
+        return [
+            Entry(item, f"{self.path}[{i}]", self.file) for i, item in enumerate(self.node.value)
+        ]
+
+    def text(self) -> str:
+        """A scalar as it is written."""
+        if not isinstance(self.node, yaml.ScalarNode):
+            self.fail(f"expected a text, not {_shown(self.node)}")
+        return str(self.node.value)
+
+    def texts(self) -> tuple[str, ...]:
+        """One text or a list of them."""
+        return tuple(e.text() for e in self.items()) if self.is_list else (self.text(),)
+
+    def number(self, unit: str = "1", *, zero: bool = False) -> float:
+        """A number above 0, or of at least 0, times the unit; "inf" is one."""
+        name = self.path.rpartition(".")[2]
+        bound = "of at least 0" if zero else "above 0"
+        if not isinstance(self.node, yaml.ScalarNode):
+            self.fail(f"{name} is {_shown(self.node)}, must be a number {bound}")
+        text = self.node.value
+        if text in ("inf", ".inf"):
+            return math.inf
+        try:
+            value = Decimal(text)
+        except InvalidOperation:
+            value = Decimal(-1)
+        if not value.is_finite() or value < 0 or (value == 0 and not zero):
+            self.fail(f"{name} is {text!r}, must be a number {bound}", hint=f"{name}: 1.5")
+        return float(value * Decimal(unit))
+
+    def whole(self, *, zero: bool = False, unit: str = "1") -> int:
+        """A whole number, once it is in its unit."""
+        value = self.number(unit, zero=zero)
+        if value == math.inf or (unit == "1" and value != int(value)):
+            name = self.path.rpartition(".")[2]
+            self.fail(f"{name} is {self.text()!r}, must be a whole number", hint=f"{name}: 8")
+        return round(value)
+
+
+def parse(text: str, file: str) -> Entry:
+    """The whole text as one entry."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ClusterError(f"not YAML: {problem}", where=f"{file}{line}") from None
+    if node is None:
+        raise ClusterError("the file is empty", where=file, hint="shardwise profile -o FILE")
+    return Entry(node, "", file)
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "fields"
+    return "a list" if isinstance(node, yaml.SequenceNode) else repr(node.value)

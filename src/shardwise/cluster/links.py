@@ -1,0 +1,176 @@
+"""Links: what connects devices of a node, nodes with the network, and switches with each other.
+
+Enters: bandwidths and latencies. Leaves: frozen descriptions; `topology.py` makes of them the
+resources that traffic shares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cluster.device import require_not_negative, require_positive
+from shardwise.cluster.names import expand_all
+from shardwise.errors import ClusterError, did_you_mean
+
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """How many times longer than the wires ask for an operation takes: its start, and per byte."""
+
+    latency: float = 1.0
+    bytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("latency", self.latency, "collectives")
+        require_positive("bytes", self.bytes, "collectives")
+
+
+Factors = tuple[tuple[str, Factor], ...]
+_PLAIN = Factor()
+
+
+def factor_of(factors: Factors, operation: str) -> Factor:
+    """The factor of `operation`; 1 where there is none."""
+    return next((factor for name, factor in factors if name == operation), _PLAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection, in each direction: time = latency_s + bytes / (bandwidth × efficiency).
+
+    Between the devices of a node, the bandwidth is one device's, into and out of a crossbar;
+    `bus_bytes_per_s` limits all of them together. `efficiency` is what the communication library
+    reaches of the wire, `collectives` what it was measured to need beyond that.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    bus_bytes_per_s: float = math.inf
+    efficiency: float = 1.0
+    collectives: Factors = ()
+
+    def __post_init__(self) -> None:
+        require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "link")
+        require_positive("bus_bytes_per_s", self.bus_bytes_per_s, "link")
+        require_positive("efficiency", self.efficiency, "link")
+        require_not_negative("latency_s", self.latency_s, "link")
+        check_operations(self.collectives, "link")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """The network cards of a node: `count` equal ones, each serving as many devices."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    count: int = 1
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "nic")
+        require_positive("efficiency", self.efficiency, "nic")
+        require_positive("count", self.count, "nic")
+        require_not_negative("latency_s", self.latency_s, "nic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """Nodes whose devices share one link, as in a rack of GB200; every `every` nodes are one."""
+
+    nodes: tuple[str, ...]
+    link: Link
+    every: int = 0
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each domain's nodes."""
+        return _every(self.nodes, self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """Nodes behind a switch, or several alike of `every` nodes each; what leaves them crosses it.
+
+    The way up, and the way down, carry `uplink_bytes_per_s`, or what the nodes' cards carry
+    together divided by `oversubscription`.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    every: int = 0
+    uplink_bytes_per_s: float | None = None
+    oversubscription: float = 1.0
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"switch {self.name}"
+        require_positive("oversubscription", self.oversubscription, where)
+        if self.uplink_bytes_per_s is not None:
+            require_positive("uplink_bytes_per_s", self.uplink_bytes_per_s, where)
+            if self.oversubscription != 1:
+                raise ClusterError(
+                    "an uplink and an oversubscription say the same", where=where, hint="give one"
+                )
+        require_not_negative("latency_s", self.latency_s, where)
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each switch's nodes."""
+        return _every(self.nodes, self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """One line that all traffic between two sets of nodes shares, in each direction."""
+
+    name: str
+    between: tuple[tuple[str, ...], tuple[str, ...]]
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"trunk {self.name}"
+        require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, where)
+        require_not_negative("latency_s", self.latency_s, where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What lies between the nodes' cards."""
+
+    latency_s: float = 0.0
+    collectives: Factors = ()
+    domains: tuple[Domain, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    trunks: tuple[Trunk, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_not_negative("latency_s", self.latency_s, "network")
+        check_operations(self.collectives, "network")
+
+
+def check_operations(factors: Factors, where: str) -> None:
+    """Refuse factors of operations that there are not."""
+    for name, _ in factors:
+        if name not in OPERATIONS:
+            raise ClusterError(
+                f"no collective {name!r}{did_you_mean(name, OPERATIONS)}",
+                where=f"{where}.collectives",
+                hint=", ".join(OPERATIONS),
+            )
+
+
+def _every(patterns: tuple[str, ...], size: int) -> tuple[tuple[str, ...], ...]:
+    names = expand_all(patterns)
+    if not size:
+        return (names,)
+    return tuple(names[i : i + size] for i in range(0, len(names), size))
