@@ -1,5 +1,6 @@
 """Costs of local computation and of communication, in seconds and bytes."""
 
+from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.cost.kernels import CallCost, Kernel, Saved, Talk
 from shardwise.cost.measure import measure
 from shardwise.cost.rates import kernel_seconds, kernels_seconds
@@ -10,6 +11,7 @@ from shardwise.cost.trial import call_cost, cost_of
 __all__ = [
     "CallCost",
     "CallTime",
+    "CollectiveModel",
     "Kernel",
     "OpTable",
     "Saved",
@@ -18,6 +20,7 @@ __all__ = [
     "call_cost",
     "call_seconds",
     "call_signature",
+    "collective_model",
     "cost_of",
     "kernel_seconds",
     "kernels_seconds",
