@@ -78,7 +78,7 @@ def read_device(entry: Entry, name: str) -> Device:
     if "preset" in found:
         from shardwise.cluster.presets import preset_device
 
-        base = preset_device(found["preset"].text())
+        base = _located(found["preset"], preset_device, found["preset"].text())
         return _located(entry, partial(replace, base, name=name), **given)
     entry.fields(DEVICE_FIELDS, ("kind", "memory_gib", "matmul_flops_per_s", "memory_bytes_per_s"))
     return _located(entry, Device, name=name, **given)

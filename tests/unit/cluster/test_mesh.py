@@ -4,6 +4,7 @@ import pytest
 
 from shardwise.cluster import Mesh
 from shardwise.errors import ClusterError, ShardwiseError
+from shardwise.shares import Shares
 
 
 def test_ranks_are_row_major_with_the_last_axis_fastest() -> None:
@@ -27,6 +28,21 @@ def test_text_and_equality() -> None:
     assert Mesh.of(dp=2, tp=2) == Mesh(axes=(("dp", 2), ("tp", 2)))
     assert Mesh.of(dp=2, tp=2) != Mesh.of(tp=2, dp=2)
     assert Mesh.of().size == 1
+
+
+def test_ranks_may_take_unequal_shares() -> None:
+    mesh = Mesh.of(dp=(2, 1), tp=2)
+    assert str(mesh) == "Mesh(dp=2:1, tp=2)"
+    assert (mesh.size, mesh.shape, mesh.axis_size("dp")) == (4, (2, 2), 2)
+    assert type(mesh.axis_size("dp")) is int
+    assert mesh.groups(["dp"]) == Mesh.of(dp=2, tp=2).groups(["dp"])
+    assert mesh == Mesh.of(dp=Shares(4, 2), tp=2)
+    assert mesh != Mesh.of(dp=2, tp=2)
+    assert Mesh.of(dp=[3, 3], tp=2) == Mesh.of(dp=2, tp=2)
+    assert mesh.to_json() == {"dp": [2, 1], "tp": 2}
+    assert Mesh.from_json(mesh.to_json()) == mesh
+    with pytest.raises(ClusterError, match=r"mesh axis dp has shares \[0, 0\]"):
+        Mesh.of(dp=(0, 0))
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])

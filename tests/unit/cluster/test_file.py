@@ -1,0 +1,259 @@
+"""The cluster file: every field is read, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from shardwise.cluster import Cluster, launch_commands
+from shardwise.cost import collective_model
+from shardwise.errors import ClusterError
+
+SAMPLE = """
+version: 2
+name: sample
+port: 29400
+devices:
+  quick:
+    kind: cuda
+    memory_gib: 80
+    reserved_gib: 1.5
+    matmul_flops_per_s: {bfloat16: [[256, 1.0e+14], [8192, 7.0e+14]], float32: 5.0e+13}
+    attention_flops_per_s: {bfloat16: [[512, 1.0e+14], [4096, 4.0e+14]]}
+    memory_bytes_per_s: [[65536, 2.0e+11], [1.0e+8, 3.0e+12]]
+    overhead_s: 5.0e-6
+    host_bytes_per_s: 5.0e+10
+    host_memory_gib: 200
+    price_per_hour: 3.5
+    speed: 1
+  slow: {preset: v100, speed: 0.9}
+nodes:
+  - name: big[0-3]
+    devices: {quick: 4}
+    address: 10.0.0.[1-4]
+    ssh: {user: train, key: ~/.ssh/id, port: 2222}
+    link:
+      bandwidth_gb_per_s: 450
+      latency_us: 1.5
+      bus_gb_per_s: 1000
+      efficiency: 0.8
+      collectives: {all_gather: 1.2, all_reduce: {latency: 2, bytes: 1.1}}
+    nic: {count: 2, bandwidth_gbit_per_s: 400, latency_us: 2, efficiency: 0.9}
+  - name: small
+    devices: [slow, {device: quick, count: 2, speed: 0.5}]
+    link: {bandwidth_gb_per_s: 100, latency_us: 2}
+    nic: {bandwidth_gbit_per_s: 100}
+  - name: rack[0-3]
+    devices: {quick: 2}
+    nic: {bandwidth_gbit_per_s: 100}
+network:
+  latency_us: 3
+  collectives: {reduce_scatter: {latency: 1.5, bytes: 1.3}}
+  domains:
+    - {nodes: "rack[0-3]", every: 2, link: {bandwidth_gb_per_s: 900, latency_us: 2}}
+  switches:
+    - {name: leaf, nodes: "big[0-3]", every: 2, oversubscription: 8, latency_us: 1}
+    - {name: pod, nodes: [small, "big[0-3]"], uplink_gbit_per_s: 30, latency_us: 0.5}
+  trunks:
+    - name: wan
+      between: ["big[0-3]", "rack[0-3]"]
+      bandwidth_gbit_per_s: 10
+      latency_us: 500
+"""
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def figures(cluster: Cluster) -> dict[str, Any]:
+    """Everything that an estimate or a launch takes from a cluster."""
+    found: dict[str, Any] = {"ranks": cluster.num_ranks}
+    for rank in range(cluster.num_ranks):
+        device = cluster.device(rank)
+        found[f"device {rank}"] = (
+            device.kind,
+            device.usable_bytes,
+            device.memory_bytes,
+            {d: [device.matmul_rate(d, n, n, n) for n in (64, 1000, 1e5)] for d in device.dtypes},
+            [device.attention_rate(d, n) for d in device.dtypes for n in (64, 1000, 1e5)],
+            [device.memory_rate(n) for n in (1e3, 1e6, 1e9)],
+            device.overhead_s,
+            device.host_bytes_per_s,
+            device.host_memory_bytes,
+            device.price_per_hour,
+        )
+    paths = [(a, b) for a in range(cluster.num_ranks) for b in range(0, cluster.num_ranks, 6)]
+    found["paths"] = [cluster.path(a, b) for a, b in paths]
+    found["capacities"] = dict(cluster.capacities)
+    half = cluster.num_ranks // 2
+    shapes = {"inside": [[0, 1], [2, 3]], "all": [range(cluster.num_ranks)]}
+    shapes["across"] = np.arange(2 * half).reshape(2, half).T
+    for name, groups in shapes.items():
+        for operation in OPERATIONS:
+            if operation != "send" or name != "all":
+                model = collective_model(cluster, operation, groups)
+                found[f"{operation} {name}"] = [model.seconds(n) for n in (0, 1e4, 1e9)]
+    found["launch"] = launch_commands(cluster, ["train.py"])
+    return found
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every scalar."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, dict | list):
+            yield from leaves(item, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def changed(value: Any, path: tuple[Any, ...]) -> Any:
+    """Another value that the field may have."""
+    names = {
+        "kind": "cpu",
+        "preset": "a100",
+        "address": "10.0.1.[1-4]",
+        "device": "slow",
+        "slow": "quick",
+        "big[0-3]": "big[0-1]",
+        "small": "rack[0-3]",
+        "rack[0-3]": "rack[0,2,1,3]",
+    }
+    if path[-1] == "name" or path[-1] in ("user", "key"):
+        return f"other-{value}"
+    if "between" in path:
+        return value.replace("-3", "-1")
+    if isinstance(value, str):
+        return names.get(path[-1]) or names[value]
+    return value + 1 if isinstance(value, int) else value * 1.25
+
+
+DOCUMENT = yaml.safe_load(SAMPLE)
+NAMES = {("name",), ("version",)}
+FIELDS = [path for path in leaves(DOCUMENT) if path not in NAMES]
+
+
+def put(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    document = copy.deepcopy(DOCUMENT)
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return document
+
+
+def get(path: tuple[Any, ...]) -> Any:
+    place: Any = DOCUMENT
+    for key in path:
+        place = place[key]
+    return place
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, Any]:
+    return figures(Cluster.from_yaml(SAMPLE))
+
+
+@pytest.mark.parametrize("path", FIELDS, ids=lambda path: ".".join(map(str, path)))
+def test_every_field_changes_a_figure_or_the_launch(
+    path: tuple[Any, ...], before: dict[str, Any]
+) -> None:
+    document = put(path, changed(get(path), path))
+    if path == ("devices", "quick", "kind"):
+        document["devices"]["slow"]["kind"] = "cpu"  # a node's devices are of one kind
+    if path[-1] == "name" and path[0] == "nodes":  # whoever names the node follows
+        old, new = get(path), document["nodes"][path[1]]["name"]
+        text = json.dumps(document["network"]).replace(json.dumps(old), json.dumps(new))
+        document["network"] = json.loads(text)
+    after = figures(Cluster.from_yaml(json.dumps(document)))
+    assert after != before
+
+
+def test_no_field_was_left_out_of_the_sample() -> None:
+    from shardwise.cluster.read import DEVICE_FIELDS, LINK_FIELDS
+
+    given = {key for path in leaves(DOCUMENT) for key in path}
+    assert {*DEVICE_FIELDS, *LINK_FIELDS} <= given
+
+
+def test_the_sample_round_trips() -> None:
+    cluster = Cluster.from_yaml(SAMPLE)
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    assert Cluster.from_yaml(json.dumps(DOCUMENT)) == cluster
+    assert cluster.num_ranks == 4 * 4 + 3 + 8
+    assert [cluster.device(rank).speed for rank in (16, 17, 18)] == [0.9, 0.5, 0.5]
+
+
+def edit(*path: Any, **given: Any) -> str:
+    """The sample with fields of the part at `path` set, or removed when None."""
+    document = copy.deepcopy(DOCUMENT)
+    place = document
+    for key in path:
+        place = place[key]
+    for name, value in given.items():
+        if value is None:
+            place.pop(name)
+        else:
+            place[name] = value
+    return json.dumps(document, indent=1)
+
+
+QUICK = ("devices", "quick")
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "place"),
+    [
+        (edit(netwrk={}), "unknown field 'netwrk'; did you mean 'network'", "(netwrk)"),
+        (edit(nodes=None), "field 'nodes' is missing", "c.yaml:1"),
+        (edit(version=9), "version 9, this is 2", "(version)"),
+        (edit(version=None), "version None, this is 2", "c.yaml:1"),
+        (edit(nodes=[]), "has no nodes", "c.yaml"),
+        (edit(nodes={}), "expected a list, not fields", "(nodes)"),
+        (edit(network=3), "expected latency_us", "(network)"),
+        (edit("nodes", 0, devices={"quik": 8}), "no device 'quik'; did you mean 'quick'", "quik"),
+        (edit("nodes", 0, devices={"quick": 0}), "quick is '0', must be a number above 0", "quick"),
+        (edit("nodes", 0, devices={"quick": 1.5}), "must be a whole number", "quick"),
+        (edit("nodes", 0, address="10.0.0.[1-3]"), "3 addresses in", "nodes[0]"),
+        (edit("nodes", 0, name="big[3-0]"), "neither a name nor a range", "nodes[0]"),
+        (edit(*QUICK, memory_gib="eight"), "memory_gib is 'eight'", "devices.quick.memory_gib"),
+        (edit(*QUICK, reserved_gib=90), "nothing is left", "devices.quick"),
+        (edit(*QUICK, matmul_flops_per_s=3), "expected fields, not '3'", "matmul_flops_per_s"),
+        (edit(*QUICK, memory_bytes_per_s=[[2, 3], [1, 4]]), "do not ascend", "memory_bytes_per_s"),
+        (edit(*QUICK, memory_bytes_per_s=[[2]]), "a size and a rate", "memory_bytes_per_s[0]"),
+        (edit(*QUICK, kind="gpu"), "kind is 'gpu'", "devices.quick"),
+        (edit(*QUICK, speed=-1), "speed is '-1'", "devices.quick.speed"),
+        (edit("devices", "slow", preset="h1000"), "no preset 'h1000'; did you mean", "slow"),
+        (edit("nodes", 0, "link", latency_us=-1), "latency_us is '-1'", "nodes[0].link.latency_us"),
+        (edit("nodes", 0, "link", collectives={"x": 1}), "no collective 'x'", "nodes[0].link"),
+        (edit("nodes", 0, nic=None), "has no nic", "big[0-3]"),
+        (edit("network", "trunks", 0, between=["small"]), "2 ends, not 1", "trunks[0].between"),
+        (edit("network", "switches", 1, oversubscription=2), "say the same", "switches[1]"),
+        ("a: {", "not YAML", "c.yaml:"),
+        ("", "the file is empty", "c.yaml"),
+        ("version: 2\nname: a\nname: b\n", "field 'name' is given twice", "c.yaml:3"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(text: str, message: str, place: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        Cluster.from_yaml(text, "c.yaml")
+    assert message in str(caught.value)
+    assert "c.yaml" in str(caught.value.where)
+    assert place in str(caught.value.where)
+
+
+def test_an_error_names_the_line() -> None:
+    text = SAMPLE.replace("overhead_s:", "overhead_seconds:")
+    with pytest.raises(ClusterError) as caught:
+        Cluster.from_yaml(text, "c.yaml")
+    assert caught.value.where == "c.yaml:13 (devices.quick.overhead_seconds)"
+    assert "did you mean 'overhead_s'" in caught.value.message
+
+
+def test_no_code_in_a_file_is_run() -> None:
+    with pytest.raises(ClusterError):
+        Cluster.from_yaml("version: !!python/object/apply:os.system ['true']", "c.yaml")
