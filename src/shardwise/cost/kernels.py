@@ -227,9 +227,12 @@ def _product_kernel(name: str, product: Product) -> Kernel:
 
 
 def _norm_backward(name: str, args: tuple[Any, ...], found: Any) -> Iterator[Kernel]:
-    """A normalization's gradients: one kernel for the input, one for weight and bias."""
-    read = sum(touched_bytes(t) for t in tensors(args))
-    for part in (found[:1], found[1:]):
+    """A normalization's gradients: one kernel for the input, one for weight and bias.
+
+    Both read gradient, input and statistics; the first one also the weight.
+    """
+    sizes = [touched_bytes(t) for t in tensors(args)]
+    for part, read in ((found[:1], sum(sizes[:5])), (found[1:], sum(sizes[:4]))):
         results = [t for t in tensors(part) if t.numel()]
         if results:
             yield Kernel(

@@ -129,7 +129,7 @@ def _nll_loss(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     size = target.shape if reduction == 0 and x.dim() == 2 else ()
-    return x.new_empty(size), x.new_empty(() if reduction or x.dim() == 1 else (0,))
+    return x.new_empty(size), x.new_empty(())
 
 
 def _nll_loss_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:

@@ -4,10 +4,10 @@ Enters: the function and arguments of a `Step`, local types, and which operands 
 Leaves: `CallCost`, cached by exactly these.
 
 Every ATen call of forward, and of the backward that autograd makes of it, is recorded; what
-autograd saves is told by whose memory it is. Attention counts as the fused kernel (`attention`), functions
-of the runtime as the computation that they are locally (`local`). A call that cannot be tried
-(its shapes depend on data, an operator has no rule for shapes) is guessed from its bytes, with a
-note.
+autograd saves is told by whose memory it is. Attention counts as the fused kernel (`attention`),
+functions of the runtime as the computation that they are locally (`local`). A call that cannot
+be tried (its shapes depend on data, an operator has no rule for shapes) is guessed from its
+bytes, with a note.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ Results = tuple[TensorType, ...]
 
 def drawn(shape: Sequence[int], local: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A draw of the whole shape, and the part of it."""
-    whole = torch.empty(tuple(shape), dtype=dtype, device=device()).bernoulli_(0.5)
+    whole = torch.empty(tuple(shape), dtype=dtype, device=device())
+    whole = whole.uniform_() if dtype.is_floating_point else whole.bernoulli_(0.5)
     if tuple(shape) == tuple(local):
         return whole
     part = whole

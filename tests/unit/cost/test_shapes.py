@@ -1,0 +1,82 @@
+"""Quick rules for results against torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cost import shapes
+
+aten = torch.ops.aten
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def facts(found: Any) -> Any:
+    if isinstance(found, tuple | list):
+        return [facts(item) for item in found]
+    return None if found is None else (tuple(found.shape), found.dtype, found.stride())
+
+
+def check(func: Any, *args: Any, **kwargs: Any) -> None:
+    assert facts(shapes.call(func, args, kwargs)) == facts(func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rules_of_single_operators(dtype: torch.dtype) -> None:
+    x, w = meta(3, 5, 4, dtype=dtype), meta(4, dtype=dtype)
+    check(aten._softmax_backward_data.default, x, x, -1, dtype)
+    check(aten._log_softmax_backward_data.default, x, x, -1, dtype)
+    check(aten._log_softmax.default, x, -1, False)
+    check(aten.masked_fill.Scalar, x, meta(3, 5, 4, dtype=torch.bool), 0.0)
+    check(aten.masked_fill.Scalar, x, meta(5, 4, dtype=torch.bool), 0.0)
+    check(aten.masked_fill.Scalar, w, meta(3, 5, 4, dtype=torch.bool), 0.0)
+    scores, target = meta(6, 4, dtype=dtype), meta(6, dtype=torch.int64)
+    for reduction in range(3):
+        check(aten.nll_loss_forward.default, scores, target, None, reduction, -100)
+    check(aten.nll_loss_backward.default, meta(), scores, target, None, 1, -100, meta())
+    for mask in ([True, True, True], [True, False, False], [False, True, True]):
+        mean = meta(3, 5, 1)
+        check(aten.native_layer_norm_backward.default, x, x, [4], mean, mean, w, w, mask)
+
+
+def test_layer_norm_in_float32() -> None:
+    """Statistics of half precisions are float32 on a GPU, which torch's rule for meta is not."""
+    x, w = meta(3, 5, 4), meta(4)
+    check(aten.native_layer_norm.default, x, [4], w, w, 1e-5)
+    check(aten.native_layer_norm.default, x, [5, 4], None, None, 1e-5)
+    half = meta(3, 4, dtype=torch.bfloat16)
+    found = shapes.call(aten.native_layer_norm.default, (half, [4], None, None, 1e-5), {})
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@given(
+    op=st.sampled_from(["add", "mul", "div", "eq", "lt", "pow", "maximum", "remainder"]),
+    first=st.sampled_from(DTYPES[:3]),
+    second=st.sampled_from(DTYPES[:3]),
+    sizes=st.sampled_from([((3, 4), (3, 4)), ((3, 4), (4,)), ((3, 1), (1, 4)), ((3, 4), ())]),
+)
+@settings(max_examples=60, deadline=None)
+def test_elementwise_results(op: str, first: Any, second: Any, sizes: Any) -> None:
+    packet = getattr(aten, op)
+    func = getattr(packet, "Tensor_Tensor" if op == "pow" else "Tensor", None) or packet.default
+    args = meta(*sizes[0], dtype=first), meta(*sizes[1], dtype=second)
+    for _ in range(2):  # the second time, the dtype is known
+        check(func, *args)
+
+
+@given(dtype=st.sampled_from(DTYPES[:3]), number=st.sampled_from([2, 2.5, True]))
+@settings(max_examples=20, deadline=None)
+def test_elementwise_with_a_number(dtype: Any, number: Any) -> None:
+    for _ in range(2):
+        check(aten.mul.Tensor, meta(3, 4, dtype=dtype), number)
+        check(aten.gelu.default, meta(3, 4))
+        check(aten.exp.default, meta(4, 3).t())
+        check(aten.to.dtype, meta(3, 4, dtype=dtype), torch.bfloat16)
