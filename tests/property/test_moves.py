@@ -33,8 +33,10 @@ from shardwise.sharding.placements import (
     compatible,
     parse_shard,
 )
+from shardwise.shares import Shares
 
 NAMES = ("a", "b", "c")
+SIZES = (2, 2, 3, 5, Shares(2, 1), Shares(1, 3), Shares(1, 0, 2))
 
 
 @st.composite
@@ -76,7 +78,7 @@ def layouts(draw: Any, dims: tuple[Structure, ...], mesh: dict[str, int], held: 
 
 @st.composite
 def cases(draw: Any, max_axes: int = 2) -> tuple[dict[str, int], tuple[int, ...], Layout, Layout]:
-    sizes = draw(st.lists(st.sampled_from([2, 2, 3, 5]), min_size=1, max_size=max_axes))
+    sizes = draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=max_axes))
     assume(prod(sizes) <= 12)
     mesh = dict(zip(NAMES, sizes, strict=False))
     dims = tuple(draw(st.lists(structures(), min_size=1, max_size=2)))

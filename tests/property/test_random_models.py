@@ -16,19 +16,28 @@ SPLITS = {4: [(2, 2)], 6: [(2, 3), (3, 2)]}
 
 
 @st.composite
-def strategies(draw: Any) -> tuple[str, int, dict[str, int]]:
+def strategies(draw: Any) -> tuple[str, int, dict[str, Any]]:
     """A strategy's name, the number of ranks, and its options."""
     ranks = draw(st.sampled_from([2, 3, 4, 5, 6, 7]))
     names = ["ddp", "zero1", "zero2", "fsdp", "tensor", "tensor", "tensor"]
     name = draw(st.sampled_from(names + ["hybrid"] * 3 * (ranks in SPLITS)))
-    options: dict[str, int] = {}
+    options: dict[str, Any] = {}
     if name == "hybrid":
         dp, tp = draw(st.sampled_from(SPLITS[ranks]))
         options = {"dp": dp, "tp": tp, "zero": draw(st.integers(0, 3))}
+    hybrid = {axis: options[axis] for axis in ("dp", "tp") if axis in options}
+    sizes = hybrid or {"tp" if name == "tensor" else "dp": ranks}
+    if draw(st.integers(0, 2)) == 0:
+        options["shares"] = {axis: draw(weights(size)) for axis, size in sizes.items()}
     return name, ranks, options
 
 
-def check(recipe: Recipe, strategy: tuple[str, int, dict[str, int]]) -> None:
+def weights(ranks: int) -> st.SearchStrategy[list[int]]:
+    """Shares of the ranks along an axis, of which some take nothing."""
+    return st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks).filter(any)
+
+
+def check(recipe: Recipe, strategy: tuple[str, int, dict[str, Any]]) -> None:
     """The plan is proved equal; only a batch of one may leave nothing to cut."""
     name, ranks, options = strategy
     model, batch = build(recipe)

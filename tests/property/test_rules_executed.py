@@ -9,14 +9,16 @@ import pytest
 
 from shardwise.sharding import rules  # noqa: F401 - registers the table
 from shardwise.sharding.registry import find_rule, whole_reason
+from shardwise.shares import Shares
 from tests.property.rule_examples import EXAMPLES, RANDOM, Arguments
 from tests.property.rule_examples_math import EXAMPLES as MATH
 from tests.support.rules import check_rule
 
 ZOO = Path(__file__).parents[1] / "data" / "ops.csv"
 CALLS = [(op, arguments) for op, calls in EXAMPLES.items() for arguments in calls]
+RANKS = (2, 3, 4, 5, Shares(2, 1), Shares(1, 0, 3))
 CASES = [
-    pytest.param(op, arguments, 2 + number % 4, id=f"{op.removeprefix('aten.')}-{number}")
+    pytest.param(op, arguments, RANKS[number % 6], id=f"{op.removeprefix('aten.')}-{number}")
     for number, (op, arguments) in enumerate(CALLS)
 ]
 
@@ -39,7 +41,7 @@ def test_every_pair_of_candidates_equals_the_whole_call(
     op: str, arguments: Arguments, ranks: int
 ) -> None:
     args, kwargs = arguments
-    others = tuple(n for n in (2, 3, 4, 5) if n != ranks)
+    others = tuple(n for n in RANKS if n != ranks)
     check_rule(op, args, kwargs, ranks=others, pairs=True)
 
 

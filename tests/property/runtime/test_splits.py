@@ -19,10 +19,12 @@ from shardwise.runtime.splits import (
     take_part,
     whole_length,
 )
-from shardwise.shares import part
+from shardwise.shares import Shares, part
 
 factor = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 3))
 cuts = st.lists(factor, min_size=1, max_size=3).map(tuple)
+weights = st.lists(st.integers(0, 4), min_size=1, max_size=3).filter(any)
+extents = st.one_of(st.integers(1, 5), weights.map(Shares.of))
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -32,18 +34,19 @@ def test_part_is_numpys_array_split(size: int, parts: int) -> None:
     assert [list(range(s, s + n)) for s, n in starts] == expected
 
 
-@given(cuts, st.integers(1, 5), st.integers(0, 2))
+@given(cuts, extents, st.integers(0, 2))
 def test_join_undoes_take(of: tuple[tuple[int, int, int], ...], parts: int, dim: int) -> None:
     shape = [2, 3, 2]
     shape[dim] = whole_length(of)
     full = torch.arange(math.prod(shape)).view(shape)
     pieces = [take_part(full, dim, of, parts, i) for i in range(parts)]
     assert [p.shape[dim] for p in pieces] == [local_length(of, parts, i) for i in range(parts)]
-    assert torch.equal(join(pieces, dim, of), full)
-    assert torch.equal(join(pieces, dim - 3, of), full)
+    assert torch.equal(join(pieces, dim, of, parts), full)
+    assert torch.equal(join(pieces, dim - 3, of, parts), full)
+    assert isinstance(parts, Shares) or torch.equal(join(pieces, dim, of), full)
 
 
-@given(factor, st.integers(1, 5))
+@given(factor, extents)
 def test_a_part_keeps_the_factor_order(of: tuple[int, int, int], parts: int) -> None:
     size = of[1]
     full = torch.arange(math.prod(of))
@@ -56,7 +59,8 @@ def test_a_part_keeps_the_factor_order(of: tuple[int, int, int], parts: int) -> 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Split, ...], dict[str, int]]:
     """A shape, splits of it over up to three axes, and the axes' sizes."""
-    axes = {name: draw(st.integers(1, 3)) for name in ("dp", "cp", "tp")}
+    size = st.one_of(st.integers(1, 3), weights.map(Shares.of))
+    axes = {name: draw(size) for name in ("dp", "cp", "tp")}
     a, b, c = (draw(st.integers(1, 4)) for _ in range(3))
     shape = (a * b * c, draw(st.integers(1, 5)))
     factors = [

@@ -50,7 +50,9 @@ def plan(graph: sw.Graph) -> Plan:
 @st.composite
 def plans(draw: Any) -> Plan:
     names = draw(st.lists(st.sampled_from(["dp", "tp", "cp"]), min_size=1, unique=True))
-    mesh = Mesh(axes=tuple((name, draw(st.integers(1, 7))) for name in names))
+    weights = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any)
+    size = st.one_of(st.integers(1, 7), weights)
+    mesh = Mesh.of(**{name: draw(size) for name in names})
     entry = st.builds(
         ParameterEntry,
         layout=st.dictionaries(st.sampled_from(names), st.sampled_from(["0", "whole", "1:2x[3]"])),
