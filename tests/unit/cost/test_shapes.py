@@ -41,7 +41,8 @@ def test_rules_of_single_operators(dtype: torch.dtype) -> None:
     scores, target = meta(6, 4, dtype=dtype), meta(6, dtype=torch.int64)
     for reduction in range(3):
         check(aten.nll_loss_forward.default, scores, target, None, reduction, -100)
-    check(aten.nll_loss_backward.default, meta(), scores, target, None, 1, -100, meta())
+    one = meta(dtype=dtype)
+    check(aten.nll_loss_backward.default, one, scores, target, None, 1, -100, one)
     for mask in ([True, True, True], [True, False, False], [False, True, True]):
         mean = meta(3, 5, 1)
         check(aten.native_layer_norm_backward.default, x, x, [4], mean, mean, w, w, mask)
