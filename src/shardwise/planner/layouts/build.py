@@ -1,0 +1,373 @@
+"""From a graph, its options and prices to a `Model`.
+
+Enters: `Options`, `LayoutTask`, `Prices`. Leaves: `Built`: the model and what its variables stand
+for. How values are held, moved and shared is that of `program.lower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from shardwise.errors import InfeasiblePlan, ProgramError
+from shardwise.ir import Graph, Node, TensorType
+from shardwise.planner.layouts.model import INF, Model, Star, Use, Variable
+from shardwise.planner.layouts.options import Option, Options
+from shardwise.planner.layouts.task import LayoutTask, Placements, Prices
+from shardwise.program.moves import plan_moves
+from shardwise.sharding.candidates import Same
+from shardwise.sharding.factors import Facts
+from shardwise.sharding.placements import (
+    FANOUT,
+    REPLICATE,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    compatible,
+)
+
+# What one state of a user needs of a value: its placements per operand, whether its gradient
+# counts, and on which mesh axes only what was not cut may be taken (see `options`).
+Need = tuple[tuple[Placements, ...], bool, frozenset[int]]
+Step = tuple[int, int]  # the numbers of the placements before and after a move
+END: Need = ((), False, frozenset())
+
+
+@dataclass(slots=True)
+class Built:
+    """A model; `nodes` and `sources` say which variable stands for what, with its states."""
+
+    model: Model
+    nodes: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
+    options: dict[str, tuple[Option, ...]] = field(default_factory=dict)
+    storages: dict[str, tuple[Placements, ...]] = field(default_factory=dict)
+    by_name: dict[str, Node] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
+
+
+class Paths:
+    """The moves between placements with their prices, remembered; placements have numbers."""
+
+    def __init__(self, graph: Graph, task: LayoutTask, prices: Prices) -> None:
+        self.graph, self.prices = graph, prices
+        self.names, self.sizes = task.names, task.sizes
+        self.numbers: dict[Placements, int] = {}
+        self.layouts: list[Layout] = []
+        self._known: dict[tuple[int, int, bool], tuple[Step, ...] | None] = {}
+        self._prices: dict[tuple[TensorType, int, int, bool], float] = {}
+
+    def number(self, placements: Placements) -> int:
+        """The number of placements."""
+        found = self.numbers.get(placements)
+        if found is None:
+            found = self.numbers[placements] = len(self.layouts)
+            self.layouts.append(Layout(tuple(zip(self.names, placements, strict=True))))
+        return found
+
+    def between(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+        """Each move as (placements before, after); None where there is no way."""
+        if held == needed:
+            return ()
+        key = (held, needed, grad)
+        if key not in self._known:
+            self._known[key] = self._find(held, needed, grad)
+        return self._known[key]
+
+    def _find(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+        try:
+            moves = plan_moves(self.layouts[held], self.layouts[needed], self.sizes, grad)
+        except (ProgramError, KeyError):  # no such row in the table of moves
+            return None
+        return tuple(
+            (self.number(_placements(m.before)), self.number(_placements(m.layout))) for m in moves
+        )
+
+    def price(self, value: str, step: Step, grad: bool) -> float:
+        """What a move of a value costs."""
+        key = (self.graph.values[value], *step, grad)
+        found = self._prices.get(key)
+        if found is None:
+            before, after = (_placements(self.layouts[i]) for i in step)
+            found = self._prices[key] = self.prices.move(value, before, after, grad)
+        return found
+
+
+def _placements(layout: Layout) -> Placements:
+    return tuple(p for _, p in layout.axes)
+
+
+def build(graph: Graph, facts: Facts, task: LayoutTask, options: Options, prices: Prices) -> Built:
+    """The whole model."""
+    return _Builder(graph, facts, task, options, prices).run()
+
+
+class _Builder:
+    def __init__(
+        self, graph: Graph, facts: Facts, task: LayoutTask, options: Options, prices: Prices
+    ) -> None:
+        self.graph, self.facts, self.task = graph, facts, task
+        self.options, self.prices, self.pure = options, prices, options.pure
+        self.built = Built(Model(limit=task.memory_limit_bytes), options=options.of)
+        self.model = self.built.model
+        self.paths = Paths(graph, task, prices)
+        self.users: dict[str, list[str]] = {}
+        for node in graph.nodes:
+            for name in dict.fromkeys(node.inputs):
+                self.users.setdefault(name, []).append(node.name)
+        self.by_name = {node.name: node for node in graph.nodes}
+        self.built.by_name = self.by_name
+        self.built.parameters = self.pure.parameters
+        self.producers = graph.producers
+        ends = {graph.loss, *(b.mutation for b in graph.buffers)}
+        self.ends = frozenset(name for name in ends if name is not None)
+
+    def run(self) -> Built:
+        for node in self.graph.nodes:
+            self._node(node.name)
+        for parameter in self.graph.parameters:
+            self._parameter(parameter.value)
+        for source in self.graph.inputs:
+            if source.kind == "received" and source.value in self.users:
+                self._received(source.value)
+        for node in self.graph.nodes:
+            for position, value in enumerate(node.outputs):
+                held = [o.gives[position] for o in self.built.options[node.name]]
+                self._value(value, self.built.nodes[node.name], held)
+        for value, variable in self.built.sources.items():
+            self._value(value, variable, self.built.storages[value])
+        return self.built
+
+    def copies(self, name: str) -> int:
+        """How often a value or parameter counts."""
+        found = self.task.copies.get(name)
+        if found is None and name in self.producers:
+            found = self.task.copies.get(self.producers[name].name)
+        return 1 if found is None else found
+
+    # ------------------------------------------------------------ variables
+
+    def _add(self, unary: Sequence[float], weight: Sequence[float]) -> int:
+        number = len(self.model.variables)
+        self.model.variables[number] = Variable.of(unary, weight)
+        return number
+
+    def _node(self, name: str) -> None:
+        node, copies = self.by_name[name], self.task.copies.get(name, 1)
+        known: dict[int, tuple[float, float]] = {}
+        unary, weights = [], []
+        for option in self.built.options[name]:
+            key = id(option.choice)
+            if key not in known:
+                time = copies * self.prices.node(node, option.choice)
+                weight = 0.0
+                if self._weighs:
+                    weight = copies * self.prices.saved_bytes(node, option.choice)
+                known[key] = (time + self.task.memory_weight * weight, weight)
+            unary.append(known[key][0])
+            weights.append(known[key][1])
+        self.built.nodes[name] = self._add(unary, weights)
+
+    @property
+    def _weighs(self) -> bool:
+        return self.task.memory_weight > 0 or self.task.memory_limit_bytes is not None
+
+    def _parameter(self, value: str) -> None:
+        copies = self.copies(value)
+        storages = self._storages(value)
+        unary, weights = [], []
+        for stored in storages:
+            weight = copies * self.prices.stored_bytes(value, stored) if self._weighs else 0.0
+            time = copies * self.prices.hold(value, stored)
+            unary.append(time + self.task.memory_weight * weight)
+            weights.append(weight)
+        self.built.sources[value] = self._add(unary, weights)
+        self.built.storages[value] = storages
+
+    def _storages(self, value: str) -> tuple[Placements, ...]:
+        """The ways to store a parameter: as a use needs it, or whole; with R and R≠."""
+        fixed = self.task.parameters.get(value, {})
+        flows = value in self.pure.carries and any(
+            self.by_name[user].grad_enabled for user in self.users.get(value, ())
+        )
+        found: dict[Placements, None] = {}
+        needs = {need for user in self.users.get(value, ()) for need in self._needs(value, user)}
+        whole = tuple(REPLICATE for _ in self.task.axes)
+        rows = [whole, *sorted((p for need in needs for p in need[0]), key=str)]
+        for row in dict.fromkeys(rows):
+            stored = [
+                fixed.get(axis.name, _stored(p, axis.follows_inputs))
+                for axis, p in zip(self.task.axes, row, strict=True)
+            ]
+            if not _expressible(stored):
+                continue
+            kinds: list[tuple[Placement, ...]] = []
+            for axis, p in zip(self.task.axes, stored, strict=True):
+                differs = flows and isinstance(p, Replicate) and axis.ranks > 1
+                kinds.append((p, FANOUT) if differs and self.pure.may_differ(value) else (p,))
+            found |= dict.fromkeys(product(*kinds))
+        return tuple(found)
+
+    def _received(self, value: str) -> None:
+        """A value from an earlier stage comes as its first use takes it."""
+        first = self._needs(value, self.users[value][0])
+        storages = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
+        self.built.storages[value] = tuple(storages)
+        self.built.sources[value] = self._add([0.0] * len(storages), [0.0] * len(storages))
+
+    # ------------------------------------------------------------ values
+
+    def _needs(self, value: str, user: str) -> list[Need]:
+        """What each option of a node needs of a value."""
+        node = self.by_name[user]
+        places = [i for i, name in enumerate(node.inputs) if name == value]
+        flows = node.grad_enabled and value in self.pure.values
+        guarded = flows and value not in self.pure.parameters and self.pure.is_node(node)
+        found = []
+        for option in self.built.options[user]:
+            strict = frozenset(
+                i for i, c in enumerate(option.choice) if guarded and isinstance(c.choice, Same)
+            )
+            found.append((tuple(dict.fromkeys(option.needs[i] for i in places)), flows, strict))
+        return found
+
+    def _value(self, value: str, producer: int, held: Sequence[Placements]) -> None:
+        users = self.users.get(value, [])
+        is_end = value in self.ends or value in self.graph.sends
+        if not users and not is_end:
+            return
+        holdings = list(dict.fromkeys(held))
+        numbers: dict[Need, int] = {}
+        uses = []
+        for user in users:
+            mine = [numbers.setdefault(n, len(numbers)) for n in self._needs(value, user)]
+            uses.append(Use(self.built.nodes[user], np.asarray(mine, dtype=np.int64)))
+        if is_end:
+            uses.append(Use(None, np.asarray([numbers.setdefault(END, len(numbers))])))
+        where = {h: i for i, h in enumerate(holdings)}
+        star = Star(
+            value=value,
+            producer=producer,
+            held=np.asarray([where[h] for h in held], dtype=np.int64),
+            uses=uses,
+            steps={},
+            prices={},
+            same={i: self._same(need) for need, i in numbers.items()},
+            whole={i: self._whole(value, h) for i, h in enumerate(holdings)},
+        )
+        self._fill(star, holdings, list(numbers), self._first(value))
+        if star.uses:
+            self.model.stars.append(star)
+
+    def _first(self, value: str) -> str | None:
+        return self.users[value][0] if value in self.options.received else None
+
+    def _same(self, need: Need) -> frozenset[int]:
+        """The mesh axes on which a use does the same work, so that its gradient is whole."""
+        rows, flows, _ = need
+        return frozenset(
+            i
+            for row in rows
+            for i, p in enumerate(row)
+            if flows and not (p == FANOUT or isinstance(p, Shard))
+        )
+
+    def _whole(self, value: str, held: Placements) -> frozenset[int]:
+        """The mesh axes on which a holding is R, which asks for a use of the same work."""
+        flows = any(self.by_name[u].grad_enabled for u in self.users.get(value, ()))
+        if not (flows and self.pure.may_differ(value)):
+            return frozenset()
+        return frozenset(
+            i for i, p in enumerate(held) if p == REPLICATE and self.task.axes[i].ranks > 1
+        )
+
+    def _fill(
+        self, star: Star, holdings: list[Placements], needs: list[Need], first: str | None
+    ) -> None:
+        """The moves from every holding to every need, and their prices."""
+        value, grad = star.value, star.value in self.facts.carries_grad
+        copies, paths = self.copies(value), self.paths
+        initial = {n for use in star.uses[:1] for n in use.need.tolist()} if first else set()
+        if value in self.pure.parameters and not self._moves(value):
+            initial = set(range(len(needs)))
+        rows = [[paths.number(row) for row in need[0]] for need in needs]
+        for h, held in enumerate(holdings):
+            number = paths.number(held)
+            end = [paths.number(self._end(value, held))]
+            for n, need in enumerate(needs):
+                possible = _legal(held, need) and not (n in initial and not _serves(held, need))
+                taken: dict[int, None] = {}
+                for row in (rows[n] or end) if possible else ():
+                    path = paths.between(number, row, grad)
+                    possible &= path is not None
+                    for step in path or ():
+                        if (h, step[1]) not in star.prices:
+                            star.prices[h, step[1]] = copies * paths.price(value, step, grad)
+                        possible &= star.prices[h, step[1]] < INF
+                        taken[step[1]] = None
+                star.steps[h, n] = tuple(taken) if possible else None
+
+    def _moves(self, value: str) -> bool:
+        """Whether a parameter may be moved for a use."""
+        several = len(self.users.get(value, ())) > 1
+        return several or self.task.move_parameters or bool(self.task.parameters.get(value))
+
+    def _end(self, value: str, held: Placements) -> Placements:
+        """How a value ends: whole; for a later stage its sums are completed."""
+        if value in self.ends:
+            return tuple(REPLICATE for _ in held)
+        return tuple(REPLICATE if isinstance(p, Partial) else p for p in held)
+
+
+def _stored(need: Placement, whole: bool = False) -> Placement:
+    """The storage that serves a need."""
+    return need if isinstance(need, Shard) and not whole else REPLICATE
+
+
+def _serves(held: Placements, need: Need) -> bool:
+    """Whether a value is held as its use takes it."""
+    return any(
+        all(
+            _stored(wants) == (REPLICATE if has == FANOUT else has)
+            for has, wants in zip(held, row, strict=True)
+        )
+        for row in need[0]
+    )
+
+
+def _expressible(stored: Iterable[Placement]) -> bool:
+    """Whether the cuts of all mesh axes go together."""
+    shards = [p for p in stored if isinstance(p, Shard)]
+    return all(
+        a.dim != b.dim or compatible(a.of, b.of)
+        for i, a in enumerate(shards)
+        for b in shards[i + 1 :]
+    )
+
+
+def _legal(held: Placements, need: Need) -> bool:
+    """Whether lowering would take a value so held for this use (see `program.sources`)."""
+    rows, flows, strict = need
+    for row in rows:
+        for i, (has, wants) in enumerate(zip(held, row, strict=True)):
+            if flows and has == FANOUT and not (wants == FANOUT or isinstance(wants, Shard)):
+                return False
+            if i in strict and not isinstance(has, Replicate):
+                return False
+    return True
+
+
+def check_feasible(model: Model, built: Built) -> None:
+    """Raise where a variable has no state left."""
+    names = {v: k for k, v in (*built.nodes.items(), *built.sources.items())}
+    for number, variable in model.variables.items():
+        if len(variable) == 0:
+            raise InfeasiblePlan(
+                f"nothing that is left for {names[number]} fits what is fixed around it",
+                hint="loosen the entries for this parameter or node and its neighbours",
+            )

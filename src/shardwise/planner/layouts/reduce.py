@@ -1,0 +1,332 @@
+"""Smaller models with the same best solution.
+
+Enters: a `Model`. Leaves: the same object with fewer states and variables, and a ledger from which
+`restore` recovers the eliminated variables' states.
+
+1. Costs of a pair that depend on one side only move to that variable.
+2. A state is dropped when another one is no worse whatever the neighbours do (dominance).
+3. A star with at most one use whose need is open is a pair; so is one whose uses share no move.
+4. A variable in at most two pairs is eliminated: the pair of its neighbours gets the least cost
+   over its states. Chains of views, casts and pointwise nodes vanish like this.
+
+Every step keeps at least one best solution. A variable whose states differ in weight is not
+eliminated where the weight is bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Star, Use
+
+MAX_COMPARED = 4_000_000  # elements of the largest array that dominance may make: 32 MB
+MAX_JOINED = 40_000  # entries of a table that elimination may make
+
+
+@dataclass(slots=True)
+class Eliminated:
+    """A variable's costs when it was eliminated, against each neighbour's states then."""
+
+    variable: int
+    unary: Floats
+    index: Ints
+    tables: list[tuple[int, Ints, Floats]] = field(default_factory=list)
+
+
+class Reducer:
+    """Reduces a model in place."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.ledger: list[Eliminated] = []
+        self.dirty: set[int] = set(model.variables)
+
+    def run(self) -> list[Eliminated]:
+        """All reductions until none helps; the ledger of eliminated variables."""
+        while True:
+            self._simplify_stars()
+            self._normalize()
+            while self.dirty:
+                variable = min(self.dirty)
+                self.dirty.discard(variable)
+                if variable in self.model.variables:
+                    self._dominate(variable)
+            stars = len(self.model.stars)
+            self._simplify_stars()
+            if self._eliminate() == 0 and stars == len(self.model.stars) and not self.dirty:
+                return self.ledger
+
+    # ------------------------------------------------------------ pairs
+
+    def _normalize(self) -> None:
+        """Move what depends on one side only to that side; drop pairs that are then zero."""
+        model = self.model
+        for key in sorted(model.pairs):
+            a, b = (model.variables[v] for v in key)
+            table = model.pairs[key].copy()
+            for variable, other in ((a, 1), (b, 0)):
+                least = table.min(axis=other) if table.size else np.zeros(len(variable))
+                finite = np.where(np.isfinite(least), least, 0.0)
+                variable.unary = variable.unary + least
+                table -= finite[:, None] if other == 1 else finite[None, :]
+            if np.any(table > 0):
+                model.pairs[key] = table
+            else:
+                del model.pairs[key]
+        for number in list(model.variables):
+            self._keep(number, np.isfinite(model.variables[number].unary))
+
+    def _keep(self, variable: int, mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
+        """Keep the states of a mask; what the variable touches may then be reduced further."""
+        if mask.all():
+            return
+        self.model.keep(variable, np.flatnonzero(mask))
+        self._touch(variable)
+
+    def _touch(self, variable: int) -> None:
+        self.dirty.add(variable)
+        for key in self.model.pairs:
+            if variable in key:
+                self.dirty |= set(key)
+        for star in self.model.stars:
+            if variable in star.members():
+                self.dirty |= set(star.members())
+
+    # ------------------------------------------------------------ dominance
+
+    def _dominate(self, number: int) -> None:
+        """Drop every state for which another one is at least as good in all surroundings."""
+        model, variable = self.model, self.model.variables[number]
+        size = len(variable)
+        if size < 2:
+            return
+        better = variable.unary[:, None] - variable.unary[None, :]  # [s, t]: t instead of s gains
+        if model.limit is not None:
+            better = np.where(variable.weight[:, None] < variable.weight[None, :], -INF, better)
+        for key in sorted(k for k in model.pairs if number in k):
+            table = model.table(key, number)
+            if size * size * table.shape[1] > MAX_COMPARED:
+                return
+            better = _plus(better, _least_gain(table, table))
+        for star in model.stars:
+            if star.producer == number:
+                better = _plus(better, _producer_gain(star))
+            for use in star.uses:
+                if use.variable == number:
+                    better = _plus(better, _use_gain(star, use))
+        alive = np.ones(size, dtype=bool)
+        np.fill_diagonal(better, -INF)
+        for state in np.lexsort((-variable.index, -variable.unary)):
+            if np.any(alive & (better[state] >= 0)):
+                alive[state] = False
+        self._keep(number, alive)
+
+    # ------------------------------------------------------------ stars
+
+    def _simplify_stars(self) -> None:
+        """Turn stars into pairs where at most one use is open, or nothing is shared."""
+        model = self.model
+        left = []
+        for star in model.stars:
+            held = set(star.held.tolist())
+            needs = [set(u.need.tolist()) for u in star.uses]
+            asks = any(star.whole[h] for h in held)
+            several = [u for u, n in zip(star.uses, needs, strict=True) if len(n) > 1]
+            if len(several) <= 1 or (len(star.uses) == 1):
+                self._as_pair(star, several[0] if several else None)
+            elif not asks and not _shares(star, held, needs):
+                for use in star.uses:
+                    self._as_pair(_single(star, use), use)
+            else:
+                left.append(star)
+                continue
+            self.dirty |= set(star.members())
+        model.stars = left
+
+    def _as_pair(self, star: Star, use: Use | None) -> None:
+        """Add a star whose other uses are fixed as a cost of the producer and this use."""
+        fixed = [int(u.need[0]) for u in star.uses if u is not use]
+        needs = [None] if use is None or use.variable is None else sorted(set(use.need.tolist()))
+        if use is not None and use.variable is None:
+            fixed.append(int(use.need[0]))
+        holds = sorted(set(star.held.tolist()))
+        small = np.array(
+            [[star.cost(h, fixed if n is None else [*fixed, n]) for n in needs] for h in holds]
+        )
+        rows = np.searchsorted(holds, star.held)
+        if needs == [None]:
+            variable = self.model.variables[star.producer]
+            variable.unary = variable.unary + small[rows, 0]
+            return
+        assert use is not None
+        assert use.variable is not None
+        columns = np.searchsorted(np.asarray(needs), use.need)
+        self.model.add_pair(star.producer, use.variable, small[np.ix_(rows, columns)])
+
+    # ------------------------------------------------------------ elimination
+
+    def _eliminate(self) -> int:
+        """Eliminate variables in few pairs; how many were."""
+        model, count = self.model, 0
+        joined = {v for star in model.stars for v in star.members()}
+        near = {v: set(keys) for v, keys in model.neighbours().items()}
+        queue = set(model.variables)
+        while queue:
+            number = min(queue)
+            queue.discard(number)
+            variable = model.variables[number]
+            keys = sorted(near[number])
+            varies = model.limit is not None and np.ptp(variable.weight) > 0 and len(variable) > 1
+            if number in joined or len(keys) > 2 or varies or len(variable) == 0:
+                continue
+            sides = [b if a == number else a for a, b in keys]
+            tables = [model.table(key, number) for key in keys]
+            if len(keys) == 2 and tables[0].shape[1] * tables[1].shape[1] > MAX_JOINED:
+                continue
+            self.ledger.append(
+                Eliminated(
+                    number,
+                    variable.unary,
+                    variable.index,
+                    [(s, model.variables[s].index, t) for s, t in zip(sides, tables, strict=True)],
+                )
+            )
+            self._fold(number, sides, tables)
+            for key, side in zip(keys, sides, strict=True):
+                del model.pairs[key]
+                near[side].discard(key)
+                self.dirty.add(side)
+                queue.add(side)
+            if len(sides) == 2:
+                key = (min(sides), max(sides))
+                for side in sides:
+                    near[side].add(key)
+            model.weight += float(variable.weight[0])
+            del model.variables[number], near[number]
+            count += 1
+        return count
+
+    def _fold(self, number: int, sides: list[int], tables: list[Floats]) -> None:
+        model, unary = self.model, self.model.variables[number].unary
+        if not sides:
+            model.constant += float(unary.min())
+        elif len(sides) == 1:
+            other = model.variables[sides[0]]
+            other.unary = other.unary + (tables[0] + unary[:, None]).min(axis=0)
+        else:
+            best = np.full((tables[0].shape[1], tables[1].shape[1]), INF)
+            for state in range(len(unary)):
+                np.minimum(
+                    best, unary[state] + tables[0][state][:, None] + tables[1][state][None, :], best
+                )
+            model.add_pair(sides[0], sides[1], best)
+
+
+def restore(ledger: list[Eliminated], chosen: dict[int, int]) -> dict[int, int]:
+    """The states of all variables, by number among all states, from those of the rest."""
+    found = dict(chosen)
+    for entry in reversed(ledger):
+        cost = entry.unary.copy()
+        for side, index, table in entry.tables:
+            cost = cost + table[:, int(np.flatnonzero(index == found[side])[0])]
+        found[entry.variable] = int(entry.index[int(np.argmin(cost))])
+    return found
+
+
+def _least_gain(mine: Floats, theirs: Floats) -> Floats:
+    """[s, t]: the least of mine[s] - theirs[t] over the neighbour's states; both inf: any."""
+    with np.errstate(invalid="ignore"):
+        gain = mine[:, None, :] - theirs[None, :, :]
+    gain[np.isnan(gain)] = INF
+    return np.asarray(gain.min(axis=2))
+
+
+def _plus(a: Floats, b: Floats) -> Floats:
+    """The sum, in which a certain loss outweighs everything."""
+    with np.errstate(invalid="ignore"):
+        total = a + b
+    total[np.isnan(total)] = -INF
+    return np.asarray(total)
+
+
+def _costs(star: Star, holds: list[int], needs: list[int]) -> Floats:
+    """What moving from each holding to each need costs alone."""
+    return np.array([[star_cost(star, h, n) for n in needs] for h in holds])
+
+
+def star_cost(star: Star, held: int, need: int) -> float:
+    """What moving from a holding to a need costs alone."""
+    path = star.steps[held, need]
+    return INF if path is None else float(sum(star.prices[held, s] for s in path))
+
+
+def _producer_gain(star: Star) -> Floats:
+    """A bound on what holding `t` instead of `s` saves in this star.
+
+    The star costs at least its dearest use, thus their mean, and at most the sum of its uses.
+    """
+    holds = sorted(set(star.held.tolist()))
+    count = len(star.uses)
+    bound = np.zeros((len(holds), len(holds)))
+    for use in star.uses:
+        cost = _costs(star, holds, sorted(set(use.need.tolist())))
+        bound = _plus(bound, _least_gain(cost / count, cost))
+    np.fill_diagonal(bound, 0.0)
+    for i, a in enumerate(holds):
+        for j, b in enumerate(holds):
+            if not star.whole[b] <= star.whole[a]:
+                bound[i, j] = -INF
+    rows = np.searchsorted(holds, star.held)
+    return np.asarray(bound[np.ix_(rows, rows)])
+
+
+def _use_gain(star: Star, use: Use) -> Floats:
+    """A bound on what need `t` instead of `s` saves: moves of `s` that no other use can share."""
+    holds = sorted(set(star.held.tolist()))
+    needs = sorted(set(use.need.tolist()))
+    cost = _costs(star, holds, needs)
+    own = cost.copy()
+    others = {n for u in star.uses if u is not use for n in u.need.tolist()}
+    for i, h in enumerate(holds):
+        common = {s for n in others for s in star.steps[h, n] or ()}
+        for j, n in enumerate(needs):
+            path = star.steps[h, n]
+            if path is not None:
+                own[i, j] = sum(star.prices[h, s] for s in path if s not in common)
+    gain = _least_gain(own.T, cost.T)
+    np.fill_diagonal(gain, 0.0)
+    if any(star.whole[h] for h in holds):
+        for i, a in enumerate(needs):
+            for j, b in enumerate(needs):
+                if not star.same[a] <= star.same[b]:
+                    gain[i, j] = -INF
+    rows = np.searchsorted(needs, use.need)
+    return np.asarray(gain[np.ix_(rows, rows)])
+
+
+def _shares(star: Star, held: set[int], needs: list[set[int]]) -> bool:
+    """Whether two uses could need the same move, other than for nothing."""
+    for h in held:
+        seen: set[int] = set()
+        for mine in needs:
+            steps = {s for n in mine for s in star.steps[h, n] or () if star.prices[h, s] > 0}
+            if steps & seen:
+                return True
+            seen |= steps
+    return False
+
+
+def _single(star: Star, use: Use) -> Star:
+    """The star with one use only."""
+    return Star(
+        value=star.value,
+        producer=star.producer,
+        held=star.held,
+        uses=[use],
+        steps=star.steps,
+        prices=star.prices,
+        same=star.same,
+        whole=star.whole,
+    )
