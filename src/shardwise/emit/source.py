@@ -7,21 +7,20 @@ what it holds and takes.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
 from shardwise.emit.function import CHECKPOINT, INDENT, Body, Scope, attribute_path, is_subscript
+from shardwise.emit.head import head
 from shardwise.emit.names import identifier
 from shardwise.emit.render import literal
-from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
+from shardwise.emit.specs import dtype_name
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref, iter_refs
 from shardwise.program import Program, RankProgram, Step
 from shardwise.sharding.rule import MeshAxis
-from shardwise.version import __version__
 
 SMALL_CONSTANT = 16
 
@@ -54,74 +53,7 @@ class _File:
     def text(self) -> str:
         classes = [self._block_class(key, name) for key, name in self.classes.items()]
         body = "\n\n\n".join([*classes, self._model_class()])
-        head = "\n".join([self._docstring(), *self._imports(body), "", self._tables()])
-        return f"{head}\n\n\n{body}\n"
-
-    # ------------------------------------------------------------ head
-
-    def _docstring(self) -> str:
-        plan = self.program.plan
-        stage = "" if self.stage is None else f"stage {self.stage} of "
-        return (
-            f'"""{stage}{self.graph.name} on {plan.mesh}, plan {plan.name}: {self._places()}'
-            f".\n\nWritten by shardwise {__version__} for the graph "
-            f'{self.graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
-        )
-
-    def _places(self) -> str:
-        """Whom the file is for: ranks, or ranks of a stage and micro-batches."""
-        mesh, time = self.program.mesh, self.program.time_axis
-        if time is None:
-            return _numbers("rank", self.ranks.ranks)
-        count = mesh.axis_size(time)
-        size = mesh.size // count
-        ranks = tuple(dict.fromkeys(place % size for place in self.ranks.ranks))
-        batches = tuple(dict.fromkeys(place // size for place in self.ranks.ranks))
-        if len(batches) == count:
-            return _numbers("rank", ranks)
-        return f"{_numbers('rank', ranks)}, {_numbers('micro-batch', batches)}"
-
-    def _imports(self, body: str) -> list[str]:
-        used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-        lines = ["import math\n"] if "math" in used else []
-        lines += ["import torch"] if "torch" in used else []
-        lines += ["import torch.nn.functional as F"] if "F" in used else []
-        lines += ["from torch import nn"] if "nn" in used else []
-        lines += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint" in used else []
-        lines += [""] if lines and lines[-1] else []
-        lines += ["from shardwise import runtime as rt"]
-        for op in dict.fromkeys(s.fn for s in self.ranks.steps):
-            if op.startswith("autograd_function."):
-                lines += _function_import(op, self.graph.functions)
-        return lines
-
-    def _tables(self) -> str:
-        rows = [f"{INDENT}{parameter_spec(s, self.program.plan)}," for s in self.ranks.parameters]
-        text = ["PARAMETERS = (", *rows, ")"] if rows else ["PARAMETERS = ()"]
-        text.append("BUFFERS = (" if self.graph.buffers else "BUFFERS = ()")
-        for buffer in self.graph.buffers:
-            kind = self.graph.values[buffer.value]
-            spec = (
-                f'rt.BufferSpec(name="{buffer.name}", shape={literal(kind.shape)}, '
-                f'dtype="{dtype_name(kind.dtype)}"'
-            )
-            if buffer.aliases:
-                spec += f", aliases={literal(buffer.aliases)}"
-            if not buffer.persistent:
-                spec += ", persistent=False"
-            text.append(f"{INDENT}{spec}),")
-        text += [")", "INPUTS = {"] if self.graph.buffers else ["INPUTS = {"]
-        for item in self.ranks.inputs:
-            if item.kind == "batch":
-                text.append(f'{INDENT}"{item.name}": {splits_text(item.layout)},')
-        text.append("}")
-        for table, source in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
-            names = tuple(i.name for i in self.ranks.inputs if i.kind == source)
-            text += [f"{table} = {literal(names)}"] if names else []
-        text += [f"SENT = {literal(self.graph.sends)}"] if self.graph.sends else []
-        return "\n".join(wrap(line) for line in text)
-
-    # ------------------------------------------------------------ classes
+        return f"{head(self.program, self.ranks, body, self.stage)}\n\n\n{body}\n"
 
     def _name_classes(self) -> dict[str, str]:
         """Signature of a block -> class name, unique and readable."""
@@ -368,11 +300,6 @@ def _tuple(items: list[str]) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
-def _numbers(what: str, numbers: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-    return f"{what}{'s' * (len(numbers) > 1)} {shown}"
-
-
 def _kept(ranks: RankProgram) -> list[str]:
     kept = [ranks.loss] if ranks.loss else []
     kept += ranks.sends
@@ -409,12 +336,3 @@ def _mesh_axes(arg: Any) -> list[MeshAxis]:
 def _indented(lines: Any) -> list[str]:
     pieces = [piece for line in lines for piece in str(line).split("\n")]
     return [f"{INDENT}{piece}" if piece.strip() else "" for piece in pieces]
-
-
-def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:
-    """Import a user's `autograd.Function`; one made inside a function is handed in at load time."""
-    cls = functions.get(op)
-    name = op.rsplit(".", 1)[1]
-    if cls is not None and "<locals>" not in cls.__qualname__ and "." not in cls.__qualname__:
-        return [f"from {cls.__module__} import {name}"]
-    return [f'{name} = FUNCTIONS["{op}"]  # noqa: F821 - defined inside a function, handed in']

@@ -1,0 +1,116 @@
+"""The head of a rank program's file: for whom it is, what it imports, holds and takes.
+
+Enters: a `Program`, the part of some ranks, and the text of the classes below. Leaves: text.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.emit.function import INDENT
+from shardwise.emit.render import literal
+from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
+from shardwise.emit.wrap import wrap
+from shardwise.ir import Graph
+from shardwise.program import Program, RankProgram
+from shardwise.version import __version__
+
+
+def head(program: Program, ranks: RankProgram, body: str, stage: int | None) -> str:
+    """Docstring, imports that `body` needs, and tables."""
+    imports = _imports(body, ranks, program.graph.functions)
+    tables = [wrap(line) for line in _tables(program, ranks)]
+    return "\n".join([_docstring(program, ranks, stage), *imports, "", *tables])
+
+
+def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
+    plan, graph = program.plan, program.graph
+    part = "" if stage is None else f"stage {stage} of "
+    return (
+        f'"""{part}{graph.name} on {plan.mesh}, plan {plan.name}: {_places(program, ranks)}'
+        f".\n\nWritten by shardwise {__version__} for the graph "
+        f'{graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
+    )
+
+
+def _places(program: Program, ranks: RankProgram) -> str:
+    """Whom the file is for: ranks, or ranks of a stage and micro-batches."""
+    mesh, time = program.mesh, program.time_axis
+    if time is None:
+        return _numbers("rank", ranks.ranks)
+    count = mesh.axis_size(time)
+    size = mesh.size // count
+    numbers = tuple(dict.fromkeys(place % size for place in ranks.ranks))
+    batches = tuple(dict.fromkeys(place // size for place in ranks.ranks))
+    if len(batches) == count:
+        return _numbers("rank", numbers)
+    return f"{_numbers('rank', numbers)}, {_numbers('micro-batch', batches)}"
+
+
+def _numbers(what: str, numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}"
+
+
+def _imports(body: str, ranks: RankProgram, functions: Mapping[str, Any]) -> list[str]:
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    lines = ["import math\n"] if "math" in used else []
+    lines += ["import torch"] if "torch" in used else []
+    lines += ["import torch.nn.functional as F"] if "F" in used else []
+    lines += ["from torch import nn"] if "nn" in used else []
+    lines += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint" in used else []
+    lines += [""] if lines and lines[-1] else []
+    lines += ["from shardwise import runtime as rt"]
+    for op in dict.fromkeys(s.fn for s in ranks.steps):
+        if op.startswith("autograd_function."):
+            lines += _function_import(op, functions)
+    return lines
+
+
+def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:
+    """Import a user's `autograd.Function`; one made inside a function is handed in at load time."""
+    cls = functions.get(op)
+    name = op.rsplit(".", 1)[1]
+    if cls is not None and "<locals>" not in cls.__qualname__ and "." not in cls.__qualname__:
+        return [f"from {cls.__module__} import {name}"]
+    return [f'{name} = FUNCTIONS["{op}"]  # noqa: F821 - defined inside a function, handed in']
+
+
+def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
+    """What the module holds, takes and gives."""
+    graph = program.graph
+    yield from _table("PARAMETERS", [parameter_spec(s, program.plan) for s in ranks.parameters])
+    yield from _table("BUFFERS", _buffer_specs(graph))
+    yield "INPUTS = {"
+    for item in ranks.inputs:
+        if item.kind == "batch":
+            yield f'{INDENT}"{item.name}": {splits_text(item.layout)},'
+    yield "}"
+    for table, source in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
+        names = tuple(i.name for i in ranks.inputs if i.kind == source)
+        if names:
+            yield f"{table} = {literal(names)}"
+    if graph.sends:
+        yield f"SENT = {literal(graph.sends)}"
+
+
+def _table(name: str, rows: list[str]) -> list[str]:
+    return [f"{name} = (", *(f"{INDENT}{row}," for row in rows), ")"] if rows else [f"{name} = ()"]
+
+
+def _buffer_specs(graph: Graph) -> list[str]:
+    specs = []
+    for buffer in graph.buffers:
+        kind = graph.values[buffer.value]
+        spec = (
+            f'rt.BufferSpec(name="{buffer.name}", shape={literal(kind.shape)}, '
+            f'dtype="{dtype_name(kind.dtype)}"'
+        )
+        if buffer.aliases:
+            spec += f", aliases={literal(buffer.aliases)}"
+        if not buffer.persistent:
+            spec += ", persistent=False"
+        specs.append(f"{spec})")
+    return specs
