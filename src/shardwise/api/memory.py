@@ -13,29 +13,18 @@ operators, recomputation and communication need for a moment, gathered parameter
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import runtime as rt
 from shardwise.api.compiled import PipelineProgram, Program, compile
+from shardwise.api.ledger import NEEDS_DATA, Ledger, Peak
 from shardwise.api.parallel import _Step
 from shardwise.api.scheduled import ScheduledStep
 from shardwise.emit import LoadedPipeline, build, load
@@ -44,14 +33,6 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.runtime.optimizer import ELEMENTWISE
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
-SMALL = 1 << 16  # elements of a constant that is computed, so that its values can be asked for
-_NEEDS_DATA = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     c.__name__.lower(): c for c in ELEMENTWISE
 }
@@ -115,17 +96,27 @@ def predict_memory(
     device = torch.device(device)
     _check_device(plan, device)
     program, cls = compile(graph, plan), _optimizer_class(optimizer)
-    ledger = _Ledger(device)
+    ledger = Ledger(device)
     try:
         with ledger.counting():
             _play(_Player(program, rank, ledger), cls, options, ledger)
-    except _NEEDS_DATA as error:
+    except NEEDS_DATA as error:
         raise ShardwiseError(
             f"memory cannot be predicted: the program asks for values of tensors ({error})",
             where=graph.name,
             hint="measure a step with torch.profiler.profile(profile_memory=True)",
         ) from error
-    return ledger.estimate(rank)
+    return _estimate(rank, ledger.peak())
+
+
+def _estimate(rank: int, peak: Peak) -> MemoryEstimate:
+    return MemoryEstimate(
+        rank=rank,
+        peak_bytes=sum(peak.bytes_of.values()),
+        **{f"{kind}_bytes": size for kind, size in peak.bytes_of.items()},
+        activations_peak_bytes=peak.most_activations_bytes,
+        when=peak.when,
+    )
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:
@@ -159,7 +150,7 @@ def _optimizer_class(
 class _Player:
     """One rank's part of a program, on tensors without data."""
 
-    def __init__(self, program: Program | PipelineProgram, rank: int, ledger: _Ledger) -> None:
+    def __init__(self, program: Program | PipelineProgram, rank: int, ledger: Ledger) -> None:
         self.program, self.ledger = program, ledger
         plan, graph = program.plan, program.graph
         self.mesh = _mesh(plan, rank)
@@ -227,7 +218,7 @@ def _play(
     player: _Player,
     cls: Callable[..., torch.optim.Optimizer],
     options: Mapping[str, Any],
-    ledger: _Ledger,
+    ledger: Ledger,
 ) -> None:
     """Two steps of training, of which the ledger records the second."""
     batch = player.batch()
@@ -248,7 +239,7 @@ def _play(
 class _Windows(rt.Recorder):
     """Tells the ledger which action runs, and what a forward leaves."""
 
-    def __init__(self, ledger: _Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__(0, enabled=False)
         self._ledger = ledger
 
@@ -258,150 +249,3 @@ class _Windows(rt.Recorder):
         yield
         if "F" in name:
             self._ledger.keep()
-
-
-# ---------------------------------------------------------------- bytes
-
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    """One storage."""
-
-    size: int
-    kind: str | None = None
-    watch: Any = field(default=None, repr=False)
-
-
-class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators without data, and keeps account of the storages on a device.
-
-    Small constants, which depend on nothing but numbers, are computed for real: programs may ask
-    for their values.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.phase = device, ""
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._live: dict[int, _Block] = {}
-        self._elastic: list[tuple[torch.UntypedStorage, _Block]] = []
-        self._events: list[tuple[_Block, int, str]] = []
-        self._recording = False
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._fake)
-            stack.enter_context(self)
-            yield
-            self._recording = False
-
-    # --- operators -----------------------------------------------------------------------
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        found = self._call(func, args, dict(kwargs or {}))
-        for item in tree_leaves(found):
-            if isinstance(item, Tensor):
-                self._block(item)
-        for storage, block in self._elastic:
-            self._resize(block, storage.nbytes())
-        return found
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _is_constant(func, args, kwargs):
-            return func(*args, **kwargs)
-        try:
-            found = func(*args, **kwargs)
-            if any(t.numel() > SMALL for t in tree_leaves(found) if isinstance(t, Tensor)):
-                return found
-        except _NEEDS_DATA:
-            pass
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
-
-    # --- storages ------------------------------------------------------------------------
-
-    def _block(self, tensor: Tensor) -> _Block | None:
-        """The account of a tensor's storage, opened if it is new."""
-        if tensor.device.type != self.device.type or tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        block = self._live.get(key)
-        if block is None:
-            block = self._live[key] = _Block(0)
-            block.watch = weakref.ref(storage, lambda _: self._gone(key))
-        self._resize(block, storage.nbytes())
-        return block
-
-    def _resize(self, block: _Block, size: int) -> None:
-        change, block.size = size - block.size, size
-        if change and self._recording:
-            self._events.append((block, change, self.phase))
-
-    def _gone(self, key: int) -> None:
-        self._resize(self._live.pop(key), 0)
-
-    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what storages are; the first word counts."""
-        for tensor in tensors:
-            block = self._block(tensor) if isinstance(tensor, Tensor) else None
-            if block is not None and block.kind is None:
-                block.kind = kind
-
-    def watch(self, tensor: Tensor, kind: str) -> None:
-        """Mark a storage that changes its size without an operator."""
-        self.mark(kind, [tensor])
-        block = self._block(tensor)
-        if block is not None:
-            self._elastic.append((tensor.untyped_storage(), block))
-
-    def keep(self) -> None:
-        """A forward ends: what it leaves are activations."""
-        for block in self._live.values():
-            block.kind = block.kind or "activations"
-
-    # --- steps ---------------------------------------------------------------------------
-
-    def begin(self, *, record: bool) -> None:
-        """A step begins: what is there and unknown belongs to none."""
-        gc.collect()
-        for block in self._live.values():
-            block.kind = block.kind or "temporary"
-        if record:
-            self._events = [(block, block.size, "") for block in self._live.values()]
-        self._recording = record
-
-    def estimate(self, rank: int) -> MemoryEstimate:
-        """The highest sum of what was recorded, and its parts."""
-        now, best = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        when, most_kept = "", 0
-        for block, change, phase in self._events:
-            now[block.kind or "temporary"] += change
-            most_kept = max(most_kept, now["activations"])
-            if change > 0 and sum(now.values()) > sum(best.values()):
-                best, when = dict(now), phase
-        return MemoryEstimate(
-            rank=rank,
-            peak_bytes=sum(best.values()),
-            **{f"{kind}_bytes": size for kind, size in best.items()},
-            activations_peak_bytes=most_kept,
-            when=when,
-        )
-
-
-def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this makes small numbers of nothing but small numbers, on the host."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type != "cpu":
-        return False
-    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-    if not tensors:
-        return getattr(func, "overloadpacket", None) is torch.ops.aten.arange
-    return not any(isinstance(t, FakeTensor) or t.is_meta or t.numel() > SMALL for t in tensors)
