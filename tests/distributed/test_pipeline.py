@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support import training
 from tests.support.pool import Pool
+from tests.support.training import check_parallel
 
 pytestmark = pytest.mark.distributed
 
@@ -48,26 +47,11 @@ THOROUGH = [
 ]
 
 
-@functools.cache
-def dense(model: str) -> training.Run:
-    return training.dense(model)
-
-
-def check(
-    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
-) -> None:
-    runs = pool(ranks).run(training.parallel, model, strategy, ranks, options, timeout=300)
-    for found in runs:
-        assert found.losses == runs[0].losses
-        assert found.norms == runs[0].norms
-        training.assert_equal(found, dense(model))
-
-
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), EVERYDAY)
 def test_stages_equal_one_device(
     pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    check(pool, model, strategy, ranks, options)
+    check_parallel(pool, model, strategy, ranks, options)
 
 
 @pytest.mark.slow
@@ -75,4 +59,4 @@ def test_stages_equal_one_device(
 def test_every_schedule_equals_one_device(
     pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    check(pool, model, strategy, ranks, options)
+    check_parallel(pool, model, strategy, ranks, options)

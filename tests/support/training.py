@@ -1,11 +1,12 @@
 """Training on one device and on many: the same models, batches, steps and answers.
 
 `dense` trains a model in this process; `parallel` is what every rank of a pool runs. Both
-answer with a `Run`, and `assert_equal` compares two of them.
+answer with a `Run`, and `assert_equal` compares two of them; `check_parallel` does all of it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.equivalence.precision import KeepDouble
 from tests.support import zoo
+from tests.support.pool import Pool
 
 STEPS = 3
 LEARNING_RATE = 0.01
@@ -129,6 +131,22 @@ def parallel(name: str, strategy: str, ranks: int, options: dict[str, Any], batc
             opt.step()
             opt.zero_grad()
     return Run(losses=losses, norms=norms, gradients=gradients, state=pm.gather_state_dict())
+
+
+@functools.cache
+def _dense(name: str) -> Run:
+    return dense(name)
+
+
+def check_parallel(
+    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    """Training on the ranks of a pool is alike on all of them, and equals that on one device."""
+    runs = pool(ranks).run(parallel, model, strategy, ranks, options, timeout=300)
+    for found in runs:
+        assert found.losses == runs[0].losses
+        assert found.norms == runs[0].norms
+        assert_equal(found, _dense(model))
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float = 1e-9) -> None:

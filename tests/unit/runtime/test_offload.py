@@ -3,8 +3,6 @@
 What a GPU adds (pinned memory, streams, where tensors live) is in `tests/gpu/test_offload.py`.
 """
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +13,13 @@ from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.offload import offload_activations
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
-from shardwise.runtime.threads import ThreadTransport, run_threads
 from tests.support.mixed import SHAPES, Module, full_state
+from tests.support.threads import on
 
 PARAMETERS, OPTIMIZER = ("parameters",), ("optimizer",)
 CASES = [({"dp": n}, zero, OPTIMIZER) for n in (1, 2) for zero in range(4)]
 CASES += [({"dp": 2}, 3, PARAMETERS), ({"dp": 2}, 3, PARAMETERS + OPTIMIZER)]
 CASES += [({"dp": 1}, 0, PARAMETERS), ({"dp": 1}, 3, PARAMETERS)]
-
-
-def on(axes: dict[str, int], fn: Callable[..., Any], *args: Any) -> list[Any]:
-    def run(rank: int, transport: ThreadTransport) -> object:
-        return fn(ProcessMesh(axes, rank, transport), *args)
-
-    return run_threads(math.prod(axes.values()), run, timeout=30)
 
 
 def train(mesh: ProcessMesh, zero: int, types: dict[str, str], offload: tuple[str, ...]) -> Any:

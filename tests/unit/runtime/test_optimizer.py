@@ -8,8 +8,8 @@ from shardwise.errors import OptimizerError
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.optimizer import ELEMENTWISE, ShardedOptimizer, clip_grad_norm_, optimizer
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.threads import ThreadTransport, run_threads
 from tests.support import toy
+from tests.support.threads import on
 
 LAYOUTS = [({"dp": 3, "tp": 1}, 0), ({"dp": 3, "tp": 1}, 1), ({"dp": 2, "tp": 2}, 2)]
 LAYOUTS += [({"dp": 3, "tp": 1}, 3), ({"dp": 2, "tp": 2}, 3), ({"dp": 1, "tp": 2}, 0)]
@@ -23,13 +23,6 @@ class Module:
 
     def train_step(self) -> None:
         toy.train_step(self.toy, self.store, *toy.batch())
-
-
-def on(axes, fn, *args):  # type: ignore[no-untyped-def]
-    def run(rank: int, transport: ThreadTransport) -> object:
-        return fn(ProcessMesh(axes, rank, transport), *args)
-
-    return run_threads(math.prod(axes.values()), run, timeout=30)
 
 
 def dense(cls, steps, groups=None, max_norm=None, **options):  # type: ignore[no-untyped-def]

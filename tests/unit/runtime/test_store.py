@@ -6,17 +6,10 @@ import torch
 from shardwise.errors import PlanMismatch
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.threads import ThreadTransport, run_threads
 from tests.support import toy
+from tests.support.threads import on
 
 MESHES = [{"dp": 1, "tp": 1}, {"dp": 3, "tp": 1}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}]
-
-
-def on(axes, fn, *args):  # type: ignore[no-untyped-def]
-    def run(rank: int, transport: ThreadTransport) -> object:
-        return fn(ProcessMesh(axes, rank, transport), *args)
-
-    return run_threads(math.prod(axes.values()), run, timeout=30)
 
 
 def three_steps(mesh: ProcessMesh, zero: int, rows: int) -> tuple[object, ...]:
