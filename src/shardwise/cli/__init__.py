@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from shardwise.cli.options import Wanted, with_plan_options
+from shardwise.cli.profile import profile
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ def explain(
     made = wanted.plan(graph)
     text = shardwise.explain(graph, made, node)
     _print({"explanation": text, "plan": made.to_json()} if as_json else text)
+
+
+app.command()(profile)
 
 
 @app.command()

@@ -58,7 +58,7 @@ def to_yaml(cluster: Cluster) -> str:
     }
     if not document["network"]:
         del document["network"]
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
 
 
 def _bases(cluster: Cluster) -> dict[str, dict[str, Any]]:

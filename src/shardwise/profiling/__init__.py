@@ -1,0 +1,5 @@
+"""Measuring this machine: `profile(num_ranks)` gives the cluster that plans are made for."""
+
+from shardwise.profiling.machine import profile
+
+__all__ = ["profile"]

@@ -1,0 +1,122 @@
+"""What one device computes: products, attention, memory traffic, and the cost of a call.
+
+Enters: a `Clock`. Leaves: rates by size as plain lists. All ranks measure the same things
+at the same time, so that cores and memory that they share are shared here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.profiling.timing import Clock
+
+Points = list[list[float]]
+
+SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+SEQUENCES = {"cpu": (64, 256, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+HEADS = {"cpu": 4, "cuda": 32}
+HEAD_DIM = 64
+TRAFFIC = {
+    "cpu": tuple(2**n for n in (12, 14, 16, 18, 20, 22, 24, 26)),
+    "cuda": tuple(2**n for n in (14, 17, 20, 22, 24, 26, 28, 30)),
+}
+DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float64, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+LONGEST_CALL_S = 0.5  # larger sizes of a dtype this slow are left out
+
+
+def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[str, Any]:
+    """All rates of this rank's device."""
+    kind = clock.device.type
+    kept = slice(None, None, 2) if quick else slice(None)
+    progress("the cost of a call")
+    overhead_s = _overhead(clock)
+    found: dict[str, Any] = {"overhead_s": overhead_s, "matmul": {}, "attention": {}}
+    for dtype in DTYPES[kind]:
+        name = str(dtype).removeprefix("torch.")
+        progress(f"products in {name}")
+        found["matmul"][name] = _products(clock, dtype, SIZES[kind][kept], overhead_s)
+    for dtype in DTYPES[kind][:2]:
+        name = str(dtype).removeprefix("torch.")
+        progress(f"attention in {name}")
+        found["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][kept], overhead_s)
+    progress("memory")
+    found["memory"] = _traffic(clock, TRAFFIC[kind][kept], overhead_s)
+    progress("offload")
+    found["host_bytes_per_s"] = _offload(clock)
+    return found
+
+
+def _run(clock: Clock, call: Callable[[], object], overhead_s: float) -> float:
+    """Seconds of the work alone: without the call on a CPU, without launches on a GPU."""
+    if clock.device.type == "cuda":
+        seconds = clock.graph_seconds(call)
+        return max(seconds - clock.gap_s, seconds / 2)
+    seconds = clock.seconds(call)
+    return max(seconds - overhead_s, seconds / 2)
+
+
+def _overhead(clock: Clock) -> float:
+    x = torch.ones(4, device=clock.device)
+    out = torch.empty_like(x)
+    return clock.seconds(lambda: torch.add(x, x, out=out))
+
+
+def _products(
+    clock: Clock, dtype: torch.dtype, sizes: tuple[int, ...], overhead_s: float
+) -> Points:
+    found: Points = []
+    for n in sizes:
+        a, b = (_random(clock, dtype, n, n) for _ in range(2))
+        out = torch.empty_like(a)
+        seconds = _run(clock, lambda a=a, b=b, out=out: torch.mm(a, b, out=out), overhead_s)  # type: ignore[misc]
+        found.append([n, 2.0 * n**3 / seconds])
+        if seconds > LONGEST_CALL_S:
+            break
+    return found
+
+
+def _attention(
+    clock: Clock, dtype: torch.dtype, sequences: tuple[int, ...], overhead_s: float
+) -> Points:
+    found: Points = []
+    for sequence in sequences:
+        heads = HEADS[clock.device.type]
+        shape = (1, heads, sequence, HEAD_DIM)
+        q = _random(clock, dtype, *shape)
+
+        def call(q: torch.Tensor = q) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+        seconds = _run(clock, call, overhead_s)
+        found.append([sequence, 4.0 * heads * sequence**2 * HEAD_DIM / seconds])
+    return found
+
+
+def _random(clock: Clock, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random values: a GPU multiplies constants with less power, and so with a higher clock."""
+    return torch.randn(*shape, device=clock.device).to(dtype)
+
+
+def _traffic(clock: Clock, sizes: tuple[int, ...], overhead_s: float) -> Points:
+    """Rates of an addition of two tensors into a third: bytes read and written."""
+    found: Points = []
+    for num_bytes in sizes:
+        x = torch.ones(max(1, num_bytes // 12), device=clock.device)
+        y, out = x.clone(), x.clone()
+        call = lambda x=x, y=y, out=out: torch.add(x, y, out=out)  # noqa: E731
+        found.append([12.0 * x.numel(), 12.0 * x.numel() / _run(clock, call, overhead_s)])
+    return found
+
+
+def _offload(clock: Clock) -> float:
+    """Bytes per second between the device and the host's memory."""
+    size = 2**26 if clock.device.type == "cuda" else 2**24
+    x = torch.ones(size // 4, device=clock.device)
+    host = torch.empty(x.shape, pin_memory=clock.device.type == "cuda")
+    return size / clock.seconds(lambda: host.copy_(x, non_blocking=True))

@@ -1,0 +1,161 @@
+"""From times to figures of a cluster file.
+
+Enters: what the ranks measured. Leaves: `Device`s, one per rank, and the `Link` between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from shardwise.cluster import Cluster, ClusterNode, Curve, Device, Factor, Link
+from shardwise.cost.collectives import collective_model
+
+DIGITS = 4  # figures are written with as many; measurements repeat to about 2
+EQUAL = 0.07  # ranks whose rates differ by less are equal: repeated runs differ by as much
+SMALLEST_FACTOR = 0.05
+CROWDED = 1.15  # pairs that all send at once are this much slower than one: they share a bus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One operation on some groups of ranks at once, as it was measured."""
+
+    operation: str
+    groups: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    seconds: float
+
+
+def timings(results: Sequence[Mapping[str, Any]]) -> tuple[Timing, ...]:
+    """The ranks' measurements joined: a collective takes as long as its ranks say on average."""
+    found = []
+    for same in zip(*(result["wires"] for result in results), strict=True):
+        first = same[0]
+        groups = tuple(tuple(group) for group in first["groups"])
+        took = [same[rank]["seconds"] for group in groups for rank in group]
+        found.append(
+            Timing(
+                operation=first["operation"],
+                groups=groups,
+                num_bytes=first["bytes"],
+                seconds=mean(took),
+            )
+        )
+    return tuple(found)
+
+
+def speeds(results: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Each rank's speed, the quickest being 1; measurements repeat no better than `EQUAL`."""
+    rates = np.log(np.array([_rates(result) for result in results]))
+    relative = np.exp(np.median(rates - rates.mean(axis=0), axis=1))
+    relative = relative / relative.max()
+    return tuple(1.0 if r > 1 - EQUAL else round(float(r), 2) for r in relative)
+
+
+def _rates(result: Mapping[str, Any]) -> list[float]:
+    curves = [*result["matmul"].values(), result["memory"]]
+    return [rate for curve in curves for _, rate in curve]
+
+
+def device_of(
+    results: Sequence[Mapping[str, Any]], speed: Sequence[float], kind: str, **given: Any
+) -> Device:
+    """The device at its full speed: the median over ranks of what each reaches for its speed."""
+
+    def curve(points: Sequence[Sequence[Sequence[float]]]) -> Curve:
+        shortest = min(len(each) for each in points)
+        found = []
+        for i in range(shortest):
+            rate = median(each[i][1] / s for each, s in zip(points, speed, strict=True))
+            found.append((float(points[0][i][0]), rounded(rate)))
+        return Curve(tuple(found))
+
+    def by_dtype(name: str) -> tuple[tuple[str, Curve], ...]:
+        dtypes = results[0][name]
+        return tuple((dtype, curve([r[name][dtype] for r in results])) for dtype in dtypes)
+
+    overheads = [r["overhead_s"] * s for r, s in zip(results, speed, strict=True)]
+    hosts = [r["host_bytes_per_s"] / s for r, s in zip(results, speed, strict=True)]
+    return Device(
+        name=results[0]["name"],
+        kind=kind,
+        matmul_flops_per_s=by_dtype("matmul"),
+        attention_flops_per_s=by_dtype("attention"),
+        memory_bytes_per_s=curve([r["memory"] for r in results]),
+        overhead_s=rounded(median(overheads)),
+        host_bytes_per_s=rounded(median(hosts)),
+        **given,
+    )
+
+
+def link_of(node: ClusterNode, measured: Sequence[Timing]) -> Link:
+    """The link between the node's devices: from sends, and factors for the collectives."""
+    sends = [t for t in measured if t.operation == "send"]
+    alone = [t for t in sends if len(t.groups) == 1]
+    latency_s, s_per_byte = fit_line(alone)
+    link = Link(
+        bandwidth_bytes_per_s=rounded(1 / s_per_byte), latency_s=rounded(latency_s, digits=3)
+    )
+    crowd = [t for t in sends if len(t.groups) > 1]
+    if crowd:
+        _, together = fit_line(crowd)
+        if together > CROWDED * s_per_byte:
+            link = replace(link, bus_bytes_per_s=rounded(len(crowd[0].groups) / together))
+    cluster = Cluster(name="measured", nodes=(replace(node, link=link),))
+    operations = dict.fromkeys(t.operation for t in measured if t.operation != "send")
+    factors = tuple(
+        (operation, _factor(cluster, [t for t in measured if t.operation == operation]))
+        for operation in operations
+    )
+    return replace(link, collectives=factors)
+
+
+def fit_line(points: Sequence[Timing]) -> tuple[float, float]:
+    """`(latency, seconds per byte)`, both above 0, of the least relative error."""
+    seconds = np.array([t.seconds for t in points])
+    sizes = np.array([t.num_bytes for t in points], dtype=float)
+    (latency_s, s_per_byte), _ = nnls(
+        np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(points))
+    )
+    if s_per_byte <= 0:
+        s_per_byte = seconds[-1] / sizes[-1]
+    return max(float(latency_s), 1e-9), float(s_per_byte)
+
+
+def _factor(cluster: Cluster, measured: Sequence[Timing]) -> Factor:
+    """What the operation takes beyond its wires: of its start, and of each byte."""
+    rows = []
+    for timing in measured:
+        model = collective_model(cluster, timing.operation, timing.groups)
+        start = model.seconds(0)
+        rows.append(
+            [start / timing.seconds, (model.seconds(timing.num_bytes) - start) / timing.seconds]
+        )
+    (latency, per_byte), _ = nnls(np.array(rows), np.ones(len(rows)))
+    return Factor(
+        latency=rounded(max(float(latency), SMALLEST_FACTOR), digits=3),
+        bytes=rounded(max(float(per_byte), SMALLEST_FACTOR), digits=3),
+    )
+
+
+def errors(cluster: Cluster, measured: Sequence[Timing]) -> tuple[float, ...]:
+    """How far the cluster's model is from each measurement, relatively."""
+    found = []
+    for timing in measured:
+        model = collective_model(cluster, timing.operation, timing.groups)
+        found.append(model.seconds(timing.num_bytes) / timing.seconds - 1)
+    return tuple(found)
+
+
+def rounded(value: float, digits: int = DIGITS) -> float:
+    """`value` with as many digits as a measurement has."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return float(f"{value:.{digits - 1}e}")

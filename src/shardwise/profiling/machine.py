@@ -1,0 +1,105 @@
+"""`shardwise profile`: this machine, measured, as a cluster.
+
+Enters: how many ranks. Leaves: `Cluster` with the rates, overheads, links and speeds that the ranks
+found while all of them were busy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardwise.cluster import Cluster, ClusterNode
+from shardwise.cluster.cluster import machine_memory_bytes
+from shardwise.errors import ClusterError
+from shardwise.profiling.processes import run_ranks
+
+BUDGET_S, QUICK_BUDGET_S = 0.1, 0.03  # per measured size
+TIMEOUT_S = 300.0
+
+
+def profile(
+    num_ranks: int | None = None,
+    *,
+    device: str | None = None,
+    quick: bool = False,
+    threads: int = 1,
+    slow: Mapping[int, float] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Cluster:
+    """Measure this machine with `num_ranks` processes: its GPUs, or its cores over gloo.
+
+    `slow={1: 0.5}` makes rank 1 do its work twice, as a rank of half the speed would take. Each
+    process of a CPU uses `threads` threads; torchrun starts them with one.
+    """
+    from shardwise.cost.rates import GAP_S
+
+    kind, ranks = _chosen(device, num_ranks)
+    repeats = _repeats(slow or {}, ranks)
+    budget_s = QUICK_BUDGET_S if quick else BUDGET_S
+    shared = {
+        "ranks": ranks,
+        "device": kind,
+        "quick": quick,
+        "threads": threads,
+        "budget_s": budget_s,
+        "timeout_s": timeout_s,
+        "gap_s": GAP_S,
+    }
+    jobs = [shared | {"rank": rank, "repeats": repeats[rank]} for rank in range(ranks)]
+    results = run_ranks(jobs, timeout_s, progress)
+    return assemble(results, kind)
+
+
+def assemble(results: list[dict[str, Any]], kind: str) -> Cluster:
+    """The cluster of what the ranks measured."""
+    from shardwise.profiling.fit import device_of, link_of, rounded, speeds, timings
+
+    ranks = len(results)
+    speed = speeds(results)
+    share = machine_memory_bytes() // ranks
+    base = device_of(
+        results,
+        speed,
+        kind,
+        memory_bytes=int(results[0].get("memory_bytes", share)),
+        reserved_bytes=min(int(max(r["reserved_bytes"] for r in results)), share // 2),
+        host_memory_bytes=share,
+    )
+    devices = tuple(replace(base, speed=s, overhead_s=rounded(base.overhead_s / s)) for s in speed)
+    node = ClusterNode(name="localhost", devices=devices)
+    if ranks > 1:
+        node = replace(node, link=link_of(node, timings(results)))
+    return Cluster(name="profiled", nodes=(node,))
+
+
+def _chosen(device: str | None, num_ranks: int | None) -> tuple[str, int]:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = device or ("cuda" if gpus else "cpu")
+    most = gpus if kind == "cuda" else math.inf
+    ranks = num_ranks or (gpus if kind == "cuda" else os.cpu_count() or 1)
+    if kind not in ("cpu", "cuda"):
+        raise ClusterError(f"no device {kind!r}", hint='device="cpu"')
+    if not 1 <= ranks <= most:
+        raise ClusterError(
+            f"{num_ranks} ranks on {gpus} GPUs", hint="as many ranks as GPUs, or --device cpu"
+        )
+    return kind, ranks
+
+
+def _repeats(slow: Mapping[int, float], ranks: int) -> list[int]:
+    """How often each rank does its work."""
+    found = [1] * ranks
+    for rank, speed in slow.items():
+        if not 0 <= rank < ranks or not 0 < speed <= 1:
+            raise ClusterError(
+                f"cannot slow rank {rank} of {ranks} to {speed}", hint="slow={1: 0.5}"
+            )
+        found[rank] = round(1 / speed)
+    return found

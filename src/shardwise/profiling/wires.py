@@ -1,0 +1,123 @@
+"""What the ranks exchange: sends and collectives through the transport that programs use.
+
+Enters: the number of ranks. Leaves: seconds by size, for pairs of ranks and for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.profiling.timing import FEWEST_SAMPLES, low, meet
+from shardwise.runtime.processes import ProcessGroupTransport
+from shardwise.runtime.transport import Group
+
+SIZES = tuple(4**n for n in range(5, 14))  # 1 KiB to 64 MiB
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MOST_CALLS = 60
+WARM_UP = 3
+
+
+def measure(
+    device: torch.device, progress: Callable[[str], None], budget_s: float, quick: bool
+) -> list[dict[str, Any]]:
+    """`{"operation", "groups", "bytes", "seconds"}` for every measurement."""
+    world = dist.get_world_size()
+    everyone = [list(range(world))]
+    pairs = [[i, i + 1] for i in range(0, world - 1, 2)]
+    shapes = [everyone] if world < 4 else [everyone, pairs]
+    named = [tuple(group) for groups in (everyone, pairs) for group in groups]
+    transport = ProcessGroupTransport(dict.fromkeys(named))
+    found: list[dict[str, Any]] = []
+    sizes = SIZES[::2] if quick else SIZES[1:]
+    plan = [("send", [[0, 1]])] + ([("send", pairs)] if world >= 4 else [])
+    plan += [(operation, groups) for operation in COLLECTIVES for groups in shapes]
+    for operation, groups in plan:
+        progress(f"{operation} of {len(groups)} x {len(groups[0])} ranks")
+        for num_bytes in sizes:
+            seconds = _measure(transport, device, operation, groups, num_bytes, budget_s)
+            found.append(
+                {"operation": operation, "groups": groups, "bytes": num_bytes, "seconds": seconds}
+            )
+    return found
+
+
+def _measure(
+    transport: ProcessGroupTransport,
+    device: torch.device,
+    operation: str,
+    groups: list[list[int]],
+    num_bytes: int,
+    budget_s: float,
+) -> float:
+    """Seconds of one operation; ranks outside the groups wait, and answer 0."""
+    mine = next((group for group in groups if transport.rank in group), None)
+    call: Callable[[], object] = lambda: None  # noqa: E731
+    if mine is not None:
+        call = _call(transport, device, operation, mine, num_bytes)
+    for _ in range(WARM_UP - 1):
+        call()
+    meet()
+    number = _agreed_number(_timed(call, device), budget_s, device)
+    meet()
+    samples = [_timed(call, device) for _ in range(number)]
+    seconds = low(samples) if mine is not None else 0.0
+    return seconds / 2 if operation == "send" else seconds  # there and back
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _agreed_number(once_s: float, budget_s: float, device: torch.device) -> int:
+    """How many calls fit into the budget, the same on all ranks."""
+    slowest = torch.tensor([once_s], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(FEWEST_SAMPLES, min(MOST_CALLS, int(budget_s / max(float(slowest), 1e-6))))
+
+
+def _call(
+    transport: ProcessGroupTransport,
+    device: torch.device,
+    operation: str,
+    ranks: list[int],
+    num_bytes: int,
+) -> Callable[[], object]:
+    size = len(ranks)
+    count = max(1, num_bytes // 4 // size)
+    sizes = [count] * size
+    whole = torch.ones(count * size, device=device)
+    part, out = torch.ones(count, device=device), torch.empty(count * size, device=device)
+    group = Group(tuple(ranks), ranks.index(transport.rank))
+    if operation == "send":
+        return lambda: _there_and_back(transport, group, whole)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: transport.all_reduce(whole, "max", group).wait(),
+        "all_gather": lambda: transport.all_gather(part, sizes, group, out).wait(),
+        "reduce_scatter": lambda: transport.reduce_scatter(whole, sizes, group).wait(),
+        "all_to_all": lambda: transport.all_to_all(whole, sizes, sizes, group).wait(),
+        "broadcast": lambda: _around(transport, group, whole),
+    }
+    return calls[operation]
+
+
+def _there_and_back(transport: ProcessGroupTransport, group: Group, flat: torch.Tensor) -> None:
+    other = group.ranks[1 - group.index]
+    moves = (transport.send, transport.receive)
+    for move in moves if group.index == 0 else moves[::-1]:
+        move(flat, other, 0).wait()
+
+
+def _around(transport: ProcessGroupTransport, group: Group, flat: torch.Tensor) -> None:
+    """A broadcast after which its root waits for the others, so that none runs ahead."""
+    transport.broadcast(flat, 0, group).wait()
+    token = torch.zeros(1, device=flat.device)
+    transport.all_reduce(token, "max", group).wait()
