@@ -58,7 +58,7 @@ THOROUGH = [
             "pipeline",
             4,
             {"stage_meshes": meshes, "num_microbatches": 3, "schedule": schedule},
-            7,
+            11,
         )
         for meshes in (
             [Mesh.of(dp=(2, 1)), Mesh.of(dp=(1, 2))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -90,6 +91,20 @@ def test_a_wrong_plan_is_caught_on_the_twin() -> None:
         certificate = check(broken, twin.reference, twin.inputs, scaled=twin.scaled)
         assert not certificate.ok
         assert "zoo.py" in str(certificate.first_difference)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares", "twin"),
+    [("ddp", {"dp": (700, 3, 350, 350)}, "3:1:2"), ("tensor", {"tp": (300, 101)}, "2:1")],
+)
+def test_a_twin_has_unequal_shares_too(strategy: str, shares: Any, twin: str) -> None:
+    model, batch = zoo.build("fused_gpt")
+    (weights,) = shares.values()
+    cluster = sw.Cluster.local(len(weights))
+    plan = getattr(sw.strategies, strategy)(sw.capture(model, batch), cluster, shares=shares)
+    certificate = sw.verify(model, batch, plan, max_bytes=6e6)
+    assert certificate.ok, str(certificate)
+    assert any(re.search(f" ranks -> {twin}$", line) for line in certificate.scaled)
 
 
 def test_a_real_model_is_scaled_when_it_needs_more_than_it_may() -> None:

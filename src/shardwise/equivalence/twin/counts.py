@@ -47,7 +47,8 @@ class Counts:
         time = [(plan.microbatches, times)] if plan.splits_time else []
         alike = [_pairs(a, b) for a, b in meshes.items()]
         batch = [_pairs(a, b, plan) for a, b in meshes.items()]
-        few = any(old > each > 1 + (not time) for pairs in batch for old, _ in pairs)
+        most = max((n for mesh in meshes for n in _batch_ranks(mesh, plan)), default=1)
+        few = most > each > 1 + (not time)
         return Counts(
             rows=rows,
             few_rows=min(each, FEW) * (times if time else 1) if few else None,
@@ -110,6 +111,10 @@ def _few(ranks: int, count: int) -> int:
     weights = [ranks.weights[i] for i in kept]
     order = sorted({0, *weights})
     return Shares.of([order.index(weight) for weight in weights])
+
+
+def _batch_ranks(mesh: Mesh, plan: Plan) -> list[int]:
+    return [mesh.axis_size(axis) for axis in mesh.names if plan.roles[axis] == "batch"]
 
 
 def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[int, int]]:
