@@ -2,10 +2,10 @@
 
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.cost.kernels import CallCost, Kernel, Saved, Talk
-from shardwise.cost.measure import measure
 from shardwise.cost.rates import kernel_seconds, kernels_seconds
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import CallTime, OpTable, call_seconds
+from shardwise.cost.timing import measure
 from shardwise.cost.trial import call_cost, cost_of
 
 __all__ = [

@@ -76,6 +76,7 @@ def cost(signature: Signature) -> CallCost:
         bytes=float(moved),
         dtype=dtype_name(query.dtype),
         shape=sizes.shape,
+        causal=sizes.causal,
     )
     found: dict[str, Any] = {"forward": (*made, kernel), "results": (result,)}
     found |= {"strides": (_contiguous(result.shape),), "aliases": (None,)}
@@ -91,6 +92,7 @@ def cost(signature: Signature) -> CallCost:
         bytes=float(moved + result.num_bytes + sum(size for _, size in gradients)),
         dtype=kernel.dtype,
         shape=sizes.shape,
+        causal=sizes.causal,
     )
     spread, summed = _shared_heads(sizes)
     # Query gradients are added up in float32, next to one number per row (flash_bwd's dq_accum).

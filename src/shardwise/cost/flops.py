@@ -19,13 +19,17 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product: `kind`, flops (2 per multiply-add), its size, and the tensors it touches."""
+    """One product: `kind`, flops (2 per multiply-add), its size, and the tensors it touches.
+
+    `causal`: an attention of which half a mask is seen.
+    """
 
     kind: str
     flops: float
     shape: tuple[int, ...]
     operands: tuple[Tensor, ...]
     dtype: torch.dtype
+    causal: bool = False
 
 
 def products(
@@ -172,9 +176,10 @@ def _registered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found:
     if "attention" in func.overloadpacket.__name__ and given[-1].dim() >= 3:
         first = 1 if "backward" in func.overloadpacket.__name__ else 0
         query, key = given[first : first + 2]
-        share = seen_part(query.shape[-2], key.shape[-2]) if _causal(func, args, kwargs) else 1.0
+        causal = _causal(func, args, kwargs)
+        share = seen_part(query.shape[-2], key.shape[-2]) if causal else 1.0
         shape = (*query.shape[:-1], key.shape[-2], query.shape[-1])[-5:]
-        return Product("attention", flops * share, shape, touched, query.dtype)
+        return Product("attention", flops * share, shape, touched, query.dtype, causal)
     side = max(round((flops / 2) ** (1 / 3)), 1)  # the cube with as many flops
     return Product("matmul", flops, (1, side, side, side), touched, given[0].dtype)
 
@@ -187,14 +192,17 @@ def _causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
-def seen_part(rows: int, columns: int) -> float:
-    """The part of a causal mask that is computed: row i sees columns up to i.
+def seen_part(rows: int, columns: int, tile: int = 1) -> float:
+    """The part of a causal mask that is computed: row i sees columns up to i, in whole tiles.
 
     >>> seen_part(4, 4)
     0.625
+    >>> seen_part(4, 4, tile=2)
+    0.75
     """
     if not rows or not columns:
         return 1.0
-    full = max(rows - columns, 0)
-    part = rows - full
-    return (part * (part + 1) / 2 + full * columns) / (rows * columns)
+    full = max(rows - columns, 0)  # these rows see all columns
+    tiles, rest = divmod(rows - full, tile)
+    seen = tile * tile * tiles * (tiles + 1) / 2 + rest * min((tiles + 1) * tile, columns)
+    return (seen + full * columns) / (rows * columns)

@@ -30,6 +30,7 @@ class Kernel:
     bytes: float
     dtype: str  # of the arithmetic
     shape: tuple[int, ...]  # (batch, m, n, k) of a product; (batch, heads, q, kv, d); of the result
+    causal: bool = False  # an attention: flops are of the part of the mask that is seen
 
     def __str__(self) -> str:
         work = f"{self.flops:.3g} flops, " if self.flops else ""
@@ -189,7 +190,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def kernels_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, *, backward: bool = False
 ) -> tuple[Kernel, ...]:
-    """The kernels that one ATen call launches, given its results."""
+    """The kernels that one ATen call launches, given its results.
+
+    Where there are two, the first makes the first result and the second the others.
+    """
     info = op_info(func)
     if not info.launches:
         return ()
@@ -223,6 +227,7 @@ def _product_kernel(name: str, product: Product) -> Kernel:
         bytes=float(sum(touched_bytes(t) for t in product.operands)),
         dtype=dtype_name(product.dtype),
         shape=product.shape,
+        causal=product.causal,
     )
 
 

@@ -12,8 +12,6 @@ bytes, with a note.
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,20 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.cost import attention, local, shapes
+from shardwise.cost import attention, local
 from shardwise.cost.autocast import cast
 from shardwise.cost.guess import guessed
 from shardwise.cost.kernels import (
     CallCost,
     Kernel,
     Saved,
-    kernels_of,
-    op_info,
     tensors,
     touched_bytes,
 )
+from shardwise.cost.record import Recorder
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.ir import TensorType, map_refs
 from shardwise.ir.interpret import batch_norm
@@ -153,47 +149,37 @@ class _Trial:
         self, results: list[Tensor], talks: local.Talks
     ) -> tuple[_Backward, tuple[Kernel, ...]]:
         """All of backward, and what of it only parameters need."""
-        signature = self.signature
-        wanted = {
-            id(t): i
-            for i, t in reversed([*enumerate(self.operands)])
-            if i in signature.grads and t.requires_grad
-        }
         ends = [t for t in results if t.requires_grad]
-        if not wanted or not ends:
+        places = self._wanted()
+        if not places or not ends:
             return _Backward([], (), 0), ()
         seeds = [torch.empty_like(t, requires_grad=False) for t in ends]
-        self.recorder.known(seeds)
-        leaves = [self.operands[i] for i in sorted(wanted.values())]
-        others = [t for i, t in enumerate(self.operands) if id(t) in wanted and wanted[id(t)] == i]
-        others = [t for t in others if not self._is_parameter(t)]
-        split = 0 < len(others) < len(leaves)
-        with talks:
-            whole = self._pass(ends, leaves, seeds)
-        if split:
-            rest = self._pass(ends, others, seeds)
-            return whole, _difference(whole.kernels, rest.kernels)
-        return whole, () if others else tuple(whole.kernels)
-
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        places = [i for i, t in enumerate(self.operands) if t is tensor]
-        return all(i in self.signature.parameters for i in places)
-
-    def _pass(self, ends: list[Tensor], leaves: list[Tensor], seeds: list[Tensor]) -> _Backward:
-        """The graph is retained, so that what is alive at the end was so before, or is new."""
-        recorder = self.recorder
+        recorder, leaves = self.recorder, [self.operands[i] for i in places]
+        recorder.known(seeds)
         recorder.begin_backward()
-        with recorder:
+        with talks, recorder:  # the graph is retained: what is alive at the end was, or is new
             found = torch.autograd.grad(ends, leaves, seeds, retain_graph=True, allow_unused=True)
-        return _Backward(recorder.take(), found, max(recorder.peak - recorder.live, 0))
+        others = [g for i, g in zip(places, found, strict=True) if not self._is_parameter(i)]
+        weight: tuple[Kernel, ...] = ()
+        if len(others) < len(places):
+            weight = recorder.without([g for g in others if g is not None])
+        return _Backward(recorder.take(), found, max(recorder.peak - recorder.live, 0)), weight
 
-    def _gradients(self, found: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
-        """New memory of the gradients, in the order of the operands that get one."""
+    def _wanted(self) -> list[int]:
+        """The operands that get a gradient, each tensor once."""
         places: dict[int, int] = {}
         for i, t in enumerate(self.operands):
             if i in self.signature.grads and t.requires_grad:
                 places.setdefault(id(t), i)
-        pairs = zip(sorted(places.values()), found, strict=False)
+        return list(places.values())
+
+    def _is_parameter(self, position: int) -> bool:
+        same = [i for i, t in enumerate(self.operands) if t is self.operands[position]]
+        return all(i in self.signature.parameters for i in same)
+
+    def _gradients(self, found: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
+        """New memory of the gradients, in the order of the operands that get one."""
+        pairs = zip(self._wanted(), found, strict=False)
         return tuple(
             (i, 0 if t is None or self.recorder.is_known(t) else touched_bytes(t)) for i, t in pairs
         )
@@ -201,18 +187,6 @@ class _Trial:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _difference(whole: list[Kernel], rest: list[Kernel]) -> tuple[Kernel, ...]:
-    """Kernels of `whole` that `rest` does without."""
-    left = Counter(rest)
-    found = []
-    for kernel in whole:
-        if left[kernel]:
-            left[kernel] -= 1
-        else:
-            found.append(kernel)
-    return tuple(found)
 
 
 def _operands(signature: Signature) -> list[Tensor]:
@@ -250,66 +224,3 @@ def function_of(signature: Signature, device: str = "meta") -> Callable[..., Any
     if any(a.name == "device" for a in found._schema.arguments) and not signature.firsts:
         return lambda *args, **kwargs: found(*args, **{**kwargs, "device": device})
     return found  # type: ignore[no-any-return]
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the kernels of every ATen call, and the bytes of storages while they live."""
-
-    def __init__(self, operands: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._kernels: list[Kernel] = []
-        self._sizes: dict[int, int] = {}
-        self._watches: dict[int, Any] = {}
-        self._known: set[int] = set()
-        self._held: list[Tensor] = []
-        self._in_backward = False
-        self.known(operands)
-
-    def known(self, given: list[Tensor]) -> None:
-        """Storages that are there anyway: operands, and gradients that come in."""
-        self._held += given
-        self._known |= {t.untyped_storage()._cdata for t in given}
-
-    def is_known(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._known
-
-    def begin_backward(self) -> None:
-        self.peak, self._in_backward = self.live, True
-
-    def take(self) -> list[Kernel]:
-        """The kernels since the last time."""
-        found, self._kernels = self._kernels, []
-        return found
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        options = kwargs or {}
-        found = shapes.call(func, args, options)
-        if func.is_view:
-            return found
-        if op_info(func).launches:
-            self._kernels += kernels_of(func, args, options, found, backward=self._in_backward)
-        for tensor in tensors(found):
-            self._watch(tensor)
-        return found
-
-    def _watch(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes or key in self._known:
-            return
-        size = storage.nbytes()
-        self._sizes[key] = size
-        self._watches[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _gone(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
-        self._watches.pop(key, None)
