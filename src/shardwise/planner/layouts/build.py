@@ -15,10 +15,9 @@ import numpy as np
 from shardwise.errors import InfeasiblePlan, ProgramError
 from shardwise.ir import Graph, Node, TensorType
 from shardwise.planner.layouts.model import INF, Model, Star, Use, Variable
-from shardwise.planner.layouts.options import Option, Options
+from shardwise.planner.layouts.options import Demand, Option, Options
 from shardwise.planner.layouts.task import LayoutTask, Placements, Prices
 from shardwise.program.moves import plan_moves
-from shardwise.sharding.candidates import Same
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     FANOUT,
@@ -32,10 +31,11 @@ from shardwise.sharding.placements import (
 )
 
 # What one state of a user needs of a value: its placements per operand, whether its gradient
-# counts, and on which mesh axes only what was not cut may be taken (see `options`).
-Need = tuple[tuple[Placements, ...], bool, frozenset[int]]
+# counts, and on which mesh axes it is to be pure. A holding: its placements, and where it is pure.
+Need = tuple[tuple[Placements, ...], bool, Demand]
+Holding = tuple[Placements, frozenset[int]]
 Step = tuple[int, int]  # the numbers of the placements before and after a move
-END: Need = ((), False, frozenset())
+END: Need = ((), False, ())
 
 
 @dataclass(slots=True)
@@ -137,10 +137,11 @@ class _Builder:
                 self._received(source.value)
         for node in self.graph.nodes:
             for position, value in enumerate(node.outputs):
-                held = [o.gives[position] for o in self.built.options[node.name]]
+                held = [(o.gives[position], o.pure) for o in self.built.options[node.name]]
                 self._value(value, self.built.nodes[node.name], held)
         for value, variable in self.built.sources.items():
-            self._value(value, variable, self.built.storages[value])
+            stored = [(p, frozenset[int]()) for p in self.built.storages[value]]
+            self._value(value, variable, stored)
         return self.built
 
     def copies(self, name: str) -> int:
@@ -192,9 +193,6 @@ class _Builder:
     def _storages(self, value: str) -> tuple[Placements, ...]:
         """The ways to store a parameter: as a use needs it, or whole; with R and R≠."""
         fixed = self.task.parameters.get(value, {})
-        flows = value in self.pure.carries and any(
-            self.by_name[user].grad_enabled for user in self.users.get(value, ())
-        )
         found: dict[Placements, None] = {}
         needs = {need for user in self.users.get(value, ()) for need in self._needs(value, user)}
         whole = tuple(REPLICATE for _ in self.task.axes)
@@ -208,7 +206,7 @@ class _Builder:
                 continue
             kinds: list[tuple[Placement, ...]] = []
             for axis, p in zip(self.task.axes, stored, strict=True):
-                differs = flows and isinstance(p, Replicate) and axis.ranks > 1
+                differs = isinstance(p, Replicate) and axis.ranks > 1
                 kinds.append((p, FANOUT) if differs and self.pure.may_differ(value) else (p,))
             found |= dict.fromkeys(product(*kinds))
         return tuple(found)
@@ -226,17 +224,17 @@ class _Builder:
         """What each option of a node needs of a value."""
         node = self.by_name[user]
         places = [i for i, name in enumerate(node.inputs) if name == value]
-        flows = node.grad_enabled and value in self.pure.values
-        guarded = flows and value not in self.pure.parameters and self.pure.is_node(node)
-        found = []
-        for option in self.built.options[user]:
-            strict = frozenset(
-                i for i, c in enumerate(option.choice) if guarded and isinstance(c.choice, Same)
+        flows = node.grad_enabled and value in self.pure.carries
+        return [
+            (
+                tuple(dict.fromkeys(option.needs[i] for i in places)),
+                flows,
+                option.demands[places[0]],
             )
-            found.append((tuple(dict.fromkeys(option.needs[i] for i in places)), flows, strict))
-        return found
+            for option in self.built.options[user]
+        ]
 
-    def _value(self, value: str, producer: int, held: Sequence[Placements]) -> None:
+    def _value(self, value: str, producer: int, held: Sequence[Holding]) -> None:
         users = self.users.get(value, [])
         is_end = value in self.ends or value in self.graph.sends
         if not users and not is_end:
@@ -277,17 +275,19 @@ class _Builder:
             if flows and not (p == FANOUT or isinstance(p, Shard))
         )
 
-    def _whole(self, value: str, held: Placements) -> frozenset[int]:
-        """The mesh axes on which a holding is R, which asks for a use of the same work."""
-        flows = any(self.by_name[u].grad_enabled for u in self.users.get(value, ()))
-        if not (flows and self.pure.may_differ(value)):
+    def _whole(self, value: str, held: Holding) -> frozenset[int]:
+        """The mesh axes on which a pure holding is R, which asks for a use of the same work."""
+        if not self.pure.may_differ(value):
             return frozenset()
+        stored = value in self.pure.parameters
         return frozenset(
-            i for i, p in enumerate(held) if p == REPLICATE and self.task.axes[i].ranks > 1
+            i
+            for i, p in enumerate(held[0])
+            if p == REPLICATE and self.task.axes[i].ranks > 1 and (stored or i in held[1])
         )
 
     def _fill(
-        self, star: Star, holdings: list[Placements], needs: list[Need], first: str | None
+        self, star: Star, holdings: list[Holding], needs: list[Need], first: str | None
     ) -> None:
         """The moves from every holding to every need, and their prices."""
         value, grad = star.value, star.value in self.facts.carries_grad
@@ -296,11 +296,13 @@ class _Builder:
         if value in self.pure.parameters and not self._moves(value):
             initial = set(range(len(needs)))
         rows = [[paths.number(row) for row in need[0]] for need in needs]
-        for h, held in enumerate(holdings):
+        for h, (held, pure) in enumerate(holdings):
             number = paths.number(held)
             end = [paths.number(self._end(value, held))]
             for n, need in enumerate(needs):
-                possible = _legal(held, need) and not (n in initial and not _serves(held, need))
+                possible = _legal(held, pure, need) and not (
+                    n in initial and not _serves(held, need)
+                )
                 taken: dict[int, None] = {}
                 for row in (rows[n] or end) if possible else ():
                     path = paths.between(number, row, grad)
@@ -350,16 +352,16 @@ def _expressible(stored: Iterable[Placement]) -> bool:
     )
 
 
-def _legal(held: Placements, need: Need) -> bool:
+def _legal(held: Placements, pure: frozenset[int], need: Need) -> bool:
     """Whether lowering would take a value so held for this use (see `program.sources`)."""
-    rows, flows, strict = need
-    for row in rows:
-        for i, (has, wants) in enumerate(zip(held, row, strict=True)):
-            if flows and has == FANOUT and not (wants == FANOUT or isinstance(wants, Shard)):
-                return False
-            if i in strict and not isinstance(has, Replicate):
-                return False
-    return True
+    rows, flows, demand = need
+    if any(asked is not None and asked != (i in pure) for i, asked in enumerate(demand)):
+        return False
+    return not any(
+        flows and has == FANOUT and not (wants == FANOUT or isinstance(wants, Shard))
+        for row in rows
+        for has, wants in zip(held, row, strict=True)
+    )
 
 
 def check_feasible(model: Model, built: Built) -> None:

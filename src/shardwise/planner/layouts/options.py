@@ -10,7 +10,12 @@ What is left out, by rule, so that plans stay regular and the program small:
 - Partial sums pass through a node only where one of its operands can be partial.
 - Nodes without operands (position tables) are not cut; heads are not cut inside where there are
   enough of them.
-- A value computed from parameters alone is not gathered for the same work on parameters alone.
+
+Whether a whole value counts as R≠ follows `program.sources`: on a mesh axis a value is pure when
+it is computed by the same work on every rank from parameters (and what carries no gradient) alone.
+If all uses of a pure value differ, it is R≠: its partial gradient is reduced at the parameters.
+This is followed for nodes with few ancestors (`PREFIX`: weights that are cast, the first layer);
+later values count as not pure.
 """
 
 from __future__ import annotations
@@ -27,8 +32,10 @@ from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
 from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
-from shardwise.sharding.search import parameter_values
 from shardwise.sharding.task import Assignment, Task
+
+PREFIX = 16  # nodes: an embedding, a norm and the products after it, in any notation
+Demand = tuple[bool | None, ...]  # per mesh axis: whether an operand is pure, None: either
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +43,77 @@ class Option:
     """One candidate per mesh axis; `needs` and `gives` are placements per operand and result.
 
     They differ from the candidates' where no gradient flows (both kinds of whole are one), and
-    where the same work of parameters alone counts as different (R≠, see `program.sources`).
+    where the same work counts as different (R≠). `pure` are the mesh axes on which the results are
+    pure, which follows from what `demands` say of the operands.
     """
 
     choice: tuple[Candidate, ...]
     needs: tuple[Placements, ...]
     gives: tuple[Placements, ...]
+    pure: frozenset[int] = frozenset()
+    demands: tuple[Demand, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How one mesh axis of an option counts; `demands` by value name."""
+
+    differs: bool = False
+    pure: bool = False
+    demands: tuple[tuple[str, bool], ...] = ()
+
+
+PLAIN = _Kind()
 
 
 class Pure:
-    """Values computed from parameters alone, whose partial gradients are reduced at parameters."""
+    """Which values may be pure, and of these which may be R≠."""
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.parameters = frozenset(p.value for p in graph.parameters)
         self.carries = facts.carries_grad
-        silent = {n for node in graph.nodes if not node.grad_enabled for n in node.outputs}
-        self.values = (parameter_values(graph, facts) & facts.carries_grad) - silent
+        self.ancestors: dict[str, frozenset[str]] = {}  # of values that may be pure: nodes
+        for node in graph.nodes:
+            above = self._above(node)
+            if above is not None:
+                mine = (n for n in node.outputs if n in self.carries)
+                self.ancestors |= dict.fromkeys(mine, above)
         kept = {graph.loss, *(b.mutation for b in graph.buffers), *graph.sends}
         kept |= {getattr(leaf, "name", None) for leaf in graph.outputs}
         self.kept = frozenset(name for name in kept if name is not None)
+        self.used = frozenset(n for node in graph.nodes if node.grad_enabled for n in node.inputs)
+
+    def _above(self, node: Node) -> frozenset[str] | None:
+        """The nodes through which a gradient passes from here, where they are few."""
+        flowing = [n for n in node.inputs if n in self.carries]
+        if not node.grad_enabled or not flowing:
+            return None
+        above = frozenset([node.name])
+        for name in flowing:
+            if name in self.ancestors:
+                above |= self.ancestors[name]
+            elif name not in self.parameters:
+                return None
+        return above if len(above) <= PREFIX else None
 
     def may_differ(self, name: str) -> bool:
         """Whether a whole value may be held as R≠."""
-        return name in self.values and name not in self.kept
+        known = name in self.ancestors or (name in self.parameters and name in self.carries)
+        return known and name not in self.kept and name in self.used
 
-    def is_node(self, node: Node) -> bool:
-        """Whether a node computes such values."""
-        return any(name in self.values for name in node.outputs)
+    def kinds(self, node: Node) -> list[_Kind]:
+        """The ways in which the same work of a node may count."""
+        results = [n for n in node.outputs if n in self.carries]
+        if not results or results[0] not in self.ancestors:
+            return [PLAIN]
+        inner = [n for n in dict.fromkeys(node.inputs) if n in self.ancestors]
+        pure = tuple((n, True) for n in inner)
+        found = [_Kind(pure=True, demands=pure)]
+        if all(self.may_differ(n) for n in results):
+            found.append(_Kind(differs=True, pure=True, demands=pure))
+        for i, name in enumerate(inner):  # the first operand that is not pure
+            found.append(_Kind(demands=(*pure[:i], (name, False))))
+        return found
 
 
 class _Fit(Allowed):
@@ -135,8 +186,6 @@ class Options:
             return True
         if not node.inputs or self._fit[index].splinters(node, candidate.choice):
             return False
-        if self._loses_whole(node, candidate):
-            return False
         return not axis.follows_inputs or self._follows(index, node, candidate)
 
     def _source_admits(self, axis: LayoutAxis, name: str, need: Placement) -> bool:
@@ -150,10 +199,6 @@ class Options:
             return True
         allowed = axis.inputs.get(name)
         return allowed is not None and same_placement(allowed, need, axis.ranks)
-
-    def _loses_whole(self, node: Node, candidate: Candidate) -> bool:
-        """Whether a cut of parameters alone gives a whole value: it would count as different."""
-        return self.pure.is_node(node) and any(isinstance(p, Replicate) for p in candidate.results)
 
     def _follows(self, index: int, node: Node, candidate: Candidate) -> bool:
         """Whether a cut follows from a cut of inputs."""
@@ -193,47 +238,35 @@ class Options:
         return found
 
     def _variants(self, node: Node, row: tuple[Candidate, ...]) -> list[Option]:
-        """The option; for the same work on parameters alone, also with R≠ on every set of axes."""
-        free = [
-            i
-            for i, c in enumerate(row)
-            if isinstance(c.choice, Same)
-            and self.task.axes[i].ranks > 1
-            and node.grad_enabled
-            and all(self.pure.may_differ(n) for n in node.outputs if n in self.pure.carries)
-            and any(n in self.pure.carries for n in node.outputs)
+        """The option in every way that its same work may count."""
+        same = self.pure.kinds(node)
+        kinds = [
+            same if isinstance(c.choice, Same) and axis.ranks > 1 else [PLAIN]
+            for c, axis in zip(row, self.task.axes, strict=True)
         ]
-        return [
-            Option(row, self._needs(node, row, differing), self._gives(node, row, differing))
-            for flags in product((False, True), repeat=len(free))
-            for differing in [frozenset(i for i, f in zip(free, flags, strict=True) if f)]
-        ]
+        return [self._option(node, row, chosen) for chosen in product(*kinds)]
 
-    def _needs(
-        self, node: Node, row: tuple[Candidate, ...], differing: frozenset[int]
-    ) -> tuple[Placements, ...]:
-        needs = []
+    def _option(self, node: Node, row: tuple[Candidate, ...], kinds: tuple[_Kind, ...]) -> Option:
+        needs, demands = [], []
         for position, name in enumerate(node.inputs):
             flows = name in self.pure.carries and node.grad_enabled
-            placements = []
-            for i, candidate in enumerate(row):
+            placements: list[Placement] = []
+            for candidate, kind in zip(row, kinds, strict=True):
                 p = candidate.operands[position]
                 if isinstance(p, Replicate):
-                    p = FANOUT if flows and (p.differs or i in differing) else REPLICATE
+                    p = FANOUT if flows and (p.differs or kind.differs) else REPLICATE
                 placements.append(p)
             needs.append(tuple(placements))
-        return tuple(needs)
-
-    def _gives(
-        self, node: Node, row: tuple[Candidate, ...], differing: frozenset[int]
-    ) -> tuple[Placements, ...]:
-        return tuple(
+            demands.append(tuple(dict(kind.demands).get(name) for kind in kinds))
+        gives = tuple(
             tuple(
-                FANOUT if i in differing and name in self.pure.values else c.results[position]
-                for i, c in enumerate(row)
+                FANOUT if kind.differs and name in self.pure.carries else c.results[position]
+                for c, kind in zip(row, kinds, strict=True)
             )
             for position, name in enumerate(node.outputs)
         )
+        pure = frozenset(i for i, kind in enumerate(kinds) if kind.pure)
+        return Option(row, tuple(needs), gives, pure, tuple(demands))
 
 
 def input_values(graph: Graph) -> frozenset[str]:

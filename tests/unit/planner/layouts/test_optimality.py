@@ -1,0 +1,129 @@
+"""The integer program finds what trying everything finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.ir import Graph
+from shardwise.planner.layouts import LayoutAxis, LayoutTask, solve_layouts
+from shardwise.sharding.factors import Facts, analyze
+from shardwise.sharding.placements import Shard
+from tests.unit.planner.layouts.exhaustive import Exhaustive
+from tests.unit.planner.layouts.prices import LinkPrices, RandomPrices
+
+MESHES = {
+    "tp2": (("tp", 2),),
+    "tp3": (("tp", 3),),
+    "tp4": (("tp", 4),),
+    "dp2": (("dp", 2),),
+    "dp2tp2": (("dp", 2), ("tp", 2)),
+}
+
+
+class Net(nn.Module):
+    """Two matrices and a vector for a function of them."""
+
+    def __init__(self, body: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.a, self.b = nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(6, 8))
+        self.v = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x, self.a, self.b, self.v)
+
+
+def chain(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, a)), b).sum()
+
+
+def reused(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    y = F.linear(x, a)
+    return (y * y.softmax(-1)).sum()
+
+
+def tied(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.linear(x, a), a.t()).mean()
+
+
+def vector(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    return (F.linear(x, a, v) + v).relu().sum()
+
+
+def views(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    return F.linear(x, a).view(4, 2, 4).transpose(0, 1).amax(-1).sum()
+
+
+def casts(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    w = a * 2
+    return (F.linear(x, w) + w.sum(1)).tanh().sum()
+
+
+def branches(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    y = F.linear(x, a)
+    return (y.relu() + F.linear(y, b).sum() * y).mean()
+
+
+def twice(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    y = F.linear(x, a, v)
+    return (y.t() @ y).exp().sum()
+
+
+BODIES = {f.__name__: f for f in (chain, reused, tied, vector, views, casts, branches, twice)}
+
+
+def captured(name: str) -> tuple[Graph, Facts]:
+    graph = sw.capture(Net(BODIES[name]), {"x": torch.ones(4, 6)})
+    assert len(graph.nodes) <= 8
+    return graph, analyze(graph)
+
+
+def make_task(graph: Graph, mesh: str, **changes: object) -> LayoutTask:
+    inputs = {i.value: Shard(0, ((1, 4, 1),)) for i in graph.inputs}
+    axes = tuple(
+        LayoutAxis(name=n, ranks=r, role="batch" if n == "dp" else "parameters", inputs=inputs)
+        if n == "dp"
+        else LayoutAxis(name=n, ranks=r)
+        for n, r in MESHES[mesh]
+    )
+    return LayoutTask(axes=axes, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", BODIES)
+def test_equals_exhaustive_search(name: str, mesh: str) -> None:
+    graph, facts = captured(name)
+    task = make_task(graph, mesh)
+    slow = {"latency_s": 1e-6, "launch_s": 1e-8, "link_bytes_per_s": 1e9, "flops_per_s": 1e7}
+    for rates in ({}, slow):
+        prices = LinkPrices(graph=graph, facts=facts, task=task, **rates)
+        found = solve_layouts(graph, facts, task, prices)
+        best = Exhaustive(graph, facts, task, prices, best=found.cost_s * 1.0001).run()
+        assert found.cost_s == pytest.approx(best, rel=1e-5)
+        assert found.gap < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(BODIES)),
+    st.sampled_from(sorted(MESHES)),
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.2, 0.6]),
+)
+def test_equals_exhaustive_search_at_random_prices(
+    name: str, mesh: str, seed: int, free: float
+) -> None:
+    graph, facts = captured(name)
+    task = make_task(graph, mesh)
+    prices = RandomPrices(graph=graph, seed=seed, free=free)
+    found = solve_layouts(graph, facts, task, prices)
+    best = Exhaustive(graph, facts, task, prices, best=found.cost_s * 1.0001 + 1e-9).run()
+    assert found.cost_s == pytest.approx(best, rel=1e-5, abs=1e-9)
