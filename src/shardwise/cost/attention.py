@@ -6,7 +6,7 @@ products instead, which no device runs.
 
 Flash attention (Dao, 2023): forward computes 2 products, backward 5 (the scores again); kept are
 query, key, value, the result and one float32 number per row. Heads that share keys are not
-copied in forward; backward makes their gradients per query head, and sums.
+copied in forward; backward on a GPU makes their gradients per query head, and sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwise.cost.flops import seen_part
-from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, dtype_name
+from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, contiguous, dtype_name
 from shardwise.cost.shapes import broadcast_shapes
 from shardwise.cost.signature import Signature
 from shardwise.ir import Ref, TensorType
@@ -79,7 +79,7 @@ def cost(signature: Signature) -> CallCost:
         causal=sizes.causal,
     )
     found: dict[str, Any] = {"forward": (*made, kernel), "results": (result,)}
-    found |= {"strides": (_contiguous(result.shape),), "aliases": (None,)}
+    found |= {"strides": (contiguous(result.shape),), "aliases": (None,)}
     wanted = sorted({signature.firsts[i] for i in signature.grads})
     if not wanted:
         return CallCost(**found, forward_temporary_bytes=own + row_bytes)
@@ -94,9 +94,13 @@ def cost(signature: Signature) -> CallCost:
         shape=sizes.shape,
         causal=sizes.causal,
     )
-    spread, summed = _shared_heads(sizes)
-    # Query gradients are added up in float32, next to one number per row (flash_bwd's dq_accum).
-    temporary = sizes.rows * (query.shape[-1] + 1) * 4 if query.dtype.itemsize < 4 else row_bytes
+    temporary, spread = 0, 0
+    summed: tuple[Kernel, ...] = ()
+    if signature.device == "cuda":
+        # Query gradients are added up in float32, next to a number per row (flash_bwd's dq_accum).
+        half = query.dtype.itemsize < 4
+        temporary = sizes.rows * (query.shape[-1] + 1) * 4 if half else row_bytes
+        spread, summed = _shared_heads(sizes)
     backward = (back, *summed)
     alone = all(i in signature.parameters for i in wanted)
     return CallCost(
@@ -150,9 +154,7 @@ def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int,
     made = [_memory("ge", truth, torch.bool, shape)] if truth else []
     if kind != torch.bool:
         return tuple(made), count * kind.itemsize, 0
-    made.append(_memory("logical_not", 2 * count, torch.bool, shape))
-    made.append(_memory("zeros_like", count * item, sizes.query.dtype, shape))
-    made.append(_memory("masked_fill_", count * (1 + 2 * item), sizes.query.dtype, shape))
+    made.append(_memory("where", count * (1 + item), sizes.query.dtype, shape))
     return tuple(made), count * item, count * item
 
 
@@ -184,11 +186,3 @@ def _shared_heads(sizes: _Sizes) -> tuple[int, tuple[Kernel, ...]]:
         for t in (sizes.key, sizes.value)
     ]
     return groups * (sizes.key.num_bytes + sizes.value.num_bytes), tuple(kernels)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(found))

@@ -40,7 +40,30 @@ _LOWER = {
     "prelu",
     "scaled_dot_product_attention",
 }
-_FLOAT32 = {
+_FLOAT32_CPU = {
+    "avg_pool3d",
+    "binary_cross_entropy",
+    "cdist",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "cross_entropy_loss",
+    "grid_sampler",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multilabel_margin_loss",
+    "nll_loss",
+    "nll_loss_nd",
+    "poisson_nll_loss",
+    "prod",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+}
+_FLOAT32_CUDA = {
     "acos",
     "asin",
     "binary_cross_entropy_with_logits",
@@ -92,7 +115,7 @@ def cast(op: str, function: Callable[..., Any], region: Region | None) -> Callab
     name = op.split(".")[1] if "." in op else op
     if name in _LOWER:
         target = region[1]
-    elif name in _FLOAT32:
+    elif name in (_FLOAT32_CPU if region[0] == "cpu" else _FLOAT32_CUDA):
         target = torch.float32
     else:
         return function

@@ -182,6 +182,15 @@ def touched_bytes(tensor: Tensor) -> int:
     return min(count, tensor.untyped_storage().nbytes()) if count else 0
 
 
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor that lies row by row."""
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` of `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")

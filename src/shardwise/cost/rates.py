@@ -18,9 +18,9 @@ from shardwise.cost.kernels import MEMORY, Kernel
 # From the end of a kernel to the start of the next of one stream, when both are launched ahead:
 # "Getting Started with CUDA Graphs" (NVIDIA, 2019) finds 2.9 us kernels every 3.8 us then.
 GAP_S = 0.9e-6
-# Columns that the CPU's flash kernel computes at once (kvSplitSize of FlashAttentionKernel.cpp). One
-# thread of an x86 server, head size 64: a causal attention takes 0.95, 1.1, 0.99 and 0.75 of a
-# whole one at 128, 256, 512 and 1024 positions.
+# Columns that the CPU's flash kernel computes at once (kvSplitSize in FlashAttentionKernel.cpp).
+# On one thread of an x86 server, head size 64, a causal attention takes 0.95, 1.1, 0.99 and 0.75
+# of a whole one at 128, 256, 512 and 1024 positions.
 CPU_TILE = 512
 
 

@@ -24,6 +24,7 @@ class Signature:
         "_hash",
         "args",
         "autocast",
+        "device",
         "firsts",
         "function",
         "grads",
@@ -47,6 +48,7 @@ class Signature:
     strides: tuple[tuple[int, ...] | None, ...]
     autocast: tuple[str, torch.dtype, bool] | None
     function: Callable[..., Any] | None
+    device: str  # "cuda" or "cpu": some operators are one kernel there, several here
     key: tuple[Any, ...]
     _hash: int
 
@@ -84,13 +86,14 @@ def call_signature(
     strides: Sequence[tuple[int, ...] | None] = (),
     autocast: tuple[str, torch.dtype, bool] | None = None,
     function: Callable[..., Any] | None = None,
+    device: str = "cuda",
 ) -> Signature:
     """The signature of a call; operands with the same name are one tensor.
 
     `types`, `grads` and `parameters` go by the positions of `Ref`s in `args` and `kwargs`, repeats
     kept. `results` are the local types of the results where they are known, which a draw of random
     numbers and a call that cannot be tried need; `strides` those of operands that are not
-    contiguous. `function` runs an `op` that is not registered.
+    contiguous. `function` runs an `op` that is not registered. `device` is the kind of device.
     """
     found = Signature()
     found.op, found.args = op, args
@@ -107,9 +110,9 @@ def call_signature(
     found.grads, found.parameters = grads, parameters & grads
     found.results = tuple(results)
     found.strides = tuple(strides) if strides else (None,) * len(firsts)
-    found.autocast, found.function = autocast, function
+    found.autocast, found.function, found.device = autocast, function, device
     key = (op, frozen, found.firsts, found.types, found.grads, found.parameters, found.results)
-    found.key = (*key, found.strides, autocast, function)
+    found.key = (*key, found.strides, autocast, function, device)
     found._hash = hash(found.key)
     return found
 

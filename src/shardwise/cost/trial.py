@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.cost import attention, local
+from shardwise.cost import attention, fused_norm, local
 from shardwise.cost.autocast import cast
 from shardwise.cost.guess import guessed
 from shardwise.cost.kernels import (
@@ -61,6 +61,8 @@ def cost_of(signature: Signature) -> CallCost:
     try:
         if attention.is_fused(signature):
             return attention.cost(signature)
+        if fused_norm.is_fused(signature):
+            return fused_norm.cost(signature)
         return _Trial(signature).run()
     except Exception as error:  # an operator may refuse meta tensors in any way
         reason = str(error).strip().split("\n")[0]

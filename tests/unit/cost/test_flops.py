@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardwise.cost import CallCost, Kernel, call_cost
 from shardwise.cost.flops import seen_part
-from shardwise.ir import Ref, TensorType
+from shardwise.ir import Ref, TensorType, map_refs
+from shardwise.ir.schema import operator
 
 A, B, C, D = (Ref(name) for name in "abcd")
 FLOAT, HALF, INT = torch.float32, torch.bfloat16, torch.int64
@@ -238,6 +239,27 @@ def test_autocast_casts_operands() -> None:
     assert all(s.operand is None for s in found.saved)
 
 
+@pytest.mark.parametrize(
+    ("op", "args", "shapes"),
+    [
+        ("aten.softmax.int", (A, -1), ((3, 4),)),
+        ("aten.pow.Tensor_Scalar", (A, 2), ((3, 4),)),
+        ("aten.layer_norm.default", (A, (4,), B, C), ((3, 4), (4,), (4,))),
+        ("aten.mse_loss.default", (A, B), ((3, 4), (3, 4))),
+        ("aten.matmul.default", (A, B), ((3, 4), (4, 5))),
+        ("aten.conv1d.default", (A, B), ((2, 3, 8), (4, 3, 3))),
+        ("aten.relu.default", (A,), ((3, 4),)),
+    ],
+)
+def test_autocast_gives_the_dtypes_that_it_gives_on_a_cpu(op: str, args: Any, shapes: Any) -> None:
+    given = types(*shapes, dtype=HALF)
+    found = call_cost(op, args, (), given, autocast=("cpu", HALF, True))
+    supply = iter([torch.randn(shape, dtype=HALF) for shape in shapes])
+    with torch.autocast("cpu", HALF):
+        real = operator(op)(*map_refs(args, lambda _: next(supply)))
+    assert found.results[0].dtype == real.dtype
+
+
 def test_a_registered_operator_goes_by_its_own_rules() -> None:
     @torch.library.custom_op("shardwise_cost_test::cube", mutates_args=())
     def cube(x: torch.Tensor) -> torch.Tensor:
@@ -283,3 +305,19 @@ def test_a_function_of_ones_own() -> None:
     )
     assert [k.op for k in found.forward] == ["exp", "mul"]
     assert [(s.operand, s.result, s.num_bytes) for s in found.saved] == [(None, None, 48)]
+
+
+def test_rms_norm_is_one_kernel_on_a_gpu_and_a_composite_elsewhere() -> None:
+    given, every = types((6, 8), (8,), dtype=HALF), frozenset({0, 1})
+    args = (A, (8,), B, 1e-5)
+    gpu = call_cost("aten.rms_norm.default", args, (), given, every, frozenset({1}))
+    cpu = call_cost("aten.rms_norm.default", args, (), given, every, frozenset({1}), device="cpu")
+    assert [(k.op, k.bytes) for k in gpu.forward] == [("_fused_rms_norm", 2 * 96 + 16 + 24)]
+    assert len(gpu.backward) == 2
+    assert gpu.weight == gpu.backward[1:]
+    assert [(s.operand, s.num_bytes) for s in gpu.saved] == [(0, 96), (1, 16), (None, 24)]
+    assert len(cpu.forward) > 3
+    assert gpu.results == cpu.results
+    assert gpu.strides == cpu.strides
+    assert gpu.gradients == cpu.gradients
+    assert not cpu.note
