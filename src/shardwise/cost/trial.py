@@ -121,8 +121,9 @@ class _Trial:
         )
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        """A result that its own node keeps would keep that node: a cycle that nothing frees."""
         self.saved.append(tensor)
-        return tensor
+        return tensor if tensor.is_leaf else tensor.detach()
 
     def _owner(self, tensor: Tensor) -> int | None:
         key = tensor.untyped_storage()._cdata
