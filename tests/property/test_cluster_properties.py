@@ -27,8 +27,16 @@ meshes = st.dictionaries(st.sampled_from(["dp", "fsdp", "tp", "cp", "pp"]), size
 positive = st.floats(1e-6, 1e18)
 latency = st.floats(0, 1)
 words = st.text("abc: #-{}'\"\\é 0123", min_size=1)
+curves = st.dictionaries(positive, positive, min_size=1).map(
+    lambda points: Curve(tuple(sorted(points.items())))
+)
 factors = st.dictionaries(
-    st.sampled_from(["all_reduce", "send"]), st.builds(Factor, latency=positive, bytes=positive)
+    st.sampled_from(["all_reduce", "send"]),
+    st.lists(
+        st.builds(Factor, latency=positive, bytes=curves, ranks=sizes),
+        min_size=1,
+        unique_by=lambda factor: factor.ranks,
+    ).map(tuple),
 ).map(lambda found: tuple(found.items()))
 links = st.builds(
     Link,
@@ -40,9 +48,6 @@ links = st.builds(
 )
 nics = st.builds(
     Nic, bandwidth_bytes_per_s=positive, latency_s=latency, count=sizes, efficiency=positive
-)
-curves = st.dictionaries(positive, positive, min_size=1).map(
-    lambda points: Curve(tuple(sorted(points.items())))
 )
 rates = st.dictionaries(st.sampled_from(["float32", "bfloat16"]), curves, min_size=1).map(
     lambda found: tuple(found.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.cluster.device import require_not_negative, require_positive
+from shardwise.cluster.device import Curve, require_not_negative, require_positive
 from shardwise.cluster.names import expand_all
 from shardwise.errors import ClusterError, did_you_mean
 
@@ -22,27 +22,44 @@ OPERATIONS = (
     "reduce",
     "send",
 )
+ONE = Curve.constant(1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """How many times longer than the wires ask for an operation takes: its start, and per byte."""
+    """How many times longer an operation takes than its wires ask for: its start, and each byte.
+
+    The factor of the bytes is by size. `ranks` is the size of the groups that it was measured on;
+    0 stands for any.
+    """
 
     latency: float = 1.0
-    bytes: float = 1.0
+    bytes: Curve = ONE
+    ranks: int = 0
 
     def __post_init__(self) -> None:
         require_positive("latency", self.latency, "collectives")
-        require_positive("bytes", self.bytes, "collectives")
+        require_not_negative("ranks", self.ranks, "collectives")
 
 
-Factors = tuple[tuple[str, Factor], ...]
+Factors = tuple[tuple[str, tuple[Factor, ...]], ...]
 _PLAIN = Factor()
 
 
-def factor_of(factors: Factors, operation: str) -> Factor:
-    """The factor of `operation`; 1 where there is none."""
-    return next((factor for name, factor in factors if name == operation), _PLAIN)
+def factor_of(factors: Factors, operation: str, ranks: int) -> Factor:
+    """The factor of `operation` on groups of `ranks`, from the nearest sizes that are known."""
+    known = sorted(dict(factors).get(operation, ()), key=lambda factor: factor.ranks)
+    if not known:
+        return _PLAIN
+    above = next((f for f in known if f.ranks >= ranks), known[-1])
+    below = next((f for f in reversed(known) if f.ranks <= ranks), known[0])
+    if below.ranks == above.ranks or not below.ranks:
+        return above
+    share = math.log(ranks / below.ranks) / math.log(above.ranks / below.ranks)
+    sizes = sorted({size for f in (below, above) for size, _ in f.bytes.points})
+    mixed = [(x, below.bytes.at(x) ** (1 - share) * above.bytes.at(x) ** share) for x in sizes]
+    latency = below.latency ** (1 - share) * above.latency**share
+    return Factor(latency=latency, bytes=Curve(tuple(mixed)), ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +177,14 @@ class Network:
 
 def check_operations(factors: Factors, where: str) -> None:
     """Refuse factors of operations that there are not."""
-    for name, _ in factors:
+    for name, known in factors:
+        ranks = [factor.ranks for factor in known]
+        if len(set(ranks)) != len(ranks) or (0 in ranks and len(ranks) > 1):
+            raise ClusterError(
+                f"{name} has several factors for groups of the same size",
+                where=f"{where}.collectives",
+                hint=f"{name}: [{{ranks: 2, bytes: 1.5}}, {{ranks: 8, bytes: 1.2}}]",
+            )
         if name not in OPERATIONS:
             raise ClusterError(
                 f"no collective {name!r}{did_you_mean(name, OPERATIONS)}",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from shardwise.cluster.cluster import DEFAULT_PORT, SSH_PORT, Cluster, ClusterNode, Ssh
 from shardwise.cluster.device import Curve, Device, Rates
 from shardwise.cluster.entries import Entry, parse
-from shardwise.cluster.links import Domain, Factor, Factors, Link, Network, Nic, Switch, Trunk
+from shardwise.cluster.links import ONE, Domain, Factor, Factors, Link, Network, Nic, Switch, Trunk
 from shardwise.errors import ClusterError, did_you_mean
 
 T = TypeVar("T")
@@ -134,17 +134,25 @@ def read_link(entry: Entry) -> Link:
 
 
 def _factors(entry: Entry | None) -> Factors:
+    """`all_gather: 1.2`, or as measured: `[{ranks: 2, latency: 3, bytes: [[65536, 1.1]]}]`."""
     if entry is None:
         return ()
     found = []
     for name, value in entry.pairs().items():
-        if value.is_mapping:
-            parts = value.fields(("latency", "bytes"))
-            factor = Factor(**{key: part.number() for key, part in parts.items()})
-        else:
-            factor = Factor(latency=value.number(), bytes=value.number())
-        found.append((name, factor))
+        items = value.items() if value.is_list else [value]
+        found.append((name, tuple(_factor(item) for item in items)))
     return tuple(found)
+
+
+def _factor(entry: Entry) -> Factor:
+    if not entry.is_mapping:
+        return Factor(latency=entry.number(), bytes=Curve.constant(entry.number()))
+    parts = entry.fields(("ranks", "latency", "bytes"))
+    return Factor(
+        ranks=parts["ranks"].whole() if "ranks" in parts else 0,
+        latency=parts["latency"].number() if "latency" in parts else 1.0,
+        bytes=_curve(parts["bytes"]) if "bytes" in parts else ONE,
+    )
 
 
 def read_nic(entry: Entry) -> Nic:

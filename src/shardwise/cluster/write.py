@@ -160,8 +160,15 @@ def _link(link: Link) -> dict[str, Any]:
 
 def _factors(factors: Factors) -> dict[str, Any]:
     return {
-        name: {"latency": number(factor.latency), "bytes": number(factor.bytes)}
-        for name, factor in factors
+        name: [
+            {
+                **_optional(ranks=(factor.ranks, 0, factor.ranks)),
+                "latency": number(factor.latency),
+                "bytes": _curve(factor.bytes),
+            }
+            for factor in known
+        ]
+        for name, known in factors
     }
 
 

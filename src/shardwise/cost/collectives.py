@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cluster import Cluster, Factor
-from shardwise.cluster.links import OPERATIONS, factor_of
+from shardwise.cluster import Cluster, Curve, Factor
+from shardwise.cluster.links import ONE, OPERATIONS, factor_of
 from shardwise.cost.traffic import PHASES, Setting
 from shardwise.errors import ClusterError, did_you_mean
 
@@ -57,16 +57,20 @@ PEERS_AT_ONCE = {"cuda": 8, "cpu": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One algorithm: its time, and the resource that limits it when there is much to move."""
+    """One algorithm: its time, and the resource that limits it when there is much to move.
+
+    `factor` is what was measured beyond the wires, by size; 1 where nothing was.
+    """
 
     algorithm: str
     latency_s: float
     s_per_byte: float
+    factor: Curve = ONE
     bottleneck: str = ""
 
     def seconds(self, num_bytes: float) -> float:
         """The time for `num_bytes`."""
-        return self.latency_s + num_bytes * self.s_per_byte
+        return self.latency_s + num_bytes * self.s_per_byte * self.factor.at(num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +171,18 @@ def _line(setting: Setting, name: str, factor: Factor) -> Line:
     return Line(
         algorithm=name,
         latency_s=latency_s * factor.latency,
-        s_per_byte=s_per_byte * factor.bytes,
+        s_per_byte=s_per_byte,
+        factor=factor.bytes,
         bottleneck=bottleneck,
     )
 
 
 def _factor(cluster: Cluster, setting: Setting) -> Factor:
-    """The network's factor for groups over several islands, else the worst of their links'."""
+    """The network's factor for groups over several islands, else that of their slowest link."""
+    operation, size = setting.operation, setting.size
     if setting.is_far:
-        return factor_of(cluster.network.collectives, setting.operation)
-    links = setting.topology.factors
+        return factor_of(cluster.network.collectives, operation, size)
     islands = np.unique(setting.topology.island[setting.ranks[:, 0]])
-    kinds = {links[island] for island in islands}
-    found = [factor_of(factors, setting.operation) for factors in kinds]
-    return Factor(latency=max(f.latency for f in found), bytes=max(f.bytes for f in found))
+    kinds = dict.fromkeys(setting.topology.factors[island] for island in islands)
+    found = [factor_of(factors, operation, size) for factors in kinds]
+    return max(found, key=lambda factor: (factor.bytes.best, factor.latency))

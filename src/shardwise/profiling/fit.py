@@ -6,7 +6,7 @@ Enters: what the ranks measured. Leaves: `Device`s, one per rank, and the `Link`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
@@ -18,8 +18,10 @@ from shardwise.cluster import Cluster, ClusterNode, Curve, Device, Factor, Link
 from shardwise.cost.collectives import collective_model
 
 DIGITS = 4  # figures are written with as many; measurements repeat to about 2
-EQUAL = 0.07  # ranks whose rates differ by less are equal: repeated runs differ by as much
-SMALLEST_FACTOR = 0.05
+EQUAL = 0.12  # ranks whose rates differ by less are equal: on a quiet machine they differ by 0.1
+QUICK = 0.8  # ranks above this part of the quickest one's rate say what full speed is
+STARTS = 2  # sizes whose time is taken for the start alone
+PART = 0.25  # of the start: what the bytes must take to be seen
 CROWDED = 1.15  # pairs that all send at once are this much slower than one: they share a bus
 
 
@@ -34,28 +36,34 @@ class Timing:
 
 
 def timings(results: Sequence[Mapping[str, Any]]) -> tuple[Timing, ...]:
-    """The ranks' measurements joined: a collective takes as long as its ranks say on average."""
-    found = []
+    """The ranks' measurements joined: a collective takes as long as its ranks say on average.
+
+    A broadcast was measured together with a small all-reduce, which is taken off again.
+    """
+    found: list[Timing] = []
     for same in zip(*(result["wires"] for result in results), strict=True):
-        first = same[0]
-        groups = tuple(tuple(group) for group in first["groups"])
-        took = [same[rank]["seconds"] for group in groups for rank in group]
-        found.append(
-            Timing(
-                operation=first["operation"],
-                groups=groups,
-                num_bytes=first["bytes"],
-                seconds=mean(took),
+        groups = tuple(tuple(group) for group in same[0]["groups"])
+        operation, seconds = (
+            same[0]["operation"],
+            mean(same[r]["seconds"] for g in groups for r in g),
+        )
+        if operation == "broadcast":
+            small = min(
+                t.seconds for t in found if t.operation == "all_reduce" and t.groups == groups
             )
+            seconds = max(seconds - small, seconds / 4)
+        found.append(
+            Timing(operation=operation, groups=groups, num_bytes=same[0]["bytes"], seconds=seconds)
         )
     return tuple(found)
 
 
 def speeds(results: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
-    """Each rank's speed, the quickest being 1; measurements repeat no better than `EQUAL`."""
+    """Each rank's speed, 1 for the quick ones; measurements repeat no better than `EQUAL`."""
     rates = np.log(np.array([_rates(result) for result in results]))
     relative = np.exp(np.median(rates - rates.mean(axis=0), axis=1))
-    relative = relative / relative.max()
+    quick = relative[relative > QUICK * relative.max()]
+    relative = relative / np.median(quick)
     return tuple(1.0 if r > 1 - EQUAL else round(float(r), 2) for r in relative)
 
 
@@ -106,15 +114,26 @@ def link_of(node: ClusterNode, measured: Sequence[Timing]) -> Link:
     crowd = [t for t in sends if len(t.groups) > 1]
     if crowd:
         _, together = fit_line(crowd)
-        if together > CROWDED * s_per_byte:
-            link = replace(link, bus_bytes_per_s=rounded(len(crowd[0].groups) / together))
+        if together > CROWDED * s_per_byte:  # one pair alone is not slowed by it
+            bus = max(len(crowd[0].groups) / together, 1 / s_per_byte)
+            link = replace(link, bus_bytes_per_s=rounded(bus))
     cluster = Cluster(name="measured", nodes=(replace(node, link=link),))
-    operations = dict.fromkeys(t.operation for t in measured if t.operation != "send")
-    factors = tuple(
-        (operation, _factor(cluster, [t for t in measured if t.operation == operation]))
-        for operation in operations
-    )
-    return replace(link, collectives=factors)
+    return replace(link, collectives=tuple(_factors(cluster, measured)))
+
+
+def _factors(
+    cluster: Cluster, measured: Sequence[Timing]
+) -> Iterator[tuple[str, tuple[Factor, ...]]]:
+    """For each operation, a factor for every size of groups."""
+    for operation in dict.fromkeys(t.operation for t in measured):
+        mine = [t for t in measured if t.operation == operation]
+        if operation == "send":
+            mine = [t for t in mine if len(t.groups) == 1]
+        sizes = sorted({len(t.groups[0]) for t in mine})
+        yield (
+            operation,
+            tuple(_factor(cluster, [t for t in mine if len(t.groups[0]) == n]) for n in sizes),
+        )
 
 
 def fit_line(points: Sequence[Timing]) -> tuple[float, float]:
@@ -130,18 +149,24 @@ def fit_line(points: Sequence[Timing]) -> tuple[float, float]:
 
 
 def _factor(cluster: Cluster, measured: Sequence[Timing]) -> Factor:
-    """What the operation takes beyond its wires: of its start, and of each byte."""
-    rows = []
+    """What the operation takes beyond its wires: of its start, and of each byte by size.
+
+    The smallest messages show the start. A size shows the factor of its bytes where they take a
+    good part of the time; smaller ones take the nearest.
+    """
+    measured = sorted(measured, key=lambda timing: timing.num_bytes)
+    model = collective_model(cluster, measured[0].operation, measured[0].groups)
+    start_s = median(timing.seconds for timing in measured[:STARTS])
+    points = []
     for timing in measured:
-        model = collective_model(cluster, timing.operation, timing.groups)
-        start = model.seconds(0)
-        rows.append(
-            [start / timing.seconds, (model.seconds(timing.num_bytes) - start) / timing.seconds]
-        )
-    (latency, per_byte), _ = nnls(np.array(rows), np.ones(len(rows)))
+        wires_s = model.seconds(timing.num_bytes) - model.seconds(0)
+        beyond_s = timing.seconds - start_s
+        if beyond_s > PART * start_s:
+            points.append((float(timing.num_bytes), rounded(beyond_s / wires_s, digits=3)))
     return Factor(
-        latency=rounded(max(float(latency), SMALLEST_FACTOR), digits=3),
-        bytes=rounded(max(float(per_byte), SMALLEST_FACTOR), digits=3),
+        ranks=model.group_size,
+        latency=rounded(start_s / model.seconds(0), digits=3),
+        bytes=Curve(tuple(points)) if points else Curve.constant(1.0),
     )
 
 

@@ -18,6 +18,7 @@ from shardwise.runtime.transport import Group
 
 SIZES = tuple(4**n for n in range(5, 14))  # 1 KiB to 64 MiB
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+GROUP_SIZES = (2, 4, 8, 16)  # and all ranks
 MOST_CALLS = 60
 WARM_UP = 3
 
@@ -28,9 +29,9 @@ def measure(
     """`{"operation", "groups", "bytes", "seconds"}` for every measurement."""
     world = dist.get_world_size()
     everyone = [list(range(world))]
-    pairs = [[i, i + 1] for i in range(0, world - 1, 2)]
-    shapes = [everyone] if world < 4 else [everyone, pairs]
-    named = [tuple(group) for groups in (everyone, pairs) for group in groups]
+    pairs = _blocks(world, 2)
+    shapes = [everyone, *(_blocks(world, n) for n in GROUP_SIZES if 2 * n <= world)]
+    named = [tuple(group) for groups in (*shapes, pairs) for group in groups]
     transport = ProcessGroupTransport(dict.fromkeys(named))
     found: list[dict[str, Any]] = []
     sizes = SIZES[::2] if quick else SIZES[1:]
@@ -44,6 +45,11 @@ def measure(
                 {"operation": operation, "groups": groups, "bytes": num_bytes, "seconds": seconds}
             )
     return found
+
+
+def _blocks(world: int, size: int) -> list[list[int]]:
+    """Neighbouring ranks in groups of `size`; those that remain are idle."""
+    return [list(range(i, i + size)) for i in range(0, world - size + 1, size)]
 
 
 def _measure(

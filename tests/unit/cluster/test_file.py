@@ -43,7 +43,9 @@ nodes:
       latency_us: 1.5
       bus_gb_per_s: 1000
       efficiency: 0.8
-      collectives: {all_gather: 1.2, all_reduce: {latency: 2, bytes: 1.1}}
+      collectives:
+        all_gather: 1.2
+        all_reduce: [{ranks: 2, latency: 2, bytes: [[1000, 1.1], [1.0e+6, 1.3]]}, {ranks: 4}]
     nic: {count: 2, bandwidth_gbit_per_s: 400, latency_us: 2, efficiency: 0.9}
   - name: small
     devices: [slow, {device: quick, count: 2, speed: 0.5}]
@@ -90,11 +92,11 @@ def figures(cluster: Cluster) -> dict[str, Any]:
     found["paths"] = [cluster.path(a, b) for a, b in paths]
     found["capacities"] = dict(cluster.capacities)
     half = cluster.num_ranks // 2
-    shapes = {"inside": [[0, 1], [2, 3]], "all": [range(cluster.num_ranks)]}
+    shapes = {"inside": [[0, 1], [2, 3]], "three": [[0, 1, 2]], "all": [range(cluster.num_ranks)]}
     shapes["across"] = np.arange(2 * half).reshape(2, half).T
     for name, groups in shapes.items():
         for operation in OPERATIONS:
-            if operation != "send" or name != "all":
+            if operation != "send" or len(groups[0]) == 2:
                 model = collective_model(cluster, operation, groups)
                 found[f"{operation} {name}"] = [model.seconds(n) for n in (0, 1e4, 1e9)]
     found["launch"] = launch_commands(cluster, ["train.py"])

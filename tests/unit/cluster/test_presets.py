@@ -50,7 +50,7 @@ def test_presets_are_the_published_facts(kind: str) -> None:
     best = facts["max_achieved_matmul_bf16_tflops"]
     if best:
         assert device.matmul_rate("bfloat16", 2e4, 2e4, 2e4) == pytest.approx(
-            float(best) * 1e12, rel=0.1
+            float(best) * 1e12, rel=0.15
         )
     assert device.memory_rate(1e9) <= float(facts["memory_bandwidth_tb_per_s"]) * 1e12
     domain = int(re.findall(r"\d+", facts["scale_up_domain"])[0])

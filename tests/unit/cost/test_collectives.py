@@ -136,13 +136,27 @@ def test_oversubscription_slows_what_crosses_the_switch() -> None:
 
 
 def test_measured_factors_apply_inside_and_between() -> None:
-    twice = (("all_gather", Factor(latency=3.0, bytes=2.0)),)
+    twice = (("all_gather", (Factor(latency=3.0, bytes=Curve.constant(2.0)),)),)
     near, far = one_node(2, collectives=twice), several(2, 1, collectives=twice)
     for cluster, plain in ((near, one_node(2)), (far, several(2, 1))):
         lines = [collective_model(c, "all_gather", [[0, 1]]).lines[0] for c in (cluster, plain)]
-        assert lines[0].latency_s == pytest.approx(3 * lines[1].latency_s)
-        assert lines[0].s_per_byte == pytest.approx(2 * lines[1].s_per_byte)
+        assert lines[0].seconds(0) == pytest.approx(3 * lines[1].seconds(0))
+        assert lines[0].seconds(1e12) == pytest.approx(2 * lines[1].seconds(1e12))
         assert per_byte(cluster, "all_reduce", [[0, 1]]) == per_byte(plain, "all_reduce", [[0, 1]])
+
+
+def test_factors_lie_between_those_that_were_measured() -> None:
+    measured = tuple(
+        Factor(ranks=n, latency=float(n), bytes=Curve(((1e3, 1.0), (1e6, float(n)))))
+        for n in (2, 8)
+    )
+    cluster = one_node(16, CPU, collectives=(("all_gather", measured),))
+    plain = one_node(16, CPU)
+    for n, expected in ((2, 2.0), (4, 4.0), (8, 8.0), (16, 8.0)):
+        lines = [collective_model(c, "all_gather", [range(n)]).lines[0] for c in (cluster, plain)]
+        assert lines[0].latency_s / lines[1].latency_s == pytest.approx(expected)
+        assert lines[0].factor.at(1e9) == pytest.approx(expected)
+        assert lines[0].factor.at(1) == pytest.approx(1.0)
 
 
 def networks() -> st.SearchStrategy[Cluster]:

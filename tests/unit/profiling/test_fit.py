@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.cost import collective_model
+from shardwise.profiling.fit import Timing, errors, fit_line, rounded, speeds, timings
+from shardwise.profiling.machine import assemble
+
+
+def found(speed: float, wires: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a rank of this speed measures."""
+    return {
+        "name": "cpu",
+        "matmul": {"float32": [[64, 1e10 * speed], [512, 4e10 * speed]]},
+        "attention": {"float32": [[64, 1e10 * speed]]},
+        "memory": [[4096, 2e9 * speed], [2**20, 8e9 * speed]],
+        "overhead_s": 2e-6 / speed,
+        "host_bytes_per_s": 5e9 * speed,
+        "reserved_bytes": 2**28,
+        "wires": wires,
+    }
+
+
+def wires(world: int, start_s: float = 1e-4, s_per_byte: float = 1e-9) -> list[dict[str, Any]]:
+    """A link whose collectives take their time in ways that no ring explains."""
+    everyone = [list(range(world))]
+    pairs = [[i, i + 1] for i in range(0, world, 2)]
+    shapes = [("send", [[0, 1]])] + ([("send", pairs)] if world > 2 else [])
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        shapes += [(operation, everyone)] + ([(operation, pairs)] if world > 2 else [])
+    made = []
+    for index, (operation, groups) in enumerate(shapes):
+        for size in (1024, 16384, 2**18, 2**22, 2**26):
+            cache = 1.0 if size < 2**24 else 1.5
+            seconds = start_s * (1 + 0.3 * index) + size * s_per_byte * cache * (1 + 0.2 * index)
+            if operation == "broadcast":
+                seconds += start_s * 3
+            made.append(
+                {"operation": operation, "groups": groups, "bytes": size, "seconds": seconds}
+            )
+    return made
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_model_gives_back_what_was_measured(world: int) -> None:
+    results = [found(1.0, wires(world)) for _ in range(world)]
+    cluster = assemble(results, "cpu")
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    measured = timings(results)
+    assert {t.operation for t in measured} >= {"send", "all_reduce", "reduce_scatter"}
+    assert max(abs(e) for e in errors(cluster, measured)) < 0.2
+
+
+def test_a_slow_rank_is_slow_in_the_file() -> None:
+    cluster = assemble([found(1.0, wires(2)), found(0.5, wires(2))], "cpu")
+    quick, slow = cluster.device(0), cluster.device(1)
+    assert (quick.speed, slow.speed) == (1.0, 0.5)
+    assert slow.matmul_rate("float32", 512, 512, 512) == pytest.approx(2e10)
+    assert quick.matmul_rate("float32", 512, 512, 512) == pytest.approx(4e10)
+    assert slow.overhead_s == 2 * quick.overhead_s
+    assert slow.memory_rate(1e9) == quick.memory_rate(1e9) / 2
+
+
+def test_noise_does_not_make_ranks_unequal() -> None:
+    assert speeds([found(s, []) for s in (1.05, 0.97, 1.0, 0.95)]) == (1.0,) * 4
+    assert speeds([found(s, []) for s in (1.05, 0.97, 0.5, 0.95)]) == (1.0, 1.0, 0.52, 1.0)
+
+
+def test_pairs_that_hinder_each_other_share_a_bus() -> None:
+    crowded = wires(4)
+    for item in crowded:
+        if item["operation"] == "send" and len(item["groups"]) == 2:
+            item["seconds"] *= 2
+    cluster = assemble([found(1.0, crowded)] * 4, "cpu")
+    assert "bus localhost" in cluster.capacities
+    one, two = (collective_model(cluster, "send", g) for g in ([[0, 1]], [[0, 1], [2, 3]]))
+    assert two.seconds(2**26) > 1.5 * one.seconds(2**26)
+    assert two.bottleneck == "bus localhost"
+
+
+def test_one_rank_has_no_link() -> None:
+    cluster = assemble([found(1.0, [])], "cpu")
+    assert cluster.nodes[0].link is None
+    assert cluster.num_ranks == 1
+
+
+def test_lines_never_fall() -> None:
+    points = [
+        Timing(operation="send", groups=((0, 1),), num_bytes=n, seconds=s)
+        for n, s in ((1000, 2e-4), (100000, 1e-4))
+    ]
+    latency_s, s_per_byte = fit_line(points)
+    assert latency_s > 0
+    assert s_per_byte > 0
+    assert rounded(123456.0, digits=2) == 120000.0
