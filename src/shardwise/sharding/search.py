@@ -194,7 +194,8 @@ class Search:
             price = self._price(name, held, needed)
             if price == IMPOSSIBLE:
                 return None
-            if price > 0 and not self.allowed.may_begin(node, name, held[0], needed):
+            free = price == 0 or node.name in task.choices  # a plan says where cuts begin
+            if not (free or self.allowed.may_begin(node, name, held[0], needed)):
                 return None
             if price > 0 and not any(same_placement(h, needed, task.ranks) for h in held):
                 held = (*held, needed)

@@ -147,3 +147,13 @@ class Model:
         for star in self.stars:
             if variable in star.members():
                 star.keep(variable, kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """States by number among all states of a variable; the cost and its bound."""
+
+    chosen: dict[int, int]
+    cost: float
+    bound: float
+    num_variables: int

@@ -8,14 +8,15 @@ What is left out, by rule, so that plans stay regular and the program small:
 - On an axis whose cuts follow inputs, a node is cut only where an operand that depends on inputs
   already can be; parameters are used whole.
 - Partial sums pass through a node only where one of its operands can be partial.
-- Nodes without operands (position tables) are not cut; heads are not cut inside where there are
-  enough of them.
+- Nodes without operands (position tables) are not cut; what is computed from them alone is cut
+  only as one of its uses can be. Heads are not cut inside where there are enough of them.
 
 Whether a whole value counts as R≠ follows `program.sources`: on a mesh axis a value is pure when
 it is computed by the same work on every rank from parameters (and what carries no gradient) alone.
 If all uses of a pure value differ, it is R≠: its partial gradient is reduced at the parameters.
-This is followed for nodes with few ancestors (`PREFIX`: weights that are cast, the first layer);
-later values count as not pure.
+This is followed for nodes with few ancestors (`PREFIX`: weights that are cast, the first norm), in
+graphs that are not `SMALL` up to the first product with an activation that carries a gradient;
+later values count as not pure, at the price of a move that lowering may spare.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from itertools import product
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
 from shardwise.planner.layouts.task import LayoutAxis, LayoutTask, Placements
-from shardwise.sharding.allowed import Allowed
+from shardwise.sharding.allowed import Allowed, constant_values, products
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
 from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.sharding.task import Assignment, Task
 
-PREFIX = 16  # nodes: an embedding, a norm and the products after it, in any notation
+PREFIX = 16  # nodes: an embedding and a norm in any notation, or casts of weights
+SMALL = 24  # nodes: here all that `PREFIX` admits is followed
 Demand = tuple[bool | None, ...]  # per mesh axis: whether an operand is pure, None: either
 
 
@@ -72,6 +74,7 @@ class Pure:
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.parameters = frozenset(p.value for p in graph.parameters)
         self.carries = facts.carries_grad
+        self.ends = frozenset[str]() if len(graph.nodes) <= SMALL else products(graph, facts)
         self.ancestors: dict[str, frozenset[str]] = {}  # of values that may be pure: nodes
         for node in graph.nodes:
             above = self._above(node)
@@ -90,7 +93,7 @@ class Pure:
             return None
         above = frozenset([node.name])
         for name in flowing:
-            if name in self.ancestors:
+            if name in self.ancestors and node.name not in self.ends:
                 above |= self.ancestors[name]
             elif name not in self.parameters:
                 return None
@@ -144,7 +147,15 @@ class Options:
         ]
         self._given: list[dict[str, list[Placement]]] = [{} for _ in task.axes]
         _check_names(graph, task)
-        self.of: dict[str, tuple[Option, ...]] = {n.name: self._joint(n) for n in graph.nodes}
+        rows = [
+            {n.name: self._on_axis(index, n) for n in graph.nodes}
+            for index in range(len(task.axes))
+        ]
+        for index, row in enumerate(rows):
+            self._drop_tables(index, row)
+        self.of: dict[str, tuple[Option, ...]] = {
+            n.name: self._joint(n, [row[n.name] for row in rows]) for n in graph.nodes
+        }
 
     # ------------------------------------------------------------ one axis
 
@@ -214,13 +225,33 @@ class Options:
             begun = True
         return begun
 
+    def _drop_tables(self, index: int, row: dict[str, list[Candidate]]) -> None:
+        """Drop cuts of tables (values of no input and no parameter) that no use can take."""
+        axis = self.task.axes[index]
+        tables = constant_values(self.graph)
+        needed: dict[str, set[Placement]] = {}
+        for node in reversed(self.graph.nodes):
+            if node.outputs[0] in tables and axis.name not in self.task.nodes.get(node.name, {}):
+                row[node.name] = [
+                    c
+                    for c in row[node.name]
+                    if not isinstance(c.choice, Cut)
+                    or any(
+                        same_placement(given, need, axis.ranks)
+                        for name, given in zip(node.outputs, c.results, strict=True)
+                        for need in needed.get(name, ())
+                    )
+                ]
+            for c in row[node.name]:
+                for name, need in zip(node.inputs, c.operands, strict=True):
+                    needed.setdefault(name, set()).add(need)
+
     # ------------------------------------------------------------ all axes
 
-    def _joint(self, node: Node) -> tuple[Option, ...]:
+    def _joint(self, node: Node, per_axis: list[list[Candidate]]) -> tuple[Option, ...]:
         axes = self.task.axes
         rows: list[tuple[Candidate, ...]] = [()]
-        for index in range(len(axes)):
-            mine = self._on_axis(index, node)
+        for index, mine in enumerate(per_axis):
             fit = self._fit[index]
             rows = [
                 (*row, c)

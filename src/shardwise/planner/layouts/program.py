@@ -26,19 +26,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Star, Use
+from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Solved, Star, Use
 
 GAP = 1e-6  # relative: far below what prices are known to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """States by number among all states of a variable; the cost and its bound."""
-
-    chosen: dict[int, int]
-    cost: float
-    bound: float
-    num_variables: int
 
 
 @dataclass(slots=True)

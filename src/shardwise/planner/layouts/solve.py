@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from shardwise.ir import Graph
 from shardwise.planner.layouts.build import Built, build, check_feasible
+from shardwise.planner.layouts.eliminate import solve_by_elimination
+from shardwise.planner.layouts.model import Solved
 from shardwise.planner.layouts.options import Options
-from shardwise.planner.layouts.program import Program, Solved
+from shardwise.planner.layouts.program import Program
 from shardwise.planner.layouts.reduce import Reducer, restore
 from shardwise.planner.layouts.task import LayoutSolution, LayoutTask, Prices
 from shardwise.sharding.factors import Facts
@@ -49,7 +51,9 @@ def _solve(
     built = build(graph, facts, task, options, prices)
     ledger = Reducer(built.model).run()
     check_feasible(built.model, built)
-    solved = Program(built.model).solve(time_limit_s - (time.monotonic() - begun))
+    solved = solve_by_elimination(built.model)
+    if solved is None:
+        solved = Program(built.model).solve(time_limit_s - (time.monotonic() - begun))
     return built, restore(ledger, solved.chosen), solved
 
 
