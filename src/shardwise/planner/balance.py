@@ -14,6 +14,7 @@ level. This takes O(stages * nodes * log nodes).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,17 +34,35 @@ LEAST_GAIN = 1e-3  # for which a cut is moved
 Array = NDArray[Any]
 
 
-def balance(graph: Graph, facts: Facts, ranks: Sequence[int]) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Costs:
+    """The work of every node, and what a cut before it costs: `per_byte` of what crosses there."""
+
+    work: Array
+    crossing: Array
+    per_byte: float
+
+    @staticmethod
+    def relative(graph: Graph, facts: Facts) -> Costs:
+        """In multiply-adds, where nothing is known of the machines."""
+        crossing = np.array(crossing_bytes(graph, facts), dtype=np.float64)
+        return Costs(np.array(node_work(graph, facts)), crossing, PER_CUT_BYTE)
+
+
+def balance(
+    graph: Graph, facts: Facts, ranks: Sequence[float], costs: Costs | None = None
+) -> tuple[int, ...]:
     """The first node of every stage, where stage s has `ranks[s]` ranks for its work.
 
     Every stage gets a node that uses parameters, where the model has enough of them.
     """
     if len(ranks) == 1:
         return (0,)
+    costs = costs or Costs.relative(graph, facts)
     reasons = unfit(graph)
     fit = [index for index in range(len(graph.nodes)) if index not in reasons]
     for owning in (True, False):
-        chain = _Chain(graph, facts, fit, ranks, owning=owning)
+        chain = _Chain(graph, costs, fit, ranks, owning=owning)
         least = chain.least_bound()
         if least is not None:
             return chain.choose(least)
@@ -58,14 +77,14 @@ class _Chain:
     """The places where a stage can begin, with what lies before each; the model's end is last."""
 
     def __init__(
-        self, graph: Graph, facts: Facts, fit: list[int], ranks: Sequence[int], *, owning: bool
+        self, graph: Graph, costs: Costs, fit: list[int], ranks: Sequence[float], *, owning: bool
     ) -> None:
         self.places = [0, *fit, len(graph.nodes)]
         parameters = {p.value for p in graph.parameters}
         owners = [any(name in parameters for name in node.inputs) for node in graph.nodes]
-        crossing = [*crossing_bytes(graph, facts), 0]
-        self.work = _before(node_work(graph, facts))[self.places]
-        self.crossing = np.array(crossing, dtype=np.float64)[self.places]
+        self.per_byte = costs.per_byte
+        self.work = _before(costs.work)[self.places]
+        self.crossing = np.append(costs.crossing, 0.0)[self.places]
         self.speeds = np.array(ranks) / np.mean(ranks)
         # A stage that ends before place j begins at the latest at last[j].
         count = len(self.places)
@@ -91,7 +110,7 @@ class _Chain:
     def _objective(self, begins: list[int]) -> float:
         ends = np.array([*begins[1:], len(self.places) - 1])
         longest = ((self.work[ends] - self.work[begins]) / self.speeds).max()
-        return float(longest + PER_CUT_BYTE * self.crossing[begins].max())
+        return float(longest + self.per_byte * self.crossing[begins].max())
 
     def _first(self, bound: float, speed: float) -> Array:
         """The earliest beginning of a stage of at most `bound` that ends before each place."""

@@ -22,9 +22,7 @@ def starred(place: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", place)
 
 
-def find_choices(
-    nodes: Mapping[str, Mapping[str, str]], graph: Graph
-) -> dict[str, dict[str, str]]:
+def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[str, dict[str, str]]:
     """Node -> mesh axis -> choice; later keys win. A part of a graph has some of the nodes."""
     found: dict[str, dict[str, str]] = {}
     for key, names in _meant(nodes, graph).items():

@@ -19,6 +19,7 @@ from shardwise.ir import Node, Ref, TensorType, map_refs, node_keys
 from shardwise.plans import Resolved
 from shardwise.program.classes import merge_equal, rank_classes
 from shardwise.program.deferral import deferred, refers
+from shardwise.program.local import local_call
 from shardwise.program.moves import Move, plan_moves
 from shardwise.program.program import (
     LocalInput,
@@ -30,7 +31,6 @@ from shardwise.program.program import (
 )
 from shardwise.program.recompute import mark_recompute, recompute_notes
 from shardwise.program.sources import Sources, find_sources
-from shardwise.sharding.candidates import Cut, Pass
 from shardwise.sharding.placements import (
     FANOUT,
     PARTIAL,
@@ -42,7 +42,7 @@ from shardwise.sharding.placements import (
     local_pattern,
     local_shape,
 )
-from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
+from shardwise.sharding.rule import LocalCall, MeshAxis
 
 
 def lower(
@@ -215,38 +215,17 @@ class _Lowering:
 
     def _local_call(self, node: Node, needs: tuple[Layout, ...]) -> LocalCall:
         """The node's call in local sizes; tensor operands keep their order."""
-        rule, call = self.facts.rules[node.name], self.facts.calls[node.name]
-        results = [self.values[name] for name in node.outputs]
-        if rule.localize is not None:
-            local = rule.localize(call, self._local(node, needs))
-            keyed = ((k, self.keys[node.name] if k == "key" else v) for k, v in local.kwargs)
-            return LocalCall(local.fn, local.args, tuple(keyed))
-        if rule.size_arg is not None:
-            return replace_arguments(node, call.arguments, {rule.size_arg: results[0].type.shape})
-        return LocalCall(node.op, node.args, node.kwargs)
-
-    def _local(self, node: Node, needs: tuple[Layout, ...]) -> Local:
-        cuts: dict[str, tuple[str, ...]] = {}
-        partial: list[str] = []
-        for assignment in self.resolved.assignments:
-            choice = assignment.nodes[node.name].choice
-            if isinstance(choice, Cut):
-                cuts[choice.axis] = (*cuts.get(choice.axis, ()), assignment.axis)
-            if isinstance(choice, Pass):
-                partial.append(assignment.axis)
-        shapes = [self.graph.values[name].shape for name in node.inputs]
-        return Local(
-            cuts=cuts,
-            operands=tuple(
-                local_shape(layout, shape, self.coordinate)
-                for layout, shape in zip(needs, shapes, strict=True)
-            ),
-            results=tuple(self.values[name].type.shape for name in node.outputs),
-            result_layouts=tuple(self.values[name].layout for name in node.outputs),
-            operand_layouts=needs,
-            coordinate=self.coordinate,
-            partial=tuple(partial),
+        call = local_call(
+            node,
+            self.facts,
+            self.graph.values,
+            [(a.axis, a.nodes[node.name].choice) for a in self.resolved.assignments],
+            needs,
+            tuple(self.values[name].layout for name in node.outputs),
+            self.coordinate,
         )
+        keyed = ((k, self.keys[node.name] if k == "key" else v) for k, v in call.kwargs)
+        return LocalCall(call.fn, call.args, tuple(keyed))
 
     def _convert(self, value: str, needed: Layout, node: Node | None) -> str:
         """The name under which `value` is at hand in the needed layout, moving it if it is not."""

@@ -159,6 +159,12 @@ class Evaluator:
             found.append((kind, typical, most))
         return found
 
+    def group_layers(
+        self, works: Mapping[Mesh, Works] | Works, setting: Setting, number: int
+    ) -> list[Layers]:
+        """What every class of ranks of a group does at every position."""
+        return [layers for _, layers, _ in self._group(works, setting, number)]
+
     def _layer(
         self, works: Works, rows: float, device: Device, group: Group, setting: Setting
     ) -> Layers:
@@ -168,9 +174,7 @@ class Evaluator:
             self._times[key] = self.clock.node_times(works.at(rows), device, group)
         saving = (setting.recompute, setting.zero, tuple(setting.zeros.items()))
         if (key, saving) not in self._layers:
-            self._layers[key, saving] = Layers(
-                self.fold, works.at(rows), self._times[key], setting
-            )
+            self._layers[key, saving] = Layers(self.fold, works.at(rows), self._times[key], setting)
         return self._layers[key, saving]
 
     def _signature(self, group: Group) -> object:

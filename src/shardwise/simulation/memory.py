@@ -21,7 +21,7 @@ from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers, runs
 from shardwise.simulation.times import Group
-from shardwise.simulation.work import Floats, Work
+from shardwise.simulation.work import Floats
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -94,9 +94,7 @@ def stage_memory(
             gathered += (root + sum(inner[-2:])) * share.itemsize
     if "activations" in setting.offload:
         kept = 0.1 * kept
-    return StageMemory(
-        kept, forward, backward, static, gathered, last, progressive
-    )
+    return StageMemory(kept, forward, backward, static, gathered, last, progressive)
 
 
 def _gradient(itemsize: int, setting: Setting) -> int:

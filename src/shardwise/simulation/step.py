@@ -52,7 +52,12 @@ class Timeline:
         events: list[dict[str, object]] = []
         for group in range(len(self.busy)):
             events.append(
-                {"ph": "M", "name": "process_name", "pid": group, "args": {"name": f"group {group}"}}
+                {
+                    "ph": "M",
+                    "name": "process_name",
+                    "pid": group,
+                    "args": {"name": f"group {group}"},
+                }
             )
             events += [
                 {"ph": "M", "name": "thread_name", "pid": group, "tid": t, "args": {"name": lane}}
@@ -123,8 +128,12 @@ class _Play:
                     left = max(left, span.end) + spent.left
                     spans.append(
                         Span(
-                            group=group, lane="communication", name=f"gradients of {span.action}",
-                            start=left - spent.left, end=left, kind="sync",
+                            group=group,
+                            lane="communication",
+                            name=f"gradients of {span.action}",
+                            start=left - spent.left,
+                            end=left,
+                            kind="sync",
                         )  # fmt: skip
                     )
             mine["bubble"] = computed - sum(span.end - span.start for span in row)
@@ -155,9 +164,7 @@ class _Play:
             elif action.kind == "W":
                 found = play_weight(units, reduce=last, loss=loss)
             else:
-                found = play_backward(
-                    units, reduce=last, weight=action.kind == "B", loss=loss
-                )
+                found = play_backward(units, reduce=last, weight=action.kind == "B", loss=loss)
             self.passes[key] = found
         return self.passes[key]
 
@@ -188,9 +195,7 @@ class _Play:
             rest -= talk + again
         mine["compute"] += max(0.0, rest)
 
-    def _finish(
-        self, group: int, start: float, mine: dict[str, float], spans: list[Span]
-    ) -> float:
+    def _finish(self, group: int, start: float, mine: dict[str, float], spans: list[Span]) -> float:
         """The optimizer's step, and the new parameters; when all is done."""
         stages = [s for s in self.stages if s.group == group]
         seconds = sum(update_seconds(s, self.setting, self.devices[group]) for s in stages)
@@ -200,15 +205,23 @@ class _Play:
         mine["optimizer"], mine["update"] = seconds, gather
         spans.append(
             Span(
-                group=group, lane="compute", name="optimizer", start=start, end=start + seconds,
+                group=group,
+                lane="compute",
+                name="optimizer",
+                start=start,
+                end=start + seconds,
                 kind="optimizer",
             )  # fmt: skip
         )
         if gather:
             spans.append(
                 Span(
-                    group=group, lane="communication", name="new parameters",
-                    start=start + seconds, end=start + seconds + gather, kind="gather",
+                    group=group,
+                    lane="communication",
+                    name="new parameters",
+                    start=start + seconds,
+                    end=start + seconds + gather,
+                    kind="gather",
                 )  # fmt: skip
             )
         return start + seconds + gather

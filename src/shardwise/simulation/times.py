@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.cluster import Cluster, Device, Mesh
-from shardwise.cost import CollectiveModel, OpTable, collective_model, kernel_seconds
+from shardwise.cost import OpTable, call_seconds, kernel_seconds
+from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Work
 
 
@@ -36,9 +37,18 @@ class Group:
 
     mesh: Mesh
     ranks: tuple[int, ...]
+    _along: dict[tuple[str, ...], np.ndarray] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def along(self, axes: Sequence[str]) -> np.ndarray:
         """The groups of ranks that talk along these axes, as rows; an axis of one rank is none."""
+        key = tuple(axes)
+        if key not in self._along:
+            self._along[key] = self._find(key)
+        return self._along[key]
+
+    def _find(self, axes: tuple[str, ...]) -> np.ndarray:
         wanted = [a for a in axes if a in self.mesh.names]
         grid = np.array(self.ranks, dtype=np.int64).reshape(self.mesh.shape or (1,))
         names = list(self.mesh.names)
@@ -73,20 +83,36 @@ class Clock:
         """The times of a rank with this device, in this group."""
         count = len(work.saved)
         found = {name: np.zeros(count) for name in NodeTimes.NAMES}
-        for launch in work.launches:
-            seconds = kernel_seconds(launch.kernel, device, self.table)
-            if launch.phase == FORWARD:
-                found["forward"][launch.node] += seconds
-                found["again"][launch.node] += 0.0 if launch.product else seconds
-            else:
-                found["backward"][launch.node] += seconds
-                found["weight"][launch.node] += seconds if launch.phase == WEIGHT else 0.0
+        if self.table is None:
+            self._compute(work, device, found)
+        else:
+            self._look_up(work, device, self.table, found)
         names: Mapping[int, str] = {FORWARD: "forward_talk", BACKWARD: "backward_talk"}
         for talk in work.talks:
             found[names[talk.phase]][talk.node] += self.talk(
                 talk.op, group, talk.axes, talk.num_bytes
             )
         return NodeTimes(**found)
+
+    def _compute(self, work: Work, device: Device, found: Mapping[str, Floats]) -> None:
+        for launch in work.launches:
+            seconds = kernel_seconds(launch.kernel, device)
+            if launch.phase == FORWARD:
+                found["forward"][launch.node] += seconds
+                found["again"][launch.node] += 0.0 if launch.product else seconds
+            else:
+                found["backward"][launch.node] += seconds
+                found["weight"][launch.node] += seconds if launch.phase == WEIGHT else 0.0
+
+    def _look_up(
+        self, work: Work, device: Device, table: OpTable, found: Mapping[str, Floats]
+    ) -> None:
+        for node, call, product in work.calls:
+            seconds = call_seconds(call, device, table)
+            found["forward"][node] += seconds.forward_s
+            found["again"][node] += 0.0 if product else seconds.forward_s
+            found["backward"][node] += seconds.backward_s
+            found["weight"][node] += seconds.weight_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cost import CallCost, Kernel, call_cost
+from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
 from shardwise.ir import Graph
 from shardwise.program.program import RankProgram, Step
-from shardwise.sharding.rule import MeshAxis
 
 Floats = NDArray[np.float64]
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is what only gradients of parameters need
@@ -80,6 +79,7 @@ class Work:
 
     rows: float
     launches: tuple[Launch, ...]
+    calls: tuple[tuple[int, Signature, bool], ...]  # node, call, whether a product: to look up
     talks: tuple[Talk, ...]
     parameters: tuple[Held, ...]
     saved: Floats  # made here and kept for backward
@@ -96,6 +96,11 @@ class Work:
         "saved", "saved_full", "saved_selective", "unsaved", "gradients", "forward_extra",
         "backward_extra", "crossing",
     )  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        """Of all kernels, forward and backward."""
+        return sum(launch.kernel.flops for launch in self.launches)
 
     def between(self, other: Work, rows: float) -> Work:
         """The work of another number of rows, on the line through this one and `other`."""
@@ -155,6 +160,8 @@ class _Reader:
         self.used: dict[str, list[int]] = {}  # memory -> nodes that use it
         self.keepers: dict[str, list[int]] = {}  # memory -> nodes whose backward needs it
         self.products: set[str] = set()
+        self.strides: dict[str, tuple[int, ...]] = {}
+        self.calls: list[tuple[int, Signature, bool]] = []
         self.launches: list[Launch] = []
         self.talks: list[Talk] = []
         count = len(graph.nodes)
@@ -172,6 +179,7 @@ class _Reader:
         return Work(
             rows=rows,
             launches=tuple(self.launches),
+            calls=tuple(self.calls),
             talks=tuple(self.talks),
             parameters=tuple(self._parameters()),
             forward_extra=self.forward,
@@ -208,28 +216,15 @@ class _Reader:
             self.backward[at] = max(self.backward[at], whole)
 
     def _call(self, step: Step, at: int) -> None:
-        names = step.inputs
-        types = [self.program.values[n].type for n in names]
-        grads = frozenset(
-            i for i, n in enumerate(names) if step.grad_enabled and self._has_grad(n)
-        )
-        if not any(self._has_grad(o) for o in step.outputs):
-            grads = frozenset()
-        weights = frozenset(i for i, n in enumerate(names) if n in self.parameters)
-        cost = call_cost(step.fn, step.args, dict(step.kwargs), types, grads, weights)
+        call = self._signature(step)
+        cost = cost_of(call)
         if cost.note:
-            self.notes.setdefault(f"{step.fn}: {cost.note}")
-        roots = [self._use(n, at) for n in names]
-        self._launch(cost, at)
-        self._talk(step, cost, at)
-        view = not cost.forward and bool(names)
-        for out in step.outputs:
-            if view:
-                self.root[out] = roots[0]
-            else:
-                self.made[out] = at
-        if any(launch.kind != "memory" for launch in cost.forward):
-            self.products |= set(step.outputs)
+            self.notes.setdefault(cost.note)
+        roots = [self._use(n, at) for n in step.inputs]
+        self._launch(call, cost, at)
+        self._define(step, cost, roots, at)
+        for phase, found in ((FORWARD, cost.talks), (BACKWARD, cost.talks_backward)):
+            self.talks += [Talk(at, phase, t.op, t.axes, float(t.num_bytes)) for t in found]
         for saved in cost.saved:
             if saved.operand is not None:
                 self.keepers.setdefault(roots[saved.operand], []).append(at)
@@ -238,15 +233,49 @@ class _Reader:
                 self.keepers.setdefault(self.root.get(out, out), []).append(at)
             else:
                 self.own[at] += saved.num_bytes
-        made = 0 if view else sum(self._bytes(o) for o in step.outputs)
-        self.forward[at] = max(self.forward[at], made + cost.temporary_bytes)
         given = sum(self._bytes(o) for o in step.outputs if self._has_grad(o))
-        taken = sum(self._bytes(names[i]) for i in grads if names[i] not in self.parameters)
-        if grads and cost.backward:
-            self.backward[at] = max(self.backward[at], given + taken + cost.temporary_bytes)
+        fresh = sum(size for i, size in cost.gradients if step.inputs[i] not in self.parameters)
+        if cost.backward:
+            needed = given + fresh + cost.backward_temporary_bytes
+            self.backward[at] = max(self.backward[at], needed)
 
-    def _launch(self, cost: CallCost, at: int) -> None:
+    def _signature(self, step: Step) -> Signature:
+        names = step.inputs
+        trained = step.grad_enabled and any(self._has_grad(o) for o in step.outputs)
+        return call_signature(
+            step.fn,
+            step.args,
+            step.kwargs,
+            [self.program.values[n].type for n in names],
+            frozenset(i for i, n in enumerate(names) if trained and self._has_grad(n)),
+            frozenset(i for i, n in enumerate(names) if n in self.parameters),
+            results=[self.program.values[o].type for o in step.outputs],
+            strides=[self.strides.get(n) for n in names],
+            autocast=step.autocast,
+            function=self.graph.functions.get(step.fn),
+        )
+
+    def _define(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> None:
+        """Note what a call makes: memory of its own, or other views of an operand's."""
+        made = 0
+        for index, out in enumerate(step.outputs):
+            alias = cost.aliases[index] if index < len(cost.aliases) else None
+            if alias is not None:
+                self.root[out] = roots[alias]
+            else:
+                self.made[out] = at
+                made += self._bytes(out)
+            if index < len(cost.strides) and not _is_dense(
+                self.program.values[out].type.shape, cost.strides[index]
+            ):
+                self.strides[out] = cost.strides[index]
+        if any(kernel.kind != "memory" for kernel in cost.forward):
+            self.products |= set(step.outputs)
+        self.forward[at] = max(self.forward[at], made + cost.forward_temporary_bytes)
+
+    def _launch(self, call: Signature, cost: CallCost, at: int) -> None:
         product = any(kernel.kind != "memory" for kernel in cost.forward)
+        self.calls.append((at, call, product))
         self.launches += [Launch(at, FORWARD, k, product) for k in cost.forward]
         weight = list(cost.weight)
         for kernel in cost.backward:
@@ -255,11 +284,6 @@ class _Reader:
                 self.launches.append(Launch(at, WEIGHT, kernel))
             else:
                 self.launches.append(Launch(at, BACKWARD, kernel))
-
-    def _talk(self, step: Step, cost: CallCost, at: int) -> None:
-        axes = tuple(dict.fromkeys(a for m in _mesh_axes(step) for a in m.names))
-        for phase, found in ((FORWARD, cost.talks), (BACKWARD, cost.talks_backward)):
-            self.talks += [Talk(at, phase, op, axes, float(size)) for op, size in found]
 
     def _memory(self) -> dict[str, Floats]:
         count = len(self.graph.nodes)
@@ -328,16 +352,10 @@ def _add(array: Floats, first: int, last: int, size: float) -> None:
         array[last] -= size
 
 
-def _mesh_axes(step: Step) -> list[MeshAxis]:
-    found: list[MeshAxis] = []
-
-    def look(arg: object) -> None:
-        if isinstance(arg, MeshAxis):
-            found.append(arg)
-        elif isinstance(arg, tuple | list):
-            for item in arg:
-                look(item)
-
-    look(step.args)
-    look([value for _, value in step.kwargs])
-    return found
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True

@@ -33,24 +33,29 @@ class Works:
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
         self.rows = batch_rows(fold.graph)
         self._exact: dict[int, Work] = {}
-        self._linear: tuple[Work, Work] | None = None
+        self._line: tuple[Work, Work] | None = None
 
     def at(self, rows: float) -> Work:
         """The work of a rank whose micro-batch has `rows` of the batch."""
         if not self.batch or self.rows <= 1:
             return self._lowered(1)
-        if self._linear is None:
-            self._linear = self._line()
-        low, high = self._linear
-        return low if low is high else low.between(high, rows)
+        if self._line is None:
+            self._line = self._find_line()
+        low, high = self._line
+        if low is high:  # not linear: other axes cut the rows as well
+            return self._lowered(max(1, min(self.rows, round(self.rows / rows))))
+        return low.between(high, rows)
 
-    def _line(self) -> tuple[Work, Work]:
-        """Two programs that differ in rows."""
+    def _find_line(self) -> tuple[Work, Work]:
+        """Two programs of few rows, if a third one is on the line through them."""
         one = self._lowered(self.rows)
-        for parts in (self.rows // 2, 1):
-            other = self._lowered(max(1, parts))
-            if other.rows > one.rows and one.alike(other):
-                return one, other
+        if self.rows < 3:
+            return one, self._lowered(1)
+        two, more = self._lowered(-(-self.rows // 2)), self._lowered(-(-self.rows // 4))
+        if one.rows < two.rows and one.alike(two) and one.alike(more):
+            line = one.between(two, more.rows)
+            if abs(line.flops - more.flops) <= TOLERANCE * more.flops:
+                return one, two
         return one, one
 
     def _lowered(self, parts: int) -> Work:

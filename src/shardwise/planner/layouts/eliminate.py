@@ -11,12 +11,11 @@ point are few, so that this is quicker than the integer program, and exact as we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from math import prod
 
 import numpy as np
 
-from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Solved, Star
+from shardwise.planner.layouts.model import Floats, Ints, Model, Solved, Star
 
 MAX_ENTRIES = 4_000_000  # of the largest table: 32 MB, some 30 ms to make
 MAX_TOTAL = 40_000_000  # of all tables together
@@ -42,7 +41,7 @@ def solve_by_elimination(model: Model) -> Solved | None:
         return None
     tables: list[tuple[Scope, Floats]] = [((n,), v.unary) for n, v in model.variables.items()]
     tables += list(model.pairs.items())
-    tables += [(_scope(star), star_table(star)) for star in model.stars]
+    tables += [(_scope(star), star.table()) for star in model.stars]
     done: list[_Eliminated] = []
     constant = model.constant
     for variable in order:
@@ -107,51 +106,3 @@ def _add(
 
 def _scope(star: Star) -> Scope:
     return tuple(star.members())
-
-
-def star_table(star: Star) -> Floats:
-    """What a star costs for all states of the producer and of its uses."""
-    holds = sorted(set(star.held.tolist()))
-    needs = [sorted(set(use.need.tolist())) for use in star.uses]
-    small = np.stack([_held_table(star, h, needs) for h in holds])
-    rows = [np.searchsorted(holds, star.held)]
-    rows += [np.searchsorted(n, u.need) for n, u in zip(needs, star.uses, strict=True)]
-    table = small[np.ix_(*rows)]
-    ends = tuple(i + 1 for i, use in enumerate(star.uses) if use.variable is None)
-    return np.asarray(table.squeeze(axis=ends))
-
-
-def _held_table(star: Star, held: int, needs: list[list[int]]) -> Floats:
-    """The costs of one holding over the needs of every use: each move once."""
-    count = len(needs)
-
-    def along(index: int, values: list[float]) -> Floats:
-        shape = [1] * count
-        shape[index] = len(values)
-        return np.asarray(values, dtype=np.float64).reshape(shape)
-
-    total = np.zeros([len(n) for n in needs])
-    paths = [[star.steps[held, n] for n in mine] for mine in needs]
-    for i, mine in enumerate(paths):
-        total = total + along(i, [INF if path is None else 0.0 for path in mine])
-    for step in sorted({s for mine in paths for path in mine for s in path or ()}):
-        price = star.prices[held, step]
-        if price > 0:
-            spared = reduce(
-                np.multiply,
-                (
-                    along(i, [float(step not in (path or ())) for path in mine])
-                    for i, mine in enumerate(paths)
-                ),
-            )
-            total = total + price * (1.0 - spared)
-    for axis in sorted(star.whole[held]):
-        lacking = reduce(
-            np.multiply,
-            (
-                along(i, [float(axis not in star.same[n]) for n in mine])
-                for i, mine in enumerate(needs)
-            ),
-        )
-        total = np.where(np.broadcast_to(lacking, total.shape) > 0, INF, total)
-    return total

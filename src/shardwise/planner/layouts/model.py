@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +97,29 @@ class Star:
             taken.update(path)
         return float(sum(self.prices[held, step] for step in sorted(taken)))
 
+    def classes(self) -> tuple[list[int], list[list[int]]]:
+        """The holdings and the needs of every use that are left, in order."""
+        return sorted(set(self.held.tolist())), [sorted(set(u.need.tolist())) for u in self.uses]
+
+    def num_entries(self) -> int:
+        """How many costs `small_table` has."""
+        holds, needs = self.classes()
+        return len(holds) * prod(len(n) for n in needs)
+
+    def small_table(self) -> Floats:
+        """What each holding and each need of every use cost together."""
+        holds, needs = self.classes()
+        return np.stack([_held_table(self, held, needs) for held in holds])
+
+    def table(self) -> Floats:
+        """The costs for all states of the producer and of the uses that have a variable."""
+        holds, needs = self.classes()
+        rows = [np.searchsorted(holds, self.held)]
+        rows += [np.searchsorted(n, u.need) for n, u in zip(needs, self.uses, strict=True)]
+        table = self.small_table()[np.ix_(*rows)]
+        ends = tuple(i + 1 for i, use in enumerate(self.uses) if use.variable is None)
+        return np.asarray(table.squeeze(axis=ends))
+
     def members(self) -> list[int]:
         """The variables it joins, the producer first."""
         return [self.producer, *(u.variable for u in self.uses if u.variable is not None)]
@@ -157,3 +182,39 @@ class Solved:
     cost: float
     bound: float
     num_variables: int
+
+
+def _held_table(star: Star, held: int, needs: list[list[int]]) -> Floats:
+    """The costs of one holding over the needs of every use: each move once."""
+    count = len(needs)
+
+    def along(index: int, values: list[float]) -> Floats:
+        shape = [1] * count
+        shape[index] = len(values)
+        return np.asarray(values, dtype=np.float64).reshape(shape)
+
+    total = np.zeros([len(n) for n in needs])
+    paths = [[star.steps[held, n] for n in mine] for mine in needs]
+    for i, mine in enumerate(paths):
+        total = total + along(i, [INF if path is None else 0.0 for path in mine])
+    for step in sorted({s for mine in paths for path in mine for s in path or ()}):
+        price = star.prices[held, step]
+        if price > 0:
+            spared = reduce(
+                np.multiply,
+                (
+                    along(i, [float(step not in (path or ())) for path in mine])
+                    for i, mine in enumerate(paths)
+                ),
+            )
+            total = total + price * (1.0 - spared)
+    for axis in sorted(star.whole[held]):
+        lacking = reduce(
+            np.multiply,
+            (
+                along(i, [float(axis not in star.same[n]) for n in mine])
+                for i, mine in enumerate(needs)
+            ),
+        )
+        total = np.where(np.broadcast_to(lacking, total.shape) > 0, INF, total)
+    return total

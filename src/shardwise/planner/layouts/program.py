@@ -28,6 +28,7 @@ from scipy.sparse import csr_array
 from shardwise.errors import InfeasiblePlan
 from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Solved, Star, Use
 
+OBJECTIVE = 1e3  # about the least objective in the solver's units; it stops within 1e-6 of the best
 GAP = 1e-6  # relative: far below what prices are known to
 
 
@@ -183,13 +184,22 @@ class Program:
         left = self.model.limit - self.model.weight
         self.rows.add([(c, w / scale) for c, w in terms], -INF, left / scale)
 
+    def _scale(self, costs: Floats) -> float:
+        """The unit of the objective, so that the solver's absolute tolerances do not matter."""
+        least = self.model.constant
+        least += sum(float(v.unary.min()) for v in self.model.variables.values())
+        positive = costs[costs > 0]
+        if least <= 0:
+            return float(positive.min()) if positive.size else 1.0
+        return least / OBJECTIVE
+
     def _run(self, time_limit_s: float) -> Solved:
         rows, model = self.rows, self.model
         matrix = csr_array(
             (rows.entries, rows.columns, rows.starts), shape=(len(rows.low), len(self.costs))
         )
         costs = np.asarray(self.costs)
-        scale = float(np.abs(costs[costs != 0]).max()) if np.any(costs != 0) else 1.0
+        scale = self._scale(costs)
         upper = np.where(np.asarray(self.integral) == 1, 1.0, np.inf)
         result = milp(
             costs / scale,

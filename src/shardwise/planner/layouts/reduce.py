@@ -42,6 +42,7 @@ class Reducer:
         self.model = model
         self.ledger: list[Eliminated] = []
         self.dirty: set[int] = set(model.variables)
+        self.tables: dict[int, tuple[tuple[list[int], list[list[int]]], Floats]] = {}
 
     def run(self) -> list[Eliminated]:
         """All reductions until none helps; the ledger of eliminated variables."""
@@ -111,17 +112,31 @@ class Reducer:
                 return
             better = _plus(better, _least_gain(table, table))
         for star in model.stars:
-            if star.producer == number:
-                better = _plus(better, _producer_gain(star))
-            for use in star.uses:
-                if use.variable == number:
-                    better = _plus(better, _use_gain(star, use))
+            if number in star.members():
+                better = _plus(better, self._star_gain(star, number))
         alive = np.ones(size, dtype=bool)
         np.fill_diagonal(better, -INF)
         for state in np.lexsort((-variable.index, -variable.unary)):
             if np.any(alive & (better[state] >= 0)):
                 alive[state] = False
         self._keep(number, alive)
+
+    def _star_gain(self, star: Star, number: int) -> Floats:
+        """The least that another state of a variable saves in a star, or a bound on it."""
+        use = next((u for u in star.uses if u.variable == number), None)
+        holds, needs = star.classes()
+        axis = 0 if use is None else 1 + star.uses.index(use)
+        mine = holds if use is None else needs[axis - 1]
+        if star.num_entries() * len(mine) > MAX_COMPARED:
+            return _producer_gain(star) if use is None else _use_gain(star, use)
+        key = id(star)
+        known = self.tables.get(key)
+        if known is None or known[0] != (holds, needs):
+            known = self.tables[key] = ((holds, needs), star.small_table())
+        table = np.moveaxis(known[1], axis, 0).reshape(len(mine), -1)
+        gain = _least_gain(table, table)
+        rows = np.searchsorted(mine, star.held if use is None else use.need)
+        return np.asarray(gain[np.ix_(rows, rows)])
 
     # ------------------------------------------------------------ stars
 

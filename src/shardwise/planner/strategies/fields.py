@@ -64,7 +64,7 @@ def parameter_entries(
             for axis, cut in _layout(resolved[stage], parameter.value).items():
                 cuts.setdefault(axis, cut)
         found[parameter.name] = ParameterEntry(layout=cuts, zero=zero)
-    return _fold(found)
+    return fold_entries(found)
 
 
 def _homes(graph: Graph, stages: list[Stage]) -> dict[str, int]:
@@ -88,7 +88,8 @@ def _layout(resolved: Resolved, value: str) -> dict[str, str]:
     return cuts
 
 
-def _fold(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEntry]:
+def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEntry]:
+    """Equal entries of numbered modules as one glob."""
     groups: dict[str, list[str]] = {}
     for name in entries:
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)

@@ -1,0 +1,214 @@
+"""`plan(graph, cluster)`: the best plan for this model on these machines.
+
+Enters: a `Graph`, a `Cluster`, and what the user wants fixed. Leaves: a `Plan` whose `search` says
+why: its estimate, the runners-up, the gaps, what limits it and what relaxing that would buy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
+from shardwise.ir import Graph
+from shardwise.planner.progress import Progress
+from shardwise.planner.search.bank import Bank
+from shardwise.planner.search.grouping import groupings
+from shardwise.planner.search.infeasible import infeasible
+from shardwise.planner.search.report import search_report
+from shardwise.planner.search.search import Found, Search
+from shardwise.planner.search.space import Fixed, Limits, points
+from shardwise.planner.search.write import write_plan
+from shardwise.plans import Plan, Precision
+from shardwise.sharding.factors import analyze
+from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
+from shardwise.simulation.estimate import Evaluator
+from shardwise.simulation.fold import Fold
+
+SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    constraints: Mapping[str, Any] | None = None,
+    memory_gib: float | None = None,
+    precision: str | Precision | None = None,
+    table: OpTable | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Plan:
+    """The plan with the shortest simulated step that fits in memory.
+
+    `constraints` maps globs of parameters to a cut ("0", "whole") or to cuts by mesh axis. Options
+    fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`, `microbatches`, `zero`,
+    `recompute`, `offload`. `memory_gib` is what a plan may use of each device. Raises
+    `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.
+    """
+    fixed = Fixed.of(options)
+    kinds = Precision.of(precision)
+    with Progress("planning", shown=progress) as bar:
+        search = _prepare(graph, cluster, constraints, memory_gib, kinds, table, bar.update)
+        limits = _limits(search, graph, cluster)
+        _check_fixed(fixed, cluster, limits)
+        found = _run(search, limits, fixed)
+        if not found.feasible:
+            raise infeasible(found, search, fixed, limits)
+        report = search_report(found, search, fixed, cluster, memory_gib)
+    return write_plan(graph, search.fold, cluster, found.best, report, kinds)
+
+
+def _prepare(
+    graph: Graph,
+    cluster: Cluster,
+    constraints: Mapping[str, Any] | None,
+    memory_gib: float | None,
+    precision: Precision,
+    table: OpTable | None,
+    report: Callable[[str], None],
+) -> Search:
+    fixed = fixed_parameters(graph, constraints or {})
+    fold = Fold.of(graph, said=lambda path, nodes: _said(path, fixed, graph))
+    facts = analyze(fold.graph)
+    evaluator = Evaluator(fold, cluster, table)
+    values = {p.value for p in fold.graph.parameters}
+    bank = Bank(
+        fold,
+        facts,
+        evaluator,
+        {value: placements for value, placements in fixed.items() if value in values},
+        {},
+        report,
+    )
+    rates = _rates(bank, evaluator)
+
+    def groups(pp: int) -> Any:
+        key = pp
+        if key not in known:
+            kinds = [int(k) for k in evaluator.kind]
+            known[key] = groupings(cluster.num_ranks, rates, kinds, pp)
+        return known[key]
+
+    known: dict[int, Any] = {}
+    limit = memory_gib * 2**30 if memory_gib is not None else None
+    return Search(graph, bank, evaluator, groups, precision, limit, report)
+
+
+def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
+    """All points; layouts that spare memory where memory limits, host memory where nothing fits."""
+    wanted = list(points(limits, fixed))
+    found = search.run(wanted)
+    if found.limited_by_memory:
+        lean = [replace(point, layout=1) for point in wanted if point.tp > 1]
+        found = search.run([*wanted, *lean])
+    if not found.feasible and fixed.offload is None:
+        found = search.run(points(limits, fixed, offloads=True))
+    return found
+
+
+def _limits(search: Search, graph: Graph, cluster: Cluster) -> Limits:
+    """One stage per block, or per module with parameters; tensor parallelism inside a node."""
+    named = len({block for block in search.fold.blocks if block})
+    modules = len({p.name.rpartition(".")[0] for p in graph.parameters})
+    cuts = any(dim is not None for dim in search.bank.inputs.values())
+    names = [cluster.node_of(rank).name for rank in range(cluster.num_ranks)]
+    node = max(Counter(names).values())
+    return Limits(
+        ranks=cluster.num_ranks,
+        rows=search.bank.rows if cuts else 1,
+        stages=max(1, named if named > 1 else min(modules, 16)),
+        tensor_ranks=max(node, min(cluster.num_ranks, SMALL_CLUSTER)),
+    )
+
+
+def _rates(bank: Bank, evaluator: Evaluator) -> list[float]:
+    """How fast every rank is at this model's work."""
+    if len(evaluator.devices) == 1:
+        return [1.0] * len(evaluator.kind)
+    works = bank.get(1, 0).works
+    from shardwise.cluster import Mesh
+    from shardwise.simulation.times import Group
+
+    alone = Group(mesh=Mesh(), ranks=(0,))
+    seconds = []
+    for device in evaluator.devices:
+        times = evaluator.clock.node_times(
+            works.at(max(1, works.rows // len(evaluator.kind))), device, alone
+        )
+        seconds.append(float((times.forward + times.backward).sum()))
+    return [min(seconds) / seconds[kind] for kind in evaluator.kind]
+
+
+def fixed_parameters(
+    graph: Graph, constraints: Mapping[str, Any]
+) -> dict[str, dict[str, Placement]]:
+    """Placements by value and mesh axis that the user's constraints ask for."""
+    names = [n for p in graph.parameters for n in (p.name, *p.aliases)]
+    found: dict[str, dict[str, Placement]] = {}
+    for glob, wanted in constraints.items():
+        cuts = wanted if isinstance(wanted, Mapping) else {"tp": wanted}
+        cuts = cuts.get("layout", cuts)
+        matched = [
+            p for p in graph.parameters if any(fnmatchcase(n, glob) for n in (p.name, *p.aliases))
+        ]
+        if not matched:
+            raise PlanError(
+                f"constraint {glob!r} matches none of the {len(names)} parameters"
+                f"{did_you_mean(glob, names)}"
+            )
+        for parameter in matched:
+            shape = graph.values[parameter.value].shape
+            for axis, cut in cuts.items():
+                try:
+                    placement = REPLICATE if cut == "whole" else parse_shard(str(cut), shape)
+                except RuleError as error:
+                    raise PlanError(
+                        f"constraint {glob!r} on {parameter.name}: {error.message}",
+                        hint=error.hint,
+                    ) from None
+                found.setdefault(parameter.value, {})[axis] = placement
+    return found
+
+
+def _said(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
+    """What the user fixed of a block's parameters: other blocks are of another kind."""
+    if not fixed:
+        return ""
+    mine = {
+        p.name.removeprefix(f"{path}."): {a: str(c) for a, c in fixed[p.value].items()}
+        for p in graph.parameters
+        if p.value in fixed and p.name.startswith(f"{path}.")
+    }
+    return str(sorted(mine.items())) if mine else ""
+
+
+def _check_fixed(fixed: Fixed, cluster: Cluster, limits: Limits) -> None:
+    total, rows = cluster.num_ranks, limits.rows
+    sizes = {a: n for a in ("dp", "tp", "pp") if (n := getattr(fixed, a)) is not None}
+    for axis, size in sizes.items():
+        if size < 1 or total % size:
+            raise InfeasiblePlan(
+                f"{axis}={size} does not divide the {total} ranks of {cluster.name}",
+                hint=f"{axis}={max(d for d in range(1, total + 1) if total % d == 0 and d <= max(size, 1))}",
+            )
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if total % product or (len(sizes) == 3 and product != total):
+        text = " x ".join(f"{a}={n}" for a, n in sizes.items())
+        raise InfeasiblePlan(
+            f"{text} = {product} ranks, {cluster.name} has {total}", hint="leave one of them out"
+        )
+    if fixed.dp is not None and fixed.dp > rows:
+        raise InfeasiblePlan(f"dp={fixed.dp}, the batch has {rows} rows", hint=f"dp={rows}")
+    if fixed.microbatches is not None and fixed.microbatches > rows:
+        raise InfeasiblePlan(
+            f"microbatches={fixed.microbatches}, the batch has {rows} rows",
+            hint=f"microbatches={rows}",
+        )

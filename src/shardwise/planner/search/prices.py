@@ -1,0 +1,168 @@
+"""The prices of layouts: the same costs that the simulator plays, node by node.
+
+Enters: a graph on a mesh, a device and the cluster's clock. Leaves: `CallPrices`, which the inner
+problem asks for nodes, moves and parameters.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from shardwise.cluster import Device
+from shardwise.cost import call_signature, cost_of, kernel_seconds
+from shardwise.ir import Graph, Node
+from shardwise.planner.layouts.task import LayoutTask, Placements
+from shardwise.program.local import local_call
+from shardwise.program.moves import plan_moves
+from shardwise.sharding.candidates import Candidate
+from shardwise.sharding.factors import Facts
+from shardwise.sharding.placements import Layout, Replicate, local_shape
+from shardwise.simulation.times import Clock, Group
+from shardwise.simulation.work import TALKS
+
+STATE_BYTES = 16.0  # of one trained element: float32 weight, gradient and two states of AdamW
+EXPOSED = 0.3  # the part of gradient synchronization that backward does not hide, as a guess
+
+
+class CallPrices:
+    """Seconds of one micro-batch on one rank.
+
+    `task` has the mesh by which shapes follow: its batch axis stands for data parallelism and
+    micro-batches together. `group` are the ranks that talk. What is paid once a step counts
+    `1 / microbatches`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        facts: Facts,
+        task: LayoutTask,
+        group: Group,
+        device: Device,
+        clock: Clock,
+        microbatches: float = 1.0,
+    ) -> None:
+        self.graph, self.facts, self.device, self.clock = graph, facts, device, clock
+        self.group, self.microbatches = group, microbatches
+        self.names = task.names
+        self.sizes = task.sizes
+        self.coordinate = {axis.name: (0, axis.ranks) for axis in task.axes}
+        self.parameters = {p.value: p for p in graph.parameters}
+        self.by_name = {p.name: p for p in graph.parameters}
+        self.whole = {s.value for s in (*graph.inputs, *graph.buffers, *graph.constants)}
+
+    def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
+        """Forward and backward of a node on its local shapes."""
+        needs, gives = self._layouts(node, choice)
+        call = local_call(
+            node,
+            self.facts,
+            self.graph.values,
+            [(axis, c.choice) for axis, c in zip(self.names, choice, strict=True)],
+            needs,
+            gives,
+            self.coordinate,
+        )
+        cost = cost_of(self._signature(node, call.fn, call.args, call.kwargs, needs, gives))
+        seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
+        for talk in (*cost.talks, *cost.talks_backward):
+            seconds += self.clock.talk(talk.op, self.group, talk.axes, talk.num_bytes)
+        return seconds
+
+    def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
+        """Communication of forward, and with `grad` of backward."""
+        seconds = 0.0
+        before, after = self._layout(held), self._layout(needed)
+        for move in plan_moves(before, after, self.sizes, grad):
+            size = max(self._bytes(value, move.before), self._bytes(value, move.layout))
+            if move.fn == "rt.all_to_all":
+                size = self._bytes(value, move.before)
+            forward, backward = TALKS[move.fn]
+            for op in (forward, backward if grad else ""):
+                if op and value not in self.whole:
+                    seconds += self.clock.talk(op, self.group, move.axes, size)
+        return seconds
+
+    def hold(self, parameter: str, stored: Placements) -> float:
+        """Synchronizing the gradient, and the optimizer's work, per micro-batch."""
+        found = self._parameter(parameter)
+        layout = self._layout(stored)
+        sync = tuple(
+            a
+            for a, p in layout.axes
+            if isinstance(p, Replicate) and p.differs and self.sizes[a] > 1
+        )
+        size = self._bytes(found.value, layout)
+        if not found.requires_grad:
+            return 0.0
+        seconds = EXPOSED * self.clock.talk("all_reduce", self.group, sync, size)
+        numel = size / self.graph.values[found.value].dtype.itemsize
+        seconds += 28.0 * numel / self.device.memory_rate(28.0 * numel)
+        return seconds / self.microbatches
+
+    def stored_bytes(self, parameter: str, stored: Placements) -> float:
+        """A parameter with its gradient and optimizer state."""
+        found = self._parameter(parameter)
+        kind = self.graph.values[found.value].dtype.itemsize
+        size = self._bytes(found.value, self._layout(stored))
+        return size + (STATE_BYTES * size / kind if found.requires_grad else 0.0)
+
+    def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
+        """What a node keeps for backward."""
+        needs, gives = self._layouts(node, choice)
+        call = local_call(
+            node,
+            self.facts,
+            self.graph.values,
+            [(axis, c.choice) for axis, c in zip(self.names, choice, strict=True)],
+            needs,
+            gives,
+            self.coordinate,
+        )
+        cost = cost_of(self._signature(node, call.fn, call.args, call.kwargs, needs, gives))
+        return float(sum(s.num_bytes for s in cost.saved if s.operand is None))
+
+    def _parameter(self, name: str) -> object:
+        return self.by_name.get(name) or self.parameters[name]
+
+    def _layouts(
+        self, node: Node, choice: tuple[Candidate, ...]
+    ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        needs = tuple(
+            self._layout(tuple(c.operands[i] for c in choice)) for i in range(len(node.inputs))
+        )
+        gives = tuple(
+            self._layout(tuple(c.results[i] for c in choice)) for i in range(len(node.outputs))
+        )
+        return needs, gives
+
+    def _layout(self, placements: Placements) -> Layout:
+        return Layout(tuple(zip(self.names, placements, strict=True)))
+
+    def _bytes(self, value: str, layout: Layout) -> float:
+        kind = self.graph.values[value]
+        return float(prod(local_shape(layout, kind.shape, self.coordinate)) * kind.dtype.itemsize)
+
+    def _signature(self, node, fn, args, kwargs, needs, gives):  # type: ignore[no-untyped-def]
+        types = self.graph.values
+        grads = self.facts.carries_grad
+        trained = node.grad_enabled and any(o in grads for o in node.outputs)
+        operands = [
+            type(types[n])(local_shape(layout, types[n].shape, self.coordinate), types[n].dtype)
+            for n, layout in zip(node.inputs, needs, strict=True)
+        ]
+        results = [
+            type(types[n])(local_shape(layout, types[n].shape, self.coordinate), types[n].dtype)
+            for n, layout in zip(node.outputs, gives, strict=True)
+        ]
+        return call_signature(
+            fn,
+            args,
+            kwargs,
+            operands,
+            frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads),
+            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
+            results=results,
+            autocast=node.autocast,
+            function=self.graph.functions.get(fn),
+        )

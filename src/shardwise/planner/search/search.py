@@ -1,0 +1,317 @@
+"""The search: every point has a lower bound; the promising ones are simulated, best first.
+
+Enters: a folded model on a cluster, what is fixed, a memory limit. Leaves: `Found`: the simulated
+points in the order of their step times, and what the bounds say of the rest.
+
+A point's bound is the work of its busiest group of ranks and what must come before and after it;
+nothing that the simulator adds can make a step shorter. So when the best simulated step is at most
+the next bound, no other point is better, in simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwise.cluster import Device
+from shardwise.errors import ShardwiseError
+from shardwise.ir import Graph
+from shardwise.planner.balance import Costs, balance
+from shardwise.planner.search.bank import Bank, Layouts
+from shardwise.planner.search.grouping import Grouping
+from shardwise.planner.search.space import Point
+from shardwise.plans import Precision
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.memory import StageMemory, stage_memory
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.stages import Layers
+from shardwise.simulation.times import Group
+
+MOST_SIMULATED = 400
+RUNNERS_UP = 5
+ROOM = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A simulated point."""
+
+    point: Point
+    setting: Setting
+    estimate: Estimate
+    layouts: Layouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A point with its bounds: no step is quicker, no rank needs less memory."""
+
+    point: Point
+    seconds: float
+    memory: float  # of the fullest rank, as a part of its device's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the search came to, best first."""
+
+    feasible: tuple[Candidate, ...]
+    infeasible: tuple[Candidate, ...]
+    bounds: tuple[Bound, ...]  # of all points
+    next_bound_s: float  # of the first point that was not simulated
+    points: int
+
+    @property
+    def best(self) -> Candidate:
+        return self.feasible[0]
+
+    @property
+    def limited_by_memory(self) -> bool:
+        """Whether a point that does not fit might be quicker than the best that does."""
+        best = self.best.estimate.step_time_s if self.feasible else float("inf")
+        return any(bound.memory > 1 and bound.seconds < best for bound in self.bounds) or any(
+            other.estimate.step_time_s < best for other in self.infeasible
+        )
+
+    @property
+    def gap(self) -> float:
+        """How much quicker, as a part of the step, a point that was not simulated could be."""
+        time = self.best.estimate.step_time_s
+        return max(0.0, 1 - self.next_bound_s / time)
+
+
+class Search:
+    """Bounds and simulations of one model on one cluster."""
+
+    def __init__(
+        self,
+        graph: Graph | None,
+        bank: Bank,
+        evaluator: Evaluator,
+        groupings: Callable[[int], Sequence[Grouping]],
+        precision: Precision,
+        memory_limit: float | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.graph, self.bank, self.evaluator = graph, bank, evaluator
+        self.groupings, self.precision, self.report = groupings, precision, report
+        self.memory_limit = memory_limit
+        self.fold = evaluator.fold
+        self._cuts: dict[object, tuple[int, ...]] = {}
+        self._memory: dict[object, StageMemory] = {}
+        self._grouped: dict[object, tuple[Group, ...]] = {}
+
+    def run(self, points: Iterable[Point]) -> Found:
+        """Bound all points, then simulate until no bound is below the best."""
+        bounds = []
+        for point in points:
+            for grouping in range(len(self.groupings(point.pp))):
+                bound = self._bound(replace(point, grouping=grouping))
+                if bound is not None:
+                    bounds.append(bound)
+        bounds.sort(key=lambda b: (b.seconds, str(b.point)))
+        self.report(f"{len(bounds)} points")
+        feasible: list[Candidate] = []
+        infeasible: list[Candidate] = []
+        best, simulated, left = float("inf"), 0, float("inf")
+        for at, bound in enumerate(bounds):
+            enough = len(feasible) >= RUNNERS_UP
+            if bound.seconds >= best and enough:
+                left = bound.seconds
+                break
+            if bound.memory > 1.0:
+                continue
+            if simulated >= MOST_SIMULATED:
+                left = bound.seconds
+                break
+            candidate = self.simulate(bound.point)
+            simulated += 1
+            if candidate.estimate.fits:
+                feasible.append(candidate)
+                best = min(best, candidate.estimate.step_time_s)
+            else:
+                infeasible.append(candidate)
+            if at % 20 == 0:
+                self.report(f"simulated {simulated} of {len(bounds)} points")
+        feasible.sort(key=lambda c: (c.estimate.step_time_s, str(c.point)))
+        return Found(
+            feasible=tuple(feasible),
+            infeasible=tuple(infeasible),
+            bounds=tuple(bounds),
+            next_bound_s=left,
+            points=len(bounds),
+        )
+
+    def simulate(self, point: Point) -> Candidate:
+        """The simulated step of a point."""
+        layouts = self.bank.get(point.tp, point.layout)
+        setting = self.setting(point, layouts)
+        estimate = self.evaluator.estimate(layouts.works, setting)
+        return Candidate(
+            point=point, setting=setting, estimate=self._limited(estimate), layouts=layouts
+        )
+
+    def setting(self, point: Point, layouts: Layouts) -> Setting:
+        """How a point's step runs."""
+        groups = self._groups(point, layouts)
+        cuts = self._cut(point, layouts, groups)
+        schedule = None
+        if point.pp > 1 or point.microbatches > 1:
+            schedule = self.evaluator.schedule(
+                point.schedule or "1f1b", point.pp, point.microbatches, point.stages
+            )
+        placement = schedule.placement if schedule else (0,)
+        return Setting(
+            groups=groups,
+            cuts=cuts,
+            placement=placement,
+            schedule=schedule,
+            microbatches=point.microbatches,
+            zero=point.zero,
+            recompute=point.recompute,
+            offload=point.offload,
+            precision=self.precision,
+        )
+
+    # ------------------------------------------------------------ bounds
+
+    def _bound(self, point: Point) -> Bound | None:
+        try:
+            layouts = self.bank.get(point.tp, point.layout)
+            setting = self.setting(point, layouts)
+        except ShardwiseError:  # too few places for so many stages, or nothing to cut
+            return None
+        bounds = np.array([*setting.cuts, self.fold.size])
+        alike = len(self.evaluator.devices) == 1
+        first = self._layers(layouts, setting, 0)
+        layers = [first if alike else self._layers(layouts, setting, g) for g in range(point.pp)]
+        times = self._times(layers, bounds, setting.placement, alike)
+        firsts = {group: at for at, group in reversed(list(enumerate(setting.placement)))}
+        busy = np.bincount(setting.placement, weights=times) * point.microbatches
+        ramp = np.concatenate([[0.0], np.cumsum(times)])[[firsts[g] for g in range(point.pp)]]
+        seconds, fullest = 0.0, 0.0
+        for group in range(point.pp):
+            if alike and point.pp > 3 and group not in (0, 1, point.pp - 1):
+                seconds = max(seconds, float(busy[group] + ramp[group]))
+                continue
+            mine = [s for s, g in enumerate(setting.placement) if g == group]
+            tail = self._tail(mine, bounds, layers[group], setting)
+            seconds = max(seconds, float(busy[group] + ramp[group]) + tail)
+            full = self._fullest(point, group, mine, bounds, layers[group], setting)
+            fullest = max(fullest, full)
+        return Bound(point=point, seconds=seconds, memory=fullest)
+
+    def _times(
+        self, layers: Sequence[Layers], bounds: np.ndarray, placement: Sequence[int], alike: bool
+    ) -> np.ndarray:
+        """Forward and backward of one micro-batch, of every stage."""
+        if alike:
+            sums = layers[0].sums["forward"] + layers[0].sums["backward"]
+            return np.diff(sums[bounds])
+        return np.array(
+            [
+                layers[group].total("forward", bounds[s], bounds[s + 1])
+                + layers[group].total("backward", bounds[s], bounds[s + 1])
+                for s, group in enumerate(placement)
+            ]
+        )
+
+    def _tail(
+        self, stages: Sequence[int], bounds: Sequence[int], layers: Layers, setting: Setting
+    ) -> float:
+        """The optimizer's reading and writing, at least."""
+        device = self._device(setting.groups[setting.placement[stages[0]]])
+        numel = 0.0
+        for (axes, zero), share in layers.parameters.items():
+            ranks = setting.groups[setting.placement[stages[0]]].along(axes).shape[-1]
+            mine = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
+            numel += mine / (ranks if zero else 1)
+        return 28.0 * numel / device.memory_rate(max(28.0 * numel, 1.0))
+
+    def _fullest(
+        self,
+        point: Point,
+        group: int,
+        stages: Sequence[int],
+        bounds: Sequence[int],
+        layers: Layers,
+        setting: Setting,
+    ) -> float:
+        """The least memory that a group's rank needs, as a part of its device's."""
+        members = setting.groups[group]
+        waiting = min(point.microbatches, max(1, point.pp - group))
+        total = 0.0
+        for stage in stages:
+            first, end = bounds[stage], bounds[stage + 1]
+            key = (id(layers), first, end, members.mesh, point.offload, point.microbatches == 1)
+            if key not in self._memory:
+                self._memory[key] = stage_memory(first, end, layers, members, setting)
+            memory = self._memory[key]
+            total += sum(memory.static.values()) - memory.static["gradients"] * memory.progressive
+            total += memory.kept * (waiting / len(stages) if len(stages) > 1 else waiting)
+        return total / self._limit(self._device(members))
+
+    def _limit(self, device: Device) -> float:
+        limit = float(device.usable_bytes)
+        return min(limit, self.memory_limit) if self.memory_limit is not None else limit
+
+    def _limited(self, estimate: Estimate) -> Estimate:
+        if self.memory_limit is None:
+            return estimate
+        uses = tuple(
+            replace(use, limit_bytes=min(use.limit_bytes, self.memory_limit))
+            for use in estimate.memory
+        )
+        return replace(estimate, memory=uses)
+
+    # ------------------------------------------------------------ parts
+
+    def _device(self, group: Group) -> Device:
+        kinds = {int(self.evaluator.kind[rank]) for rank in group.ranks}
+        return min((self.evaluator.devices[k] for k in kinds), key=lambda d: d.usable_bytes)
+
+    def _layers(self, layouts: Layouts, setting: Setting, group: int) -> Layers:
+        found = self.evaluator.group_layers(layouts.works, setting, group)
+        return max(found, key=lambda layers: layers.sums["backward"][-1])
+
+    def _groups(self, point: Point, layouts: Layouts) -> tuple[Group, ...]:
+        key = (point.pp, point.grouping, layouts.axes)
+        if key not in self._grouped:
+            grouping = self.groupings(point.pp)[point.grouping]
+            self._grouped[key] = grouping.groups(point.tp, layouts.axes)
+        return self._grouped[key]
+
+    def _cut(self, point: Point, layouts: Layouts, groups: Sequence[Group]) -> tuple[int, ...]:
+        if point.stages == 1:
+            return (0,)
+        speeds = self.groupings(point.pp)[point.grouping].speeds
+        names = self.evaluator.schedule(
+            point.schedule or "1f1b", point.pp, max(point.microbatches, point.pp), point.stages
+        ).placement
+        key = (id(layouts), point.stages, tuple(speeds[g] for g in names))
+        if key not in self._cuts:
+            self._cuts[key] = self._balanced(layouts, groups, [speeds[g] for g in names])
+        return self._cuts[key]
+
+    def _balanced(
+        self, layouts: Layouts, groups: Sequence[Group], speeds: Sequence[float]
+    ) -> tuple[int, ...]:
+        if self.graph is None:
+            raise ShardwiseError("stages of a folded model need its graph")
+        setting = Setting(groups=tuple(groups), cuts=(0,), placement=(0,))
+        layers = self.evaluator.group_layers(layouts.works, setting, 0)[0]
+        work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
+        crossing = self.fold.spread(layers.work.crossing)
+        per_byte = self._per_byte(groups)
+        costs = Costs(work, crossing, per_byte)
+        return balance(self.graph, self.bank.facts, speeds, costs)
+
+    def _per_byte(self, groups: Sequence[Group]) -> float:
+        """Seconds that a byte takes to the next stage."""
+        if len(groups) < 2:
+            return 0.0
+        pairs = np.array([[groups[0].ranks[0], groups[1].ranks[0]]])
+        model = self.evaluator.clock.collective("send", pairs)
+        return (model.seconds(2.0e6) - model.seconds(1.0e6)) / 1.0e6

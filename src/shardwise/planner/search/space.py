@@ -1,0 +1,191 @@
+"""The points that the search compares: how ranks are divided, and how a step runs.
+
+Enters: a cluster, a model's rows and blocks, and what the user fixed. Leaves: `Point`s, all that
+are possible, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.errors import InfeasiblePlan, did_you_mean
+
+RECOMPUTES = ("none", "selective", "full")
+MOST_STAGES = 128
+VIRTUAL = (2, 3, 4, 6, 8)
+MICROBATCH_COUNTS = 14  # of all divisors of a rank's rows, at most so many are tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One way to run a step."""
+
+    dp: int
+    tp: int
+    pp: int
+    virtual: int = 1
+    schedule: str = ""
+    microbatches: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    offload: tuple[str, ...] = ()
+    layout: int = 0  # which of the layouts that were solved for `tp`: 0 quickest, 1 leanest
+    grouping: int = 0  # which order of unequal devices
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+    def __str__(self) -> str:
+        parts = [f"dp={self.dp}", f"tp={self.tp}", f"pp={self.pp}"]
+        if self.pp > 1:
+            parts.append(self.schedule + (f" x{self.virtual}" if self.virtual > 1 else ""))
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} micro-batches")
+        if self.dp > 1 or self.zero:
+            parts.append(f"zero {self.zero}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.offload:
+            parts.append(f"offload {'+'.join(self.offload)}")
+        if self.layout:
+            parts.append("lean layouts")
+        if self.grouping:
+            parts.append(f"device order {self.grouping}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far the search goes: no more data-parallel ranks than rows, no more stages than blocks,
+    tensor parallelism inside of what is closely linked.
+    """
+
+    ranks: int
+    rows: int  # 1 where the batch cannot be cut
+    stages: int
+    tensor_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What the user decided; None leaves it to the search."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    virtual_stages: int | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    offload: tuple[str, ...] | None = None
+
+    @staticmethod
+    def of(options: dict[str, object]) -> Fixed:
+        """From keyword arguments; unknown ones name the nearest."""
+        known = Fixed.__slots__
+        for name in options:
+            if name not in known:
+                raise InfeasiblePlan(
+                    f"plan() has no option {name!r}{did_you_mean(name, list(known))}",
+                    hint=", ".join(known),
+                )
+        offload = options.get("offload")
+        if isinstance(offload, str):
+            options = {**options, "offload": (offload,)}
+        elif offload is not None:
+            options = {**options, "offload": tuple(offload)}  # type: ignore[arg-type]
+        return Fixed(**options)  # type: ignore[arg-type]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def points(limits: Limits, fixed: Fixed, *, offloads: bool = False) -> Iterator[Point]:
+    """All points; `offloads` adds those that keep something in host memory."""
+    rows, most_stages = limits.rows, limits.stages
+    for dp, tp, pp in meshes(limits, fixed):
+        for virtual, schedule in _schedules(pp, most_stages, fixed):
+            for count in _microbatches(rows, dp, pp, fixed):
+                if virtual > 1 and schedule == "interleaved" and count < pp:
+                    continue
+                yield from _savings(dp, tp, pp, virtual, schedule, count, fixed, offloads)
+
+
+def meshes(limits: Limits, fixed: Fixed) -> Iterator[tuple[int, int, int]]:
+    """All (dp, tp, pp) that use every rank."""
+    num_ranks = limits.ranks
+    for pp in divisors(num_ranks):
+        if (fixed.pp or pp) != pp or pp > min(limits.stages, MOST_STAGES):
+            continue
+        for tp in divisors(num_ranks // pp):
+            dp = num_ranks // pp // tp
+            if (fixed.tp or tp) != tp or (fixed.dp or dp) != dp:
+                continue
+            if fixed.tp is None and tp > limits.tensor_ranks:
+                continue
+            if dp > 1 and dp > limits.rows:
+                continue
+            yield dp, tp, pp
+
+
+def _schedules(pp: int, most_stages: int, fixed: Fixed) -> list[tuple[int, str]]:
+    if pp == 1:
+        return [(1, "")]
+    found = [(1, "1f1b"), (1, "zb_h1")]
+    found += [(v, "interleaved") for v in VIRTUAL if pp * v <= most_stages]
+    if 2 * pp <= most_stages:
+        found.append((2, "zb_v"))
+    if fixed.schedule is not None:
+        name = {"zero_bubble": "zb_h1"}.get(fixed.schedule, fixed.schedule)
+        known = [pair for pair in found if pair[1] == name]
+        found = known or [(fixed.virtual_stages or 1, name)]
+    if fixed.virtual_stages is not None:
+        found = [pair for pair in found if pair[0] == fixed.virtual_stages] or [
+            (fixed.virtual_stages, "interleaved" if fixed.virtual_stages > 1 else "1f1b")
+        ]
+    return found
+
+
+def _microbatches(rows: int, dp: int, pp: int, fixed: Fixed) -> list[int]:
+    """Counts that leave every rank whole rows; any count where that is impossible."""
+    if fixed.microbatches is not None:
+        return [fixed.microbatches] if fixed.microbatches * dp <= rows else []
+    each = rows // dp
+    if each < 1:
+        return []
+    counts = [c for c in divisors(each) if rows % (dp * c) == 0] or divisors(each)
+    if len(counts) > MICROBATCH_COUNTS:
+        keep = len(counts) / MICROBATCH_COUNTS
+        counts = sorted({counts[int(i * keep)] for i in range(MICROBATCH_COUNTS)} | {counts[-1]})
+    return counts
+
+
+def _savings(
+    dp: int, tp: int, pp: int, virtual: int, schedule: str, count: int, fixed: Fixed, offloads: bool
+) -> Iterator[Point]:
+    zeros = [fixed.zero] if fixed.zero is not None else ([0, 1, 2, 3] if dp > 1 else [0])
+    recomputes = [fixed.recompute] if fixed.recompute is not None else list(RECOMPUTES)
+    hosts: list[tuple[str, ...]] = [()]
+    if fixed.offload is not None:
+        hosts = [fixed.offload]
+    elif offloads:
+        hosts = [("optimizer",), ("optimizer", "activations")]
+    for zero in zeros:
+        for recompute in recomputes:
+            for offload in hosts:
+                yield Point(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    virtual=virtual,
+                    schedule=schedule,
+                    microbatches=count,
+                    zero=zero,
+                    recompute=recompute,
+                    offload=offload,
+                )

@@ -1,0 +1,111 @@
+"""A plan from a simulated point: the decisions, and what the search found on its way.
+
+Enters: the best candidate, and the runners-up. Leaves: a `Plan`. Layouts of the folded graph hold
+for all layers that a node stands for; equal entries of numbered modules become one glob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.cluster import Cluster
+from shardwise.ir import Graph, node_keys
+from shardwise.planner.search.search import Candidate
+from shardwise.planner.strategies.fields import batch_inputs, blocks, fold_entries
+from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
+from shardwise.plans.choices import starred
+from shardwise.simulation.fold import Fold
+
+Choices = dict[str, dict[str, str]]
+
+
+def write_plan(
+    graph: Graph,
+    fold: Fold,
+    cluster: Cluster,
+    candidate: Candidate,
+    search: Mapping[str, object],
+    precision: Precision,
+) -> Plan:
+    """The plan of a candidate for the whole graph."""
+    point, setting = candidate.point, candidate.setting
+    nodes, parameters = candidate.layouts.solution.as_choices()
+    meshes = [group.mesh for group in setting.groups]
+    roles = {
+        axis: "batch" if axis == "dp" else "parameters" for mesh in meshes for axis in mesh.names
+    }
+    places = fold.places
+    stages = tuple(
+        Stage(
+            first=places[first] if first else "",
+            ranks=_numbered(setting.groups, group),
+            mesh=meshes[group],
+        )
+        for first, group in zip(setting.cuts, setting.placement, strict=True)
+    )
+    scheduled = len(stages) > 1 or point.microbatches > 1
+    splits = point.dp > 1 or point.microbatches > 1 or any("dp" in m.names for m in meshes)
+    return Plan(
+        name="auto",
+        model=graph.name,
+        fingerprint=model_fingerprint(graph),
+        mesh=meshes[0],
+        roles=roles or {},
+        inputs=batch_inputs(graph, None) if splits else {},
+        parameters=_parameters(graph, fold, parameters, roles, point.zero),
+        nodes=_nodes(graph, fold, nodes, roles),
+        units=blocks(graph),
+        stages=stages if len(stages) > 1 else (),
+        schedule=(point.schedule or "1f1b") if scheduled else "",
+        microbatches=point.microbatches,
+        recompute=point.recompute,
+        precision=precision,
+        offload=point.offload,
+        search=search,
+    )
+
+
+def _numbered(groups: object, group: int) -> tuple[int, ...]:
+    return groups[group].ranks  # type: ignore[index]
+
+
+def _parameters(
+    graph: Graph, fold: Fold, cuts: Choices, roles: Mapping[str, str], zero: int
+) -> dict[str, ParameterEntry]:
+    """The entry of every parameter: that of the one which stands for it."""
+    axes = [axis for axis, role in roles.items() if role == "parameters"]
+    by_star: dict[str, dict[str, str]] = {}
+    for name in cuts:
+        by_star[starred(name)] = cuts[name]  # the last block of a kind stands for those after it
+    found = {}
+    for parameter in graph.parameters:
+        mine = cuts.get(parameter.name) or by_star.get(starred(parameter.name)) or {}
+        layout = {axis: mine.get(axis, "whole") for axis in axes}
+        found[parameter.name] = ParameterEntry(layout=layout, zero=zero)
+    return fold_entries(found)
+
+
+def _nodes(
+    graph: Graph, fold: Fold, choices: Choices, roles: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """The choice of every node on axes that cut parameters, by place, with globs."""
+    axes = [axis for axis, role in roles.items() if role == "parameters"]
+    if not axes:
+        return {}
+    keys = list(node_keys(graph).values())
+    found: dict[str, dict[str, str]] = {}
+    for at, place in enumerate(keys):
+        if fold.order[at] < 0:
+            continue
+        mine = choices[fold.graph.nodes[fold.order[at]].name]
+        found[place] = {axis: mine[axis] for axis in axes}
+    groups: dict[str, list[str]] = {}
+    for place in found:
+        groups.setdefault(starred(place), []).append(place)
+    folded: dict[str, dict[str, str]] = {}
+    for glob, names in groups.items():
+        if all(found[n] == found[names[0]] for n in names):
+            folded[glob if len(names) > 1 else names[0]] = found[names[0]]
+        else:
+            folded |= {n: found[n] for n in names}
+    return folded
