@@ -10,24 +10,16 @@ point are few, so that this is quicker than the integer program, and exact as we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from shardwise.planner.layouts.model import Floats, Ints, Model, Solved, Star
+from shardwise.planner.layouts.model import INF, Floats, Model, Solved, Star
 
-MAX_ENTRIES = 4_000_000  # of the largest table: 32 MB, some 30 ms to make
-MAX_TOTAL = 40_000_000  # of all tables together
+MAX_ENTRIES = 20_000_000  # of the largest table before the least is taken: some 50 ms
+MAX_TOTAL = 80_000_000  # of all tables together
 
 Scope = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Eliminated:
-    variable: int
-    scope: Scope  # the other variables of its table
-    best: Ints  # the best state for theirs
 
 
 def solve_by_elimination(model: Model) -> Solved | None:
@@ -42,15 +34,13 @@ def solve_by_elimination(model: Model) -> Solved | None:
     tables: list[tuple[Scope, Floats]] = [((n,), v.unary) for n, v in model.variables.items()]
     tables += list(model.pairs.items())
     tables += [(_scope(star), star.table()) for star in model.stars]
-    done: list[_Eliminated] = []
+    done: list[tuple[int, list[tuple[Scope, Floats]]]] = []
     constant = model.constant
     for variable in order:
         mine = [entry for entry in tables if variable in entry[0]]
         tables = [entry for entry in tables if variable not in entry[0]]
-        scope, table = _add(mine, variable, sizes)
-        best = table.argmin(axis=-1)
-        done.append(_Eliminated(variable, scope, best))
-        least = np.take_along_axis(table, best[..., None], axis=-1)[..., 0]
+        done.append((variable, mine))
+        scope, least = _least(mine, variable, sizes)
         if scope:
             tables.append((scope, least))
         else:
@@ -58,8 +48,11 @@ def solve_by_elimination(model: Model) -> Solved | None:
     if not np.isfinite(constant):
         return None  # the integer program says that nothing satisfies what is fixed
     states: dict[int, int] = {}
-    for entry in reversed(done):
-        states[entry.variable] = int(entry.best[tuple(states[v] for v in entry.scope)])
+    for variable, mine in reversed(done):
+        costs = np.zeros(sizes[variable])
+        for scope, table in mine:
+            costs += table[tuple(states.get(v, slice(None)) for v in scope)]
+        states[variable] = int(np.argmin(costs))
     chosen = {n: int(model.variables[n].index[state]) for n, state in states.items()}
     return Solved(chosen=chosen, cost=constant, bound=constant, num_variables=sum(sizes.values()))
 
@@ -89,19 +82,23 @@ def elimination_order(sizes: dict[int, int], scopes: list[Scope]) -> list[int] |
     return order
 
 
-def _add(
+def _least(
     tables: list[tuple[Scope, Floats]], variable: int, sizes: dict[int, int]
 ) -> tuple[Scope, Floats]:
-    """The sum of tables over all their variables, this one last."""
+    """The least over a variable's states of the sum of tables, over their other variables."""
     scope = tuple(sorted({v for s, _ in tables for v in s} - {variable}))
-    axes = (*scope, variable)
-    place = {v: i for i, v in enumerate(axes)}
-    total = np.zeros(tuple(sizes[v] for v in axes))
-    for mine, table in tables:
-        order = sorted(range(len(mine)), key=lambda i: place[mine[i]])
-        shape = [sizes[v] if v in mine else 1 for v in axes]
-        total += table.transpose(order).reshape(shape)
-    return scope, total
+    rows = []
+    for mine, table in sorted(tables, key=lambda entry: entry[1].size):
+        order = sorted(range(len(mine)), key=lambda i: (mine[i] != variable, mine[i]))
+        shape = [sizes[v] if v in mine else 1 for v in scope]
+        rows.append(table.transpose(order).reshape([sizes[variable], *shape]))
+    least = np.full([sizes[v] for v in scope], INF)
+    for state in range(sizes[variable]):
+        total = rows[0][state]
+        for row in rows[1:]:
+            total = total + row[state]
+        np.minimum(least, total, out=least)
+    return scope, least
 
 
 def _scope(star: Star) -> Scope:

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Star, Use
 
-MAX_COMPARED = 4_000_000  # elements of the largest array that dominance may make: 32 MB
+MAX_COMPARED = 1_000_000  # elements of the largest array that dominance may make: 8 MB
 MAX_JOINED = 40_000  # entries of a table that elimination may make
 
 
@@ -42,7 +42,7 @@ class Reducer:
         self.model = model
         self.ledger: list[Eliminated] = []
         self.dirty: set[int] = set(model.variables)
-        self.tables: dict[int, tuple[tuple[list[int], list[list[int]]], Floats]] = {}
+        self.tables: dict[str, tuple[tuple[list[int], list[list[int]]], Floats]] = {}
 
     def run(self) -> list[Eliminated]:
         """All reductions until none helps; the ledger of eliminated variables."""
@@ -122,19 +122,20 @@ class Reducer:
         self._keep(number, alive)
 
     def _star_gain(self, star: Star, number: int) -> Floats:
-        """The least that another state of a variable saves in a star, or a bound on it."""
+        """The least that another state of a variable saves in a star."""
         use = next((u for u in star.uses if u.variable == number), None)
         holds, needs = star.classes()
         axis = 0 if use is None else 1 + star.uses.index(use)
         mine = holds if use is None else needs[axis - 1]
         if star.num_entries() * len(mine) > MAX_COMPARED:
-            return _producer_gain(star) if use is None else _use_gain(star, use)
-        key = id(star)
-        known = self.tables.get(key)
-        if known is None or known[0] != (holds, needs):
-            known = self.tables[key] = ((holds, needs), star.small_table())
-        table = np.moveaxis(known[1], axis, 0).reshape(len(mine), -1)
-        gain = _least_gain(table, table)
+            gain = np.full((len(mine), len(mine)), -INF)  # only those that are alike compare
+            np.fill_diagonal(gain, 0.0)
+        else:
+            known = self.tables.get(star.value)
+            if known is None or known[0] != (holds, needs):
+                known = self.tables[star.value] = ((holds, needs), star.small_table())
+            table = np.moveaxis(known[1], axis, 0).reshape(len(mine), -1)
+            gain = _least_gain(table, table)
         rows = np.searchsorted(mine, star.held if use is None else use.need)
         return np.asarray(gain[np.ix_(rows, rows)])
 
@@ -264,61 +265,6 @@ def _plus(a: Floats, b: Floats) -> Floats:
         total = a + b
     total[np.isnan(total)] = -INF
     return np.asarray(total)
-
-
-def _costs(star: Star, holds: list[int], needs: list[int]) -> Floats:
-    """What moving from each holding to each need costs alone."""
-    return np.array([[star_cost(star, h, n) for n in needs] for h in holds])
-
-
-def star_cost(star: Star, held: int, need: int) -> float:
-    """What moving from a holding to a need costs alone."""
-    path = star.steps[held, need]
-    return INF if path is None else float(sum(star.prices[held, s] for s in path))
-
-
-def _producer_gain(star: Star) -> Floats:
-    """A bound on what holding `t` instead of `s` saves in this star.
-
-    The star costs at least its dearest use, thus their mean, and at most the sum of its uses.
-    """
-    holds = sorted(set(star.held.tolist()))
-    count = len(star.uses)
-    bound = np.zeros((len(holds), len(holds)))
-    for use in star.uses:
-        cost = _costs(star, holds, sorted(set(use.need.tolist())))
-        bound = _plus(bound, _least_gain(cost / count, cost))
-    np.fill_diagonal(bound, 0.0)
-    for i, a in enumerate(holds):
-        for j, b in enumerate(holds):
-            if not star.whole[b] <= star.whole[a]:
-                bound[i, j] = -INF
-    rows = np.searchsorted(holds, star.held)
-    return np.asarray(bound[np.ix_(rows, rows)])
-
-
-def _use_gain(star: Star, use: Use) -> Floats:
-    """A bound on what need `t` instead of `s` saves: moves of `s` that no other use can share."""
-    holds = sorted(set(star.held.tolist()))
-    needs = sorted(set(use.need.tolist()))
-    cost = _costs(star, holds, needs)
-    own = cost.copy()
-    others = {n for u in star.uses if u is not use for n in u.need.tolist()}
-    for i, h in enumerate(holds):
-        common = {s for n in others for s in star.steps[h, n] or ()}
-        for j, n in enumerate(needs):
-            path = star.steps[h, n]
-            if path is not None:
-                own[i, j] = sum(star.prices[h, s] for s in path if s not in common)
-    gain = _least_gain(own.T, cost.T)
-    np.fill_diagonal(gain, 0.0)
-    if any(star.whole[h] for h in holds):
-        for i, a in enumerate(needs):
-            for j, b in enumerate(needs):
-                if not star.same[a] <= star.same[b]:
-                    gain[i, j] = -INF
-    rows = np.searchsorted(needs, use.need)
-    return np.asarray(gain[np.ix_(rows, rows)])
 
 
 def _shares(star: Star, held: set[int], needs: list[set[int]]) -> bool:
