@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("README.md", 1),
         ("docs/tour.md", None),
+        ("docs/guides/clusters.md", None),
         pytest.param("docs/guides/pipelines.md", None, marks=pytest.mark.slow),
     ],
 )
