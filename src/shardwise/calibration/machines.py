@@ -1,32 +1,37 @@
 """The machines that a row names.
 
 Enters: a device label such as "H100-80GB (DGX-H100)" and text such as "8x400Gb/s IB per node".
-Leaves: `Machine`: the preset, and the figures that the text changes.
+Leaves: `Machine`: the preset, and the figures that the text changes; and the `Cluster` of a row.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardwise.calibration.constants import REACHED, Reached
+from shardwise.calibration.rows import Row
 from shardwise.calibration.values import Unusable, is_empty
+from shardwise.cluster import Cluster, Link
 
 GIB = 2**30
 _GB = 1e9
 
-# Name in a label -> preset, most specific first. DGX-A100 was first sold with 40 GB.
+# Name in a label -> preset, and the entry of `REACHED` for it; most specific first. DGX-A100 was
+# first sold with 40 GB.
 _LABELS = (
-    (r"GB200|GB300", "gb200"),
-    (r"B300", "b300"),
-    (r"B200", "b200"),
-    (r"H200", "h200"),
-    (r"H100|H800", "h100"),
-    (r"A100.*80\s*G|A800", "a100-80"),
-    (r"A100.*40\s*G|DGX[\s_-]?A100|P4D\b", "a100-40"),
-    (r"A100", "a100-80"),
-    (r"V100.*16\s*G|V100.*P3\.16XLARGE", "v100-16"),
-    (r"V100", "v100"),
-    (r"MI300X?", "mi300x"),
+    (r"GB200|GB300", "gb200", "dgx"),
+    (r"B300", "b300", "dgx"),
+    (r"B200", "b200", "dgx"),
+    (r"H200", "h200", "dgx"),
+    (r"DGX[\s_-]?H100|H100.*DGX", "h100", "dgx"),
+    (r"H100|H800", "h100", "h100"),
+    (r"A100.*80\s*G|A800", "a100-80", "a100"),
+    (r"A100.*40\s*G|DGX[\s_-]?A100", "a100-40", "a100"),
+    (r"A100", "a100-80", "a100"),
+    (r"V100.*16\s*G|V100.*P3\.16XLARGE", "v100-16", "v100"),
+    (r"V100", "v100", "v100"),
+    (r"MI300X?", "mi300x", "dgx"),
 )
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*-?\s*G(?:i?B)?\b", re.IGNORECASE)
 
@@ -42,6 +47,7 @@ _INSTANCES_GBIT = {
 # One port of an InfiniBand generation, in Gbit/s (infinibandta.org roadmap, 4 lanes).
 _PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
+_SAME_MEMORY = 0.06  # GB and GiB, and what error correction takes
 _PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
 
 
@@ -50,6 +56,7 @@ class Machine:
     """A preset by name, and what a row's text says otherwise (None: as the preset has it)."""
 
     preset: str
+    reached: Reached
     memory_bytes: int | None = None
     node_network_bytes_per_s: float | None = None
     device_network_bytes_per_s: float | None = None
@@ -58,12 +65,13 @@ class Machine:
 
 def read_machine(gpu: str, interconnect: str) -> Machine:
     """The machine of a device label and a text about its links."""
-    preset = read_device(gpu)
+    preset, kind = read_device(gpu)
     sizes = [float(size) for size in _MEMORY.findall(gpu)]
     text = "" if is_empty(interconnect) else interconnect
     node, device = _network(gpu, text)
     return Machine(
         preset=preset,
+        reached=REACHED[kind],
         memory_bytes=round(sizes[0] * GIB) if sizes else None,
         node_network_bytes_per_s=node,
         device_network_bytes_per_s=device,
@@ -71,15 +79,57 @@ def read_machine(gpu: str, interconnect: str) -> Machine:
     )
 
 
-def read_device(label: str) -> str:
-    """The preset for a device label.
+def cluster_of(row: Row) -> Cluster:
+    """The row's machines: a preset, with what the row says otherwise."""
+    machine = read_machine(row.gpu, row.interconnect)
+    usual = Cluster.preset(machine.preset).nodes[0].count
+    per_node = row.gpus_per_node or usual
+    while row.gpus % per_node:  # the largest equal nodes
+        per_node -= 1
+    network = machine.node_network_bytes_per_s
+    if machine.device_network_bytes_per_s is not None:
+        network = machine.device_network_bytes_per_s * per_node
+    cluster = Cluster.preset(
+        machine.preset,
+        nodes=row.gpus // per_node,
+        devices_per_node=per_node,
+        nic_gbit_per_s=None if network is None else network * 8 / _GB,
+    )
+    return _changed(cluster, machine)
+
+
+def _changed(cluster: Cluster, machine: Machine) -> Cluster:
+    """With what training steps reach, and another memory or link where a row says so."""
+    (node,) = cluster.nodes
+    device, link = machine.reached.on(node.device), node.link
+    memory = machine.memory_bytes
+    if memory is not None and abs(memory / device.memory_bytes - 1) > _SAME_MEMORY:
+        device = replace(device, memory_bytes=memory)
+    network = cluster.network
+    if link is not None:
+        link = _link_of(link, machine)
+    else:
+        domains = tuple(replace(d, link=_link_of(d.link, machine)) for d in network.domains)
+        network = replace(network, domains=domains)
+    node = replace(node, devices=(device,) * node.count, link=link)
+    return replace(cluster, nodes=(node,), network=network)
+
+
+def _link_of(link: Link, machine: Machine) -> Link:
+    bandwidth = machine.link_bytes_per_s or link.bandwidth_bytes_per_s
+    efficiency = link.efficiency * machine.reached.link
+    return replace(link, bandwidth_bytes_per_s=bandwidth, efficiency=efficiency)
+
+
+def read_device(label: str) -> tuple[str, str]:
+    """The preset for a device label, and the entry of `REACHED`.
 
     >>> read_device("H100-80GB (DGX-H100)")
-    'h100'
+    ('h100', 'dgx')
     """
-    for pattern, preset in _LABELS:
+    for pattern, preset, kind in _LABELS:
         if re.search(rf"(?<![A-Z0-9])(?:{pattern})", label.upper()):
-            return preset
+            return preset, kind
     known = "V100, A100, H100, H200, B200, B300, GB200, MI300X"
     raise Unusable(f"unknown device {label!r}; known are {known}")
 

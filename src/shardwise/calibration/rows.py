@@ -76,6 +76,11 @@ class Row:
     def num_microbatches(self) -> int:
         return self.global_batch // (self.dp * self.micro_batch)
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether optimizer states are shared by fewer than all data-parallel ranks."""
+        return self.sharding.group is not None and self.sharding.group < self.dp * self.cp
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:

@@ -35,10 +35,14 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What data-parallel ranks share: ZeRO `level`, among `group` ranks (None: all of them)."""
+    """What data-parallel ranks share: ZeRO `level`, among `group` ranks (None: all of them).
+
+    With `prefetch` new parameters are gathered while the next step's forward runs.
+    """
 
     level: int
     group: int | None = None
+    prefetch: bool = False
 
 
 def is_empty(text: str | None) -> bool:
@@ -79,14 +83,16 @@ def read_sharding(text: str) -> Sharding:
     """How a run's data-parallel ranks share parameters, gradients and optimizer state.
 
     >>> read_sharding("ZeRO-1 within group of 8")
-    Sharding(level=1, group=8)
+    Sharding(level=1, group=8, prefetch=False)
     """
     low = text.lower().strip()
+    # Megatron's: gathers are overlapped (its --overlap-param-gather, on in NVIDIA's recipes).
+    prefetch = any(w in low for w in ("distributed optimizer", "distributed_optimizer", "distopt"))
     found = _GROUP.search(low)
     group = int(found[1] or found[2]) if found else None
     stage = _STAGE.search(low)
     if stage:
-        return Sharding(level=int(stage[1]), group=group)
+        return Sharding(level=int(stage[1]), group=group, prefetch=prefetch)
     if "no_shard" in low:
         return Sharding(level=0)
     if "grad_op" in low:
@@ -97,8 +103,8 @@ def read_sharding(text: str) -> Sharding:
         return Sharding(level=2, group=group)
     if any(word in low for word in ("fsdp", "full_shard", "fully_shard", "fully shard")):
         return Sharding(level=3, group=group)
-    if "distributed optimizer" in low or "distributed_optimizer" in low or "distopt" in low:
-        return Sharding(level=1, group=group)
+    if prefetch:
+        return Sharding(level=1, group=group, prefetch=True)
     if low in _NONE or "ddp" in low or "data parallel" in low or "replicat" in low:
         return Sharding(level=0)
     raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is not known")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from shardwise.cli.options import Wanted, with_plan_options
+from shardwise.cli.predict import predict
 from shardwise.cli.profile import profile
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
@@ -135,6 +136,7 @@ def explain(
 
 
 app.command()(profile)
+app.command()(predict)
 
 
 @app.command()

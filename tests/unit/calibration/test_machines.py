@@ -27,7 +27,7 @@ from shardwise.calibration.values import Unusable
     ],
 )
 def test_devices(label: str, preset: str) -> None:
-    assert read_device(label) == preset
+    assert read_device(label)[0] == preset
 
 
 @pytest.mark.parametrize("label", ["TPU v4", "RTX 4090", "GA100X", "unknown thing"])

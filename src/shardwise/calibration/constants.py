@@ -1,0 +1,55 @@
+"""What training steps reach of a device's rates.
+
+Enters: nothing. Leaves: `REACHED`, by kind of device. Presets hold the best rates that others have
+measured of single operators; a step of a published stack reaches a part of them: its operators are
+not the best ones of their kind, clocks fall under load, and a model has operators that no table
+of dims tells. These four factors are all that is fitted (`benchmarks/calibrate.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.cluster import Device
+from shardwise.cluster.device import Curve, Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Parts of a preset's rates: of products, of fused attention, of memory, of links in a node."""
+
+    matmul: float
+    attention: float
+    memory: float
+    link: float
+
+    def on(self, device: Device) -> Device:
+        """The device with these rates."""
+        return replace(
+            device,
+            matmul_flops_per_s=_scaled(device.matmul_flops_per_s, self.matmul),
+            attention_flops_per_s=_scaled(device.attention_flops_per_s, self.attention),
+            memory_bytes_per_s=_times(device.memory_bytes_per_s, self.memory),
+        )
+
+
+# Fitted to shared/data/published_calibration.csv, all rows of a kind of device at once.
+REACHED = {
+    # Megatron-LM 2020, Alpa
+    "v100": Reached(matmul=0.74, attention=1.0, memory=0.81, link=1.0),
+    # llm-foundry, Megatron-LM, InternEvo
+    "a100": Reached(matmul=0.81, attention=0.61, memory=0.52, link=1.0),
+    # llm-foundry of 2023, whose attention was written for A100
+    "h100": Reached(matmul=0.78, attention=0.38, memory=0.59, link=1.0),
+    # NVIDIA's recipes on its own machines: cuDNN's attention, fused operators, reductions in the
+    # switch; also for later devices, which were only measured with such stacks
+    "dgx": Reached(matmul=1.0, attention=0.77, memory=0.95, link=1.33),
+}
+
+
+def _scaled(rates: Rates, factor: float) -> Rates:
+    return tuple((dtype, _times(curve, factor)) for dtype, curve in rates)
+
+
+def _times(curve: Curve, factor: float) -> Curve:
+    return Curve(tuple((size, rate * factor) for size, rate in curve.points))

@@ -1,0 +1,124 @@
+"""Predictions of published configurations.
+
+Enters: `Entry`s of a table. Leaves: an `Outcome` for each: predicted step time and memory, or the
+reason why there is none. A row that needs more memory than its device has says so in its status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.calibration.layouts import Prepared, prepare
+from shardwise.calibration.machines import cluster_of
+from shardwise.calibration.rows import Entry, Row, read_entries
+from shardwise.calibration.statistics import Outcome
+from shardwise.calibration.values import Unusable
+from shardwise.cluster import Cluster, Mesh
+from shardwise.errors import ShardwiseError
+from shardwise.simulation import Estimate, Evaluator, Group
+from shardwise.simulation.times import Clock
+
+GIB = 2**30
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def predict_file(
+    path: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Outcome, ...]:
+    """The outcomes of all rows of a CSV file; `progress` is told how many are done."""
+    entries = read_entries(path)
+    found = []
+    for done, entry in enumerate(entries):
+        progress(done, len(entries))
+        found.append(predict_entry(entry))
+    return tuple(found)
+
+
+def predict_entry(entry: Entry) -> Outcome:
+    """The outcome of one row; never an error."""
+    outcome = Outcome(
+        row_id=entry.row_id,
+        model=entry.sweep.partition(" on ")[0],
+        device=entry.sweep.rpartition(" on ")[2],
+        sweep=entry.sweep,
+        status=entry.reason,
+        published_step_time_s=entry.step_time_s,
+        published_memory_bytes=entry.memory_bytes,
+    )
+    if entry.row is None:
+        return outcome
+    try:
+        cluster = cluster_of(entry.row)
+        step_time_s, memory_bytes = predict_row(entry.row, cluster)
+    except (Unusable, ShardwiseError) as error:
+        message = error.message if isinstance(error, ShardwiseError) else str(error)
+        return replace(outcome, status=message)
+    except Exception as error:  # a fault of ours in one row must not hide the others
+        return replace(outcome, status=f"failed: {type(error).__name__}: {error}")
+    device = cluster.nodes[0].device
+    needed = memory_bytes + device.reserved_bytes
+    status = "ok"
+    if memory_bytes > device.usable_bytes:
+        status = f"out of memory: needs {needed / GIB:.1f} GiB of {device.memory_bytes / GIB:.1f}"
+    return replace(
+        outcome,
+        status=status,
+        step_time_s=step_time_s,
+        memory_bytes=round(needed),
+        device_memory_bytes=device.memory_bytes,
+    )
+
+
+def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a step and the bytes of the fullest rank.
+
+    A few micro-batches are played; in steady state each further one takes as long as the slowest
+    group of ranks computes.
+    """
+    each = row.sharding.level >= 2 and row.pp == 1  # scatters after every micro-batch, as FSDP does
+    played = 1 if each else min(row.num_microbatches, 2 * row.pp)
+    prepared = prepare(row, microbatches=played)
+    estimate = Evaluator(prepared.fold, cluster).estimate(prepared.works, prepared.setting)
+    seconds, peak_bytes = estimate.step_time_s, estimate.peak.peak_bytes
+    if row.sharding.level == 1 and row.is_grouped:
+        more_s, less_bytes = _shared_in_groups(row, cluster, prepared, estimate)
+        seconds, peak_bytes = seconds + more_s, peak_bytes - less_bytes
+    rest = row.num_microbatches - played
+    return seconds + rest * _micro_batch_s(estimate, each), peak_bytes
+
+
+def _micro_batch_s(estimate: Estimate, each: bool) -> float:
+    """What one more micro-batch takes; `each` synchronizes for itself."""
+    if each:
+        causes = estimate.timeline.causes
+        return estimate.step_time_s - causes["optimizer"] - causes["update"]
+    groups = {stage.group for stage in estimate.stages}
+    return max(
+        sum(stage.forward + stage.backward for stage in estimate.stages if stage.group == group)
+        for group in groups
+    )
+
+
+def _shared_in_groups(
+    row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate
+) -> tuple[float, float]:
+    """What sharing optimizer states in groups adds in seconds and saves in bytes.
+
+    Gradients are summed over all ranks already; each rank updates its part, and the group's ranks
+    gather the new parameters from each other.
+    """
+    assert row.sharding.group is not None
+    size = row.sharding.group
+    whole = prepared.setting.groups[0]
+    (_, ranks), *others = whole.mesh.axes
+    mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
+    group = Group(mesh=mesh, ranks=whole.ranks)
+    numel = max(stage.numel for stage in estimate.stages)
+    wide = numel * _ITEMSIZE[row.dtype]
+    gather = Clock(cluster).talk("all_gather", group, ("inner",), wide)
+    optimizer = estimate.timeline.causes["optimizer"]
+    parts = estimate.peak.parts
+    states = parts["optimizer"] + parts["parameters"] - wide
+    return gather - optimizer * (1 - 1 / size), states * (1 - 1 / size)
