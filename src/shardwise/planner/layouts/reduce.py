@@ -234,9 +234,8 @@ class Reducer:
         else:
             best = np.full((tables[0].shape[1], tables[1].shape[1]), INF)
             for state in range(len(unary)):
-                np.minimum(
-                    best, unary[state] + tables[0][state][:, None] + tables[1][state][None, :], best
-                )
+                row = tables[0][state][:, None] + tables[1][state][None, :]
+                np.minimum(best, unary[state] + row, out=best)
             model.add_pair(sides[0], sides[1], best)
 
 
