@@ -1,0 +1,221 @@
+"""Layouts of real architectures lower, resolve, cost what was said, and compute the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import InfeasiblePlan, PlanError
+from shardwise.ir import Graph
+from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask, solve_layouts
+from shardwise.plans import ParameterEntry, Plan, Resolved
+from shardwise.plans.resolve import resolve
+from shardwise.sharding.factors import Facts, analyze
+from shardwise.sharding.placements import REPLICATE, Shard
+from tests.support import zoo
+from tests.unit.planner.layouts.exhaustive import lowered_cost, plan_for
+from tests.unit.planner.layouts.prices import LinkPrices
+
+# Rates at which models of 64 features are worth cutting.
+SLOW = {
+    "flops_per_s": 1e8,
+    "memory_bytes_per_s": 1e10,
+    "link_bytes_per_s": 1e9,
+    "latency_s": 1e-7,
+    "launch_s": 1e-9,
+}
+MESHES = {"tp4": (("tp", 4),), "dp2tp2": (("dp", 2), ("tp", 2)), "cp2tp2": (("cp", 2), ("tp", 2))}
+QUICK = ("mlp", "resnet", "unet", "fused_gpt", "dlrm", "vit")
+
+
+def make_task(graph: Graph, mesh: str, **changes: object) -> LayoutTask:
+    roles = {"dp": "batch", "cp": "sequence", "tp": "parameters"}
+    axes = []
+    for name, ranks in MESHES[mesh]:
+        dim = 1 if name == "cp" else 0
+        inputs = {
+            i.value: Shard(dim, ((1, graph.values[i.value].shape[dim], 1),))
+            for i in graph.inputs
+            if len(graph.values[i.value].shape) > dim
+        }
+        free = None if name == "tp" else inputs
+        axes.append(LayoutAxis(name=name, ranks=ranks, role=roles[name], inputs=free))
+    return LayoutTask(axes=tuple(axes), **changes)  # type: ignore[arg-type]
+
+
+def plan_of(graph: Graph, task: LayoutTask, found: LayoutSolution) -> Plan:
+    nodes, parameters = found.as_choices()
+    return plan_for(
+        graph,
+        task,
+        inputs={i.name: 0 for i in graph.inputs} if task.names[0] == "dp" else {},
+        nodes=nodes,
+        parameters={name: ParameterEntry(layout=cuts) for name, cuts in parameters.items()},
+    )
+
+
+def check(graph: Graph, facts: Facts, mesh: str) -> None:
+    task = make_task(graph, mesh)
+    prices = LinkPrices(graph=graph, facts=facts, task=task, **SLOW)
+    found = solve_layouts(graph, facts, task, prices)
+    assert found.gap < 1e-4
+    plan = plan_of(graph, task, found)
+    resolved = Resolved(graph=graph, plan=plan, facts=facts, assignments=found.assignments)
+    assert lowered_cost(resolved, task, prices) == pytest.approx(found.cost_s, rel=1e-6)
+    again = resolve(graph, plan, facts)
+    for mine, theirs in zip(found.assignments, again.assignments, strict=True):
+        assert mine.nodes == theirs.nodes
+        assert mine.parameters == {v: theirs.parameters[v] for v in mine.parameters}
+
+
+@pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
+@pytest.mark.parametrize("name", QUICK)
+def test_lowers_at_the_price_and_resolves(name: str, mesh: str) -> None:
+    model, batch = zoo.build(name)
+    graph = sw.capture(model, batch)
+    check(graph, analyze(graph), mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in zoo.names() if n not in QUICK])
+def test_zoo_lowers_at_the_price_and_resolves(name: str) -> None:
+    model, batch = zoo.build(name)
+    graph = sw.capture(model, batch)
+    facts = analyze(graph)
+    for mesh in ("tp4", "dp2tp2"):
+        check(graph, facts, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("mlp", "tp4"), ("fused_gpt", "dp2tp2"), ("unet", "dp2tp2"), ("fused_gpt", "cp2tp2")],
+)
+def test_plans_compute_the_model(name: str, mesh: str) -> None:
+    model, batch = zoo.build(name)
+    graph = sw.capture(model, batch)
+    facts = analyze(graph)
+    task = make_task(graph, mesh)
+    prices = LinkPrices(graph=graph, facts=facts, task=task, **SLOW)
+    found = solve_layouts(graph, facts, task, prices)
+    assert sw.verify(model, batch, plan_of(graph, task, found)).ok
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Graph, Facts]:
+    """One layer of the size of Llama-3-8B, on 2 x 1,024 tokens."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    tokens = torch.zeros(2, 1024, dtype=torch.long, device="meta")
+    graph = sw.capture(model, {"input_ids": tokens, "labels": tokens})
+    return graph, analyze(graph)
+
+
+def cuts(found: LayoutSolution) -> dict[str, str]:
+    """Parameter -> dim cut by the last mesh axis, or "whole"."""
+    axis = found.assignments[-1].axis
+    _, parameters = found.as_choices()
+    short = {name.removeprefix("model.layers.0."): c for name, c in parameters.items()}
+    return {name: c[axis].split(":")[0] for name, c in short.items()}
+
+
+def test_llama_comes_out_as_by_hand(llama: tuple[Graph, Facts]) -> None:
+    """Columns, then rows; norms on cut sequences; the vocabulary cut where logits are."""
+    graph, facts = llama
+    task = make_task(graph, "tp4")
+    found = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
+    cut = cuts(found)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        assert cut[f"{name}.weight"] == "0"
+    assert cut["self_attn.o_proj.weight"] == "1"
+    assert cut["mlp.gate_proj.weight"] == cut["mlp.up_proj.weight"] == "0"
+    assert cut["mlp.down_proj.weight"] == "1"
+    assert cut["lm_head.weight"] == "0"
+    assert cut["model.embed_tokens.weight"] in ("0", "1")
+    nodes, _ = found.as_choices()
+    norms = [n.name for n in graph.nodes if n.op.startswith("aten.rsqrt")]
+    assert {nodes[n]["tp"] for n in norms} == {"cut d1"}
+
+
+def test_where_messages_are_dear_norms_are_whole(llama: tuple[Graph, Facts]) -> None:
+    graph, facts = llama
+    task = make_task(graph, "tp4")
+    prices = LinkPrices(graph=graph, facts=facts, task=task, latency_s=1e-3)
+    found = solve_layouts(graph, facts, task, prices)
+    nodes, _ = found.as_choices()
+    norms = [n.name for n in graph.nodes if n.op.startswith("aten.rsqrt")]
+    assert {nodes[n]["tp"] for n in norms} == {"same"}
+
+
+def test_both_axes_are_chosen_together(llama: tuple[Graph, Facts]) -> None:
+    graph, facts = llama
+    task = make_task(graph, "dp2tp2")
+    found = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
+    nodes, _ = found.as_choices()
+    linears = [n.name for n in graph.nodes if n.op.startswith("aten.linear")]
+    assert {nodes[n]["dp"] for n in linears} == {"cut b2"}
+    assert all(nodes[n]["tp"] != "same" for n in linears)
+    again = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
+    assert again == found
+
+
+def test_what_is_fixed_stays(llama: tuple[Graph, Facts]) -> None:
+    graph, facts = llama
+    gate = next(p.value for p in graph.parameters if p.name.endswith("gate_proj.weight"))
+    linear = next(n for n in graph.nodes if gate in n.inputs)
+    task = make_task(graph, "tp4", parameters={gate: {"tp": REPLICATE}})
+    prices = LinkPrices(graph=graph, facts=facts, task=task)
+    assert cuts(solve_layouts(graph, facts, task, prices))["mlp.gate_proj.weight"] == "whole"
+    task = make_task(graph, "tp4", nodes={linear.name: {"tp": "cut k"}})
+    found = solve_layouts(graph, facts, task, prices)
+    assert str(found.assignments[0].nodes[linear.name].choice) == "cut k"
+    assert cuts(found)["mlp.gate_proj.weight"] == "1"
+    with pytest.raises(PlanError, match="cannot 'cut z'"):
+        solve_layouts(
+            graph, facts, make_task(graph, "tp4", nodes={linear.name: {"tp": "cut z"}}), prices
+        )
+
+
+def test_copies_multiply(llama: tuple[Graph, Facts]) -> None:
+    graph, facts = llama
+    names = [n.name for n in graph.nodes] + [p.value for p in graph.parameters]
+    names += [name for name in graph.values if name not in names]
+    task = make_task(graph, "tp4")
+    prices = LinkPrices(graph=graph, facts=facts, task=task)
+    once = solve_layouts(graph, facts, task, prices)
+    thrice = solve_layouts(graph, facts, replace(task, copies=dict.fromkeys(names, 3)), prices)
+    assert thrice.cost_s == pytest.approx(3 * once.cost_s)
+
+
+def test_memory_is_weighed_and_bounded() -> None:
+    model, batch = zoo.build("fused_gpt")
+    graph = sw.capture(model, batch)
+    facts = analyze(graph)
+    task = make_task(graph, "tp4")
+    quick = {**SLOW, "flops_per_s": 1e13, "latency_s": 1e-3}  # nothing is worth cutting
+    prices = LinkPrices(graph=graph, facts=facts, task=task, **quick)
+    free = solve_layouts(graph, facts, task, prices)
+    weighed = solve_layouts(graph, facts, replace(task, memory_weight=1e-6), prices)
+    assert weighed.memory_bytes < 0.5 * free.memory_bytes
+    limit = 0.7 * free.memory_bytes
+    bounded = solve_layouts(graph, facts, replace(task, memory_limit_bytes=limit), prices)
+    assert weighed.memory_bytes < bounded.memory_bytes <= limit
+    assert free.cost_s < bounded.cost_s
+    same = solve_layouts(
+        graph, facts, replace(task, memory_limit_bytes=2 * free.memory_bytes), prices
+    )
+    assert same.cost_s == pytest.approx(free.cost_s)
+    with pytest.raises(InfeasiblePlan, match="GiB"):
+        solve_layouts(graph, facts, replace(task, memory_limit_bytes=1000.0), prices)
