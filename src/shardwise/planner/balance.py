@@ -29,6 +29,8 @@ from shardwise.sharding.factors import Facts
 SLACKS = (0.03, 0.1, 0.2, 0.3)
 PER_CUT_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
 HALVINGS = 30  # of the interval in which the least possible bound is searched
+LARGE = 600  # places from which on only narrow ones are considered, if there are enough
+PLACES_PER_STAGE = 3
 LEAST_GAIN = 1e-3  # for which a cut is moved
 
 Array = NDArray[Any]
@@ -58,30 +60,60 @@ def balance(
     """
     if len(ranks) == 1:
         return (0,)
-    costs = costs or Costs.relative(graph, facts)
-    reasons = unfit(graph)
-    fit = [index for index in range(len(graph.nodes)) if index not in reasons]
-    for owning in (True, False):
-        chain = _Chain(graph, costs, fit, ranks, owning=owning)
-        least = chain.least_bound()
-        if least is not None:
-            return chain.choose(least)
-    raise InfeasiblePlan(
-        f"{len(ranks)} stages of {graph.name}: {len(fit)} of its {len(graph.nodes)} nodes can "
-        f"begin one, which gives at most {len(fit) + 1}",
-        hint=f"{len(fit) + 1} stages or fewer",
-    )
+    return Cutter(graph).cut(costs or Costs.relative(graph, facts), ranks)
+
+
+class Cutter:
+    """Cuts one graph for several numbers of stages and costs."""
+
+    def __init__(self, graph: Graph) -> None:
+        reasons = unfit(graph)
+        self.graph = graph
+        self.fit = [index for index in range(len(graph.nodes)) if index not in reasons]
+        parameters = {p.value for p in graph.parameters}
+        self.owners = [any(name in parameters for name in node.inputs) for node in graph.nodes]
+
+    def cut(self, costs: Costs, ranks: Sequence[float]) -> tuple[int, ...]:
+        """The first node of every stage."""
+        if len(ranks) == 1:
+            return (0,)
+        narrow = self._narrow(costs)
+        for fit, owning in ((narrow, True), (self.fit, True), (self.fit, False)):
+            if len(fit) < PLACES_PER_STAGE * len(ranks) and fit is not self.fit:
+                continue
+            chain = _Chain(self.owners, costs, fit, ranks, owning=owning)
+            least = chain.least_bound()
+            if least is not None:
+                return chain.choose(least)
+        graph, fit = self.graph, self.fit
+        raise InfeasiblePlan(
+            f"{len(ranks)} stages of {graph.name}: {len(fit)} of its {len(graph.nodes)} nodes can "
+            f"begin one, which gives at most {len(fit) + 1}",
+            hint=f"{len(fit) + 1} stages or fewer",
+        )
+
+    def _narrow(self, costs: Costs) -> list[int]:
+        """Places of a large graph which about the fewest bytes cross: between its blocks."""
+        if len(self.fit) < LARGE:
+            return self.fit
+        crossing = costs.crossing[self.fit]
+        bound = 1.2 * float(np.quantile(crossing, 0.1))
+        return [index for index, size in zip(self.fit, crossing, strict=True) if size <= bound]
 
 
 class _Chain:
     """The places where a stage can begin, with what lies before each; the model's end is last."""
 
     def __init__(
-        self, graph: Graph, costs: Costs, fit: list[int], ranks: Sequence[float], *, owning: bool
+        self,
+        owners: Sequence[bool],
+        costs: Costs,
+        fit: list[int],
+        ranks: Sequence[float],
+        *,
+        owning: bool,
     ) -> None:
-        self.places = [0, *fit, len(graph.nodes)]
-        parameters = {p.value for p in graph.parameters}
-        owners = [any(name in parameters for name in node.inputs) for node in graph.nodes]
+        self.places = [0, *fit, len(owners)]
         self.per_byte = costs.per_byte
         self.work = _before(costs.work)[self.places]
         self.crossing = np.append(costs.crossing, 0.0)[self.places]

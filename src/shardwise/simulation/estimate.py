@@ -172,10 +172,11 @@ class Evaluator:
         key = (id(works), rows, device, where)
         if key not in self._times:
             self._times[key] = self.clock.node_times(works.at(rows), device, group)
-        saving = (setting.recompute, setting.zero, tuple(setting.zeros.items()))
-        if (key, saving) not in self._layers:
-            self._layers[key, saving] = Layers(self.fold, works.at(rows), self._times[key], setting)
-        return self._layers[key, saving]
+        if (key, setting.recompute) not in self._layers:
+            self._layers[key, setting.recompute] = Layers(
+                self.fold, works.at(rows), self._times[key], setting
+            )
+        return self._layers[key, setting.recompute]
 
     def _signature(self, group: Group) -> object:
         """What the times of a group depend on: its devices, and how it lies on nodes."""

@@ -7,6 +7,7 @@ every position of the model.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,22 @@ class Fold:
         """How many positions each node of the small graph stands for."""
         count = len(self.graph.nodes)
         return np.bincount(self.index, minlength=count + 1)[:count]
+
+    @cached_property
+    def _runs(self) -> tuple[list[tuple[str, int, int]], list[int]]:
+        found: list[tuple[str, int, int]] = []
+        for at, block in enumerate(self.blocks):
+            if found and found[-1][0] == block:
+                found[-1] = (block, found[-1][1], at + 1)
+            else:
+                found.append((block, at, at + 1))
+        return found, [first for _, first, _ in found]
+
+    def runs(self, first: int, end: int) -> list[tuple[str, int, int]]:
+        """The units among positions `first:end`: maximal runs in one block."""
+        known, starts = self._runs
+        low, high = bisect_right(starts, first) - 1, bisect_left(starts, end)
+        return [(name, max(a, first), min(b, end)) for name, a, b in known[low:high]]
 
     def spread(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """What the small graph's nodes have, at every position of the model."""

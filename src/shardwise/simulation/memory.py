@@ -19,7 +19,7 @@ from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Layers, runs
+from shardwise.simulation.stages import Layers
 from shardwise.simulation.times import Group
 from shardwise.simulation.work import Floats
 
@@ -74,15 +74,19 @@ def stage_memory(
     first: int, end: int, layers: Layers, group: Group, setting: Setting
 ) -> StageMemory:
     """The memory of the stage of positions `first:end` on a rank."""
-    kept, forward, backward, progressive = _passes(first, end, layers, setting)
+    progressive = setting.microbatches == 1
+    key = (first, end, setting.zero if progressive else None)
+    if key not in layers.passes:
+        layers.passes[key] = _passes(first, end, layers, setting)
+    kept, forward, backward = layers.passes[key]
     static = dict.fromkeys(PARTS, 0.0)
     gathered, last = 0.0, 0.0
-    for (axes, zero), share in layers.parameters.items():
+    for (axes, zero), share in layers.parameters(setting).items():
         numel = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
         for part, size in _static(numel, share.itemsize, zero, ranks, setting).items():
             static[part] += size
-        spans = runs(layers.fold.blocks, first, end)
+        spans = layers.fold.runs(first, end)
         units = [float(share.numel[b] - share.numel[a]) for _, a, b in spans]
         if ranks > 1:
             most = max(units, default=0.0)
@@ -123,9 +127,7 @@ def _static(
     return {"parameters": parameters, "gradients": gradient, "optimizer": state}
 
 
-def _passes(
-    first: int, end: int, layers: Layers, setting: Setting
-) -> tuple[float, float, float, bool]:
+def _passes(first: int, end: int, layers: Layers, setting: Setting) -> tuple[float, float, float]:
     """Kept by a micro-batch; the most during its forward, and during its backward."""
     work, fold = layers.work, layers.fold
 
@@ -146,21 +148,19 @@ def _passes(
     total = float(kept[-1]) if len(kept) else 0.0
     forward = kept + cut(work.unsaved) + cut(work.forward_extra)
     backward = kept + inside + cut(work.gradients) + cut(work.backward_extra)
-    single = setting.microbatches == 1
-    if single:
+    if setting.microbatches == 1:
         backward = backward + _gradients_after(first, end, layers, setting)
     return (
         received + total,
         received + float(forward.max(initial=0.0)),
         received + float(backward.max(initial=0.0)),
-        single,
     )
 
 
 def _gradients_after(first: int, end: int, layers: Layers, setting: Setting) -> Floats:
     """Gradients of parameters that exist when each position's backward runs."""
     found = np.zeros(end - first)
-    for (_, zero), share in layers.parameters.items():
+    for (_, zero), share in layers.parameters(setting).items():
         if zero < 2:
             left = share.numel[end] - share.numel[first:end]
             found += left * _gradient(share.itemsize, setting)
@@ -170,7 +170,7 @@ def _gradients_after(first: int, end: int, layers: Layers, setting: Setting) -> 
 def _block_starts(fold: Fold, first: int, end: int) -> np.ndarray:
     """For each position the first one of its block in this stage; -1 outside of blocks."""
     found = np.full(end - first, -1)
-    for name, a, b in runs(fold.blocks, first, end):
+    for name, a, b in fold.runs(first, end):
         if name:
             found[a - first : b - first] = a - first
     return found

@@ -6,11 +6,11 @@ of positions in one block: what is gathered, recomputed and synchronized togethe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
@@ -69,7 +69,7 @@ class Layers:
 
     def __init__(self, fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> None:
         self.fold, self.work = fold, work
-        again = _again(fold, times, setting)
+        again = _again(fold, work, times, setting)
         spread = fold.spread
         forward = spread(times.forward + times.forward_talk)
         backward = spread(times.backward + times.backward_talk) + again
@@ -80,7 +80,15 @@ class Layers:
             "talk": _before(spread(times.forward_talk + times.backward_talk)),
             "again": _before(again),
         }
-        self.parameters = _parameters(fold, work, setting)
+        self._parameters: dict[object, dict[Key, Share]] = {}
+        self.passes: dict[object, tuple[float, float, float]] = {}  # see `memory`
+
+    def parameters(self, setting: Setting) -> dict[Key, Share]:
+        """The trained parameters by how their gradients are summed and shared."""
+        key = (setting.zero, tuple(setting.zeros.items()))
+        if key not in self._parameters:
+            self._parameters[key] = _parameters(self.fold, self.work, setting)
+        return self._parameters[key]
 
     def total(self, name: str, first: int, end: int) -> float:
         """The sum over positions `first:end`."""
@@ -88,18 +96,33 @@ class Layers:
         return float(sums[end] - sums[first])
 
 
-def _again(fold: Fold, times: NodeTimes, setting: Setting) -> Floats:
+def _again(fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> Floats:
     """What backward computes again, at every position."""
     if setting.recompute == "none":
         return np.zeros(fold.size)
-    inside = np.array([bool(block) for block in fold.blocks])
+    inside = _repeated(fold, work)
     if setting.recompute == "selective":
         return fold.spread(times.again + times.forward_talk) * inside
     if not isinstance(setting.recompute, str):
         modules = [place.rpartition(".")[0] for place in fold.places]
         globs = setting.recompute
-        inside = np.array([any(_under(m, g) for g in globs) for m in modules])
+        inside &= np.array([any(_under(m, g) for g in globs) for m in modules])
     return fold.spread(times.forward + times.forward_talk) * inside
+
+
+def _repeated(fold: Fold, work: Work) -> NDArray[np.bool_]:
+    """The positions of each block up to the last whose result the block's own backward needs.
+
+    The second forward ends there (torch's checkpoint stops early): the last product of a block,
+    and the collective after it, are not repeated.
+    """
+    found = np.zeros(fold.size, dtype=bool)
+    needed = fold.spread(work.saved - work.saved_full) > 0
+    for name, first, end in fold.runs(0, fold.size):
+        here = np.flatnonzero(needed[first:end])
+        if name and here.size:
+            found[first : first + int(here[-1]) + 1] = True
+    return found
 
 
 def _under(module: str, glob: str) -> bool:
@@ -142,24 +165,13 @@ def _before(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
-def runs(blocks: Sequence[str], first: int, end: int) -> list[tuple[str, int, int]]:
-    """The units among positions `first:end`: maximal runs in one block."""
-    found: list[tuple[str, int, int]] = []
-    for at in range(first, end):
-        if found and found[-1][0] == blocks[at]:
-            found[-1] = (blocks[at], found[-1][1], at + 1)
-        else:
-            found.append((blocks[at], at, at + 1))
-    return found
-
-
 def stage_cost(
     index: int, first: int, end: int, layers: Layers, group: Group, setting: Setting, clock: Clock
 ) -> StageCost:
     """The cost of the stage of positions `first:end`."""
     units = []
     number = setting.placement[index]
-    for name, a, b in runs(layers.fold.blocks, first, end):
+    for name, a, b in layers.fold.runs(first, end):
         gather, reduce = _messages(layers, a, b, group, setting, clock)
         units.append(
             UnitCost(
@@ -172,7 +184,7 @@ def stage_cost(
             )
         )
     numel, tensors, update = 0.0, 0.0, 0.0
-    for (axes, zero), share in layers.parameters.items():
+    for (axes, zero), share in layers.parameters(setting).items():
         mine = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
         numel += mine / (ranks if zero else 1)
@@ -198,7 +210,7 @@ def _messages(
     """Seconds to gather a unit's parameters (zero 3), and to sum its gradients."""
     wire = _wire(setting)
     gather = reduce = 0.0
-    for (axes, zero), share in layers.parameters.items():
+    for (axes, zero), share in layers.parameters(setting).items():
         numel = float(share.numel[end] - share.numel[first])
         if not numel or group.along(axes).shape[-1] < 2:
             continue

@@ -33,6 +33,7 @@ class Works:
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
         self.rows = batch_rows(fold.graph)
         self._exact: dict[int, Work] = {}
+        self._between: dict[float, Work] = {}
         self._line: tuple[Work, Work] | None = None
 
     def at(self, rows: float) -> Work:
@@ -44,18 +45,21 @@ class Works:
         low, high = self._line
         if low is high:  # not linear: other axes cut the rows as well
             return self._lowered(max(1, min(self.rows, round(self.rows / rows))))
-        return low.between(high, rows)
+        if rows not in self._between:
+            self._between[rows] = low.between(high, rows)
+        return self._between[rows]
 
     def _find_line(self) -> tuple[Work, Work]:
         """Two programs of few rows, if a third one is on the line through them."""
-        one = self._lowered(self.rows)
-        if self.rows < 3:
-            return one, self._lowered(1)
-        two, more = self._lowered(-(-self.rows // 2)), self._lowered(-(-self.rows // 4))
-        if one.rows < two.rows and one.alike(two) and one.alike(more):
-            line = one.between(two, more.rows)
-            if abs(line.flops - more.flops) <= TOLERANCE * more.flops:
-                return one, two
+        if self.rows < 4:
+            one = self._lowered(self.rows)
+            return one, self._lowered(1) if self.rows > 1 else one
+        for least in (2, 1, 4):  # one row alone may be a view where more need a copy
+            one, two, more = (self._lowered(-(-self.rows // (least * k))) for k in (1, 2, 4))
+            if one.rows < two.rows < more.rows and one.alike(two) and one.alike(more):
+                line = one.between(two, more.rows)
+                if abs(line.flops - more.flops) <= TOLERANCE * more.flops:
+                    return one, two
         return one, one
 
     def _lowered(self, parts: int) -> Work:

@@ -137,7 +137,7 @@ def by_layer(candidate: Candidate, search: Search) -> list[dict[str, Any]]:
         for unit in stage.units:
             numel = sum(
                 float(share.numel[unit.end] - share.numel[unit.first])
-                for share in layers.parameters.values()
+                for share in layers.parameters(setting).values()
             )
             rows.append(
                 {

@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.cluster import Device
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.planner.balance import Costs, balance
+from shardwise.planner.balance import Costs, Cutter
 from shardwise.planner.search.bank import Bank, Layouts
 from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.space import Point
@@ -82,12 +82,24 @@ class Found:
         return max(0.0, 1 - self.next_bound_s / time)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Core:
+    """What points that differ in zero and offload share: when the work of each group ends."""
+
+    setting: Setting
+    bounds: np.ndarray
+    layers: Sequence[Layers]
+    ends: dict[int, float]
+    seconds: float
+    watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
+
+
 class Search:
     """Bounds and simulations of one model on one cluster."""
 
     def __init__(
         self,
-        graph: Graph | None,
+        graph: Graph,
         bank: Bank,
         evaluator: Evaluator,
         groupings: Callable[[int], Sequence[Grouping]],
@@ -99,8 +111,12 @@ class Search:
         self.groupings, self.precision, self.report = groupings, precision, report
         self.memory_limit = memory_limit
         self.fold = evaluator.fold
+        self.cutter = Cutter(graph)
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._memory: dict[object, StageMemory] = {}
+        self._bounds: dict[Point, Bound | None] = {}
+        self._cores: dict[Point, _Core] = {}
+        self._simulated: dict[Point, Candidate] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
 
     def run(self, points: Iterable[Point]) -> Found:
@@ -108,7 +124,10 @@ class Search:
         bounds = []
         for point in points:
             for grouping in range(len(self.groupings(point.pp))):
-                bound = self._bound(replace(point, grouping=grouping))
+                chosen = replace(point, grouping=grouping)
+                if chosen not in self._bounds:
+                    self._bounds[chosen] = self._bound(chosen)
+                bound = self._bounds[chosen]
                 if bound is not None:
                     bounds.append(bound)
         bounds.sort(key=lambda b: (b.seconds, str(b.point)))
@@ -146,12 +165,14 @@ class Search:
 
     def simulate(self, point: Point) -> Candidate:
         """The simulated step of a point."""
-        layouts = self.bank.get(point.tp, point.layout)
-        setting = self.setting(point, layouts)
-        estimate = self.evaluator.estimate(layouts.works, setting)
-        return Candidate(
-            point=point, setting=setting, estimate=self._limited(estimate), layouts=layouts
-        )
+        if point not in self._simulated:
+            layouts = self.bank.get(point.tp, point.layout)
+            setting = self.setting(point, layouts)
+            estimate = self._limited(self.evaluator.estimate(layouts.works, setting))
+            self._simulated[point] = Candidate(
+                point=point, setting=setting, estimate=estimate, layouts=layouts
+            )
+        return self._simulated[point]
 
     def setting(self, point: Point, layouts: Layouts) -> Setting:
         """How a point's step runs."""
@@ -179,29 +200,47 @@ class Search:
 
     def _bound(self, point: Point) -> Bound | None:
         try:
-            layouts = self.bank.get(point.tp, point.layout)
-            setting = self.setting(point, layouts)
+            core = self._core(replace(point, zero=0, offload=()))
         except ShardwiseError:  # too few places for so many stages, or nothing to cut
             return None
+        setting = replace(core.setting, zero=point.zero, offload=point.offload)
+        seconds, fullest = core.seconds, 0.0
+        for group, stages in core.watched.items():
+            tail = self._tail(stages, core.bounds, core.layers[group], setting)
+            seconds = max(seconds, core.ends[group] + tail)
+            full = self._fullest(point, group, stages, core.bounds, core.layers[group], setting)
+            fullest = max(fullest, full)
+        return Bound(point=point, seconds=seconds, memory=fullest)
+
+    def _core(self, point: Point) -> _Core:
+        """What points that differ in zero and offload share."""
+        if point in self._cores:
+            return self._cores[point]
+        layouts = self.bank.get(point.tp, point.layout)
+        setting = self.setting(point, layouts)
         bounds = np.array([*setting.cuts, self.fold.size])
         alike = len(self.evaluator.devices) == 1
         first = self._layers(layouts, setting, 0)
         layers = [first if alike else self._layers(layouts, setting, g) for g in range(point.pp)]
         times = self._times(layers, bounds, setting.placement, alike)
-        firsts = {group: at for at, group in reversed(list(enumerate(setting.placement)))}
-        busy = np.bincount(setting.placement, weights=times) * point.microbatches
-        ramp = np.concatenate([[0.0], np.cumsum(times)])[[firsts[g] for g in range(point.pp)]]
-        seconds, fullest = 0.0, 0.0
-        for group in range(point.pp):
-            if alike and point.pp > 3 and group not in (0, 1, point.pp - 1):
-                seconds = max(seconds, float(busy[group] + ramp[group]))
-                continue
-            mine = [s for s, g in enumerate(setting.placement) if g == group]
-            tail = self._tail(mine, bounds, layers[group], setting)
-            seconds = max(seconds, float(busy[group] + ramp[group]) + tail)
-            full = self._fullest(point, group, mine, bounds, layers[group], setting)
-            fullest = max(fullest, full)
-        return Bound(point=point, seconds=seconds, memory=fullest)
+        stages: dict[int, list[int]] = {}
+        for stage, group in enumerate(setting.placement):
+            stages.setdefault(group, []).append(stage)
+        before = np.concatenate([[0.0], np.cumsum(times)])
+        ends = {
+            g: float(before[mine[0]] + point.microbatches * times[mine].sum())
+            for g, mine in stages.items()
+        }
+        few = {0, 1, point.pp - 1} if alike else set(stages)
+        self._cores[point] = core = _Core(
+            setting=setting,
+            bounds=bounds,
+            layers=layers,
+            ends=ends,
+            seconds=max(ends.values()),
+            watched={g: mine for g, mine in stages.items() if g in few},
+        )
+        return core
 
     def _times(
         self, layers: Sequence[Layers], bounds: np.ndarray, placement: Sequence[int], alike: bool
@@ -224,7 +263,7 @@ class Search:
         """The optimizer's reading and writing, at least."""
         device = self._device(setting.groups[setting.placement[stages[0]]])
         numel = 0.0
-        for (axes, zero), share in layers.parameters.items():
+        for (axes, zero), share in layers.parameters(setting).items():
             ranks = setting.groups[setting.placement[stages[0]]].along(axes).shape[-1]
             mine = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
             numel += mine / (ranks if zero else 1)
@@ -283,30 +322,24 @@ class Search:
             self._grouped[key] = grouping.groups(point.tp, layouts.axes)
         return self._grouped[key]
 
-    def _cut(self, point: Point, layouts: Layouts, groups: Sequence[Group]) -> tuple[int, ...]:
+    def _cut(self, point: Point, layouts: Layouts, groups: tuple[Group, ...]) -> tuple[int, ...]:
         if point.stages == 1:
             return (0,)
-        speeds = self.groupings(point.pp)[point.grouping].speeds
-        names = self.evaluator.schedule(
-            point.schedule or "1f1b", point.pp, max(point.microbatches, point.pp), point.stages
-        ).placement
-        key = (id(layouts), point.stages, tuple(speeds[g] for g in names))
+        key = (id(layouts), point.stages, point.pp, point.grouping, point.schedule == "zb_v")
         if key not in self._cuts:
-            self._cuts[key] = self._balanced(layouts, groups, [speeds[g] for g in names])
+            speeds = self.groupings(point.pp)[point.grouping].speeds
+            placement = self.evaluator.schedule(
+                point.schedule or "1f1b", point.pp, max(point.microbatches, point.pp), point.stages
+            ).placement
+            setting = Setting(
+                groups=groups, cuts=(0,), placement=(0,), microbatches=point.microbatches
+            )
+            layers = self._layers(layouts, setting, 0)
+            work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
+            crossing = self.fold.spread(layers.work.crossing)
+            costs = Costs(work, crossing, self._per_byte(groups))
+            self._cuts[key] = self.cutter.cut(costs, [speeds[g] for g in placement])
         return self._cuts[key]
-
-    def _balanced(
-        self, layouts: Layouts, groups: Sequence[Group], speeds: Sequence[float]
-    ) -> tuple[int, ...]:
-        if self.graph is None:
-            raise ShardwiseError("stages of a folded model need its graph")
-        setting = Setting(groups=tuple(groups), cuts=(0,), placement=(0,))
-        layers = self.evaluator.group_layers(layouts.works, setting, 0)[0]
-        work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
-        crossing = self.fold.spread(layers.work.crossing)
-        per_byte = self._per_byte(groups)
-        costs = Costs(work, crossing, per_byte)
-        return balance(self.graph, self.bank.facts, speeds, costs)
 
     def _per_byte(self, groups: Sequence[Group]) -> float:
         """Seconds that a byte takes to the next stage."""
