@@ -27,20 +27,24 @@ if TYPE_CHECKING:
     from shardwise.frontend import capture
     from shardwise.ir import Graph
     from shardwise.planner import strategies
+    from shardwise.planner.search import plan
     from shardwise.plans import Plan, Precision, Stage
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
+    from shardwise.simulation import Estimate, Timeline, simulate
 
 
 __all__ = [
     "Certificate",
     "Cluster",
+    "Estimate",
     "Graph",
     "Mesh",
     "Plan",
     "Precision",
     "Program",
     "Stage",
+    "Timeline",
     "__version__",
     "capture",
     "capture_for_plan",
@@ -50,9 +54,11 @@ __all__ = [
     "explain",
     "optimizer",
     "parallelize",
+    "plan",
     "predict_memory",
     "register_rule",
     "schedules",
+    "simulate",
     "strategies",
     "verify",
 ]
@@ -60,12 +66,14 @@ __all__ = [
 _HOME = {
     "Certificate": "shardwise.equivalence",
     "Cluster": "shardwise.cluster",
+    "Estimate": "shardwise.simulation",
     "Graph": "shardwise.ir",
     "Mesh": "shardwise.cluster",
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
     "Program": "shardwise.api",
     "Stage": "shardwise.plans",
+    "Timeline": "shardwise.simulation",
     "capture": "shardwise.frontend",
     "capture_for_plan": "shardwise.api",
     "clip_grad_norm_": "shardwise.runtime",
@@ -73,8 +81,10 @@ _HOME = {
     "explain": "shardwise.api",
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api",
+    "plan": "shardwise.planner.search",
     "predict_memory": "shardwise.api",
     "register_rule": "shardwise.sharding",
+    "simulate": "shardwise.simulation",
     "verify": "shardwise.api",
 }
 _MODULES = {
