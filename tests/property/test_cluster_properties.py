@@ -65,6 +65,7 @@ devices = st.builds(
     host_bytes_per_s=positive | st.just(math.inf),
     host_memory_bytes=st.integers(0, 2**50),
     price_per_hour=latency,
+    overlap_loss=latency,
     speed=positive,
 )
 ssh = st.builds(Ssh, user=words, key=words, port=st.integers(1, 65535))

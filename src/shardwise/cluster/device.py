@@ -66,6 +66,15 @@ class Curve:
 Rates = tuple[tuple[str, Curve], ...]
 
 
+_NOT_NEGATIVE = (
+    "reserved_bytes",
+    "overhead_s",
+    "host_memory_bytes",
+    "price_per_hour",
+    "overlap_loss",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator, or one process's share of a CPU.
@@ -85,6 +94,7 @@ class Device:
     host_bytes_per_s: float = math.inf
     host_memory_bytes: int = 0
     price_per_hour: float = 0.0
+    overlap_loss: float = 0.0  # of computing, in the time that messages travel meanwhile
     speed: float = 1.0
 
     def __post_init__(self) -> None:
@@ -97,7 +107,7 @@ class Device:
             )
         for name in ("memory_bytes", "host_bytes_per_s", "speed"):
             require_positive(name, getattr(self, name), where)
-        for name in ("reserved_bytes", "overhead_s", "host_memory_bytes", "price_per_hour"):
+        for name in _NOT_NEGATIVE:
             require_not_negative(name, getattr(self, name), where)
         if self.reserved_bytes >= self.memory_bytes:
             raise ClusterError(

@@ -33,6 +33,7 @@ DEVICE_FIELDS = (
     "host_bytes_per_s",
     "host_memory_gib",
     "price_per_hour",
+    "overlap_loss",
     "speed",
 )
 LINK_FIELDS = (
@@ -97,7 +98,8 @@ def _device_fields(found: dict[str, Entry]) -> dict[str, Any]:
         elif name == "memory_bytes_per_s":
             given[name] = _curve(entry)
         elif name != "preset":
-            given[name] = entry.number(zero=name in ("overhead_s", "price_per_hour"))
+            zero = name in ("overhead_s", "price_per_hour", "overlap_loss")
+            given[name] = entry.number(zero=zero)
     return given
 
 

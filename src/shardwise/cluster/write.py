@@ -98,6 +98,7 @@ def _device(device: Device) -> dict[str, Any]:
         "host_bytes_per_s": number(device.host_bytes_per_s),
         "host_memory_gib": number(device.host_memory_bytes, GIB),
         "price_per_hour": number(device.price_per_hour),
+        "overlap_loss": number(device.overlap_loss),
         "speed": number(device.speed),
     }
 

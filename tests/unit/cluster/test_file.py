@@ -31,6 +31,7 @@ devices:
     host_bytes_per_s: 5.0e+10
     host_memory_gib: 200
     price_per_hour: 3.5
+    overlap_loss: 0.25
     speed: 1
   slow: {preset: v100, speed: 0.9}
 nodes:
@@ -87,6 +88,7 @@ def figures(cluster: Cluster) -> dict[str, Any]:
             device.host_bytes_per_s,
             device.host_memory_bytes,
             device.price_per_hour,
+            device.overlap_loss,
         )
     paths = [(a, b) for a in range(cluster.num_ranks) for b in range(0, cluster.num_ranks, 6)]
     found["paths"] = [cluster.path(a, b) for a, b in paths]
