@@ -7,11 +7,13 @@ at the same time, so that cores and memory that they share are shared here, too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 
-from shardwise.profiling.timing import Clock
+from shardwise.profiling.timing import Clock, largest
 
 Points = list[list[float]]
 
@@ -27,7 +29,9 @@ DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float64, torch.float16),
     "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
-LONGEST_CALL_S = 0.5  # larger sizes of a dtype this slow are left out
+MIXED_SIZE = {"cpu": 256, "cuda": 4096}
+WINDOW_S = 0.4
+LONGEST_CALL_S = 0.15  # products that would take longer are left out: emulated dtypes
 
 
 def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[str, Any]:
@@ -37,6 +41,7 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
     progress("the cost of a call")
     overhead_s = _overhead(clock)
     found: dict[str, Any] = {"overhead_s": overhead_s, "matmul": {}, "attention": {}}
+    paces = [_pace(clock, progress)]
     for dtype in DTYPES[kind]:
         name = str(dtype).removeprefix("torch.")
         progress(f"products in {name}")
@@ -49,7 +54,22 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
     found["memory"] = _traffic(clock, TRAFFIC[kind][kept], overhead_s)
     progress("offload")
     found["host_bytes_per_s"] = _offload(clock)
-    return found
+    paces += [_pace(clock, progress) for _ in range(2)]
+    return found | {"pace": median(paces)}
+
+
+def _pace(clock: Clock, progress: Callable[[str], None]) -> float:
+    """How much of a mixed work this rank gets done, to compare with the others."""
+    progress("how ranks differ")
+    n = MIXED_SIZE[clock.device.type]
+    a, x = _random(clock, torch.float32, n, n), _random(clock, torch.float32, n * n)
+
+    def work() -> None:
+        for _ in range(4):
+            torch.mm(a, a)
+            torch.add(x, x)
+
+    return clock.pace(work, WINDOW_S)
 
 
 def _run(clock: Clock, call: Callable[[], object], overhead_s: float) -> float:
@@ -70,14 +90,18 @@ def _overhead(clock: Clock) -> float:
 def _products(
     clock: Clock, dtype: torch.dtype, sizes: tuple[int, ...], overhead_s: float
 ) -> Points:
+    """Rates up to the size that would take too long."""
     found: Points = []
+    slowest, before = 0.0, sizes[0]
     for n in sizes:
+        if slowest * (n / before) ** 3 > LONGEST_CALL_S:  # on any rank: all stop together
+            break
         a, b = (_random(clock, dtype, n, n) for _ in range(2))
         out = torch.empty_like(a)
-        seconds = _run(clock, lambda a=a, b=b, out=out: torch.mm(a, b, out=out), overhead_s)  # type: ignore[misc]
+        call = partial(torch.mm, a, b, out=out)
+        seconds = _run(clock, call, overhead_s)
         found.append([n, 2.0 * n**3 / seconds])
-        if seconds > LONGEST_CALL_S:
-            break
+        slowest, before = largest(seconds, clock.device), n
     return found
 
 
@@ -109,7 +133,7 @@ def _traffic(clock: Clock, sizes: tuple[int, ...], overhead_s: float) -> Points:
     for num_bytes in sizes:
         x = torch.ones(max(1, num_bytes // 12), device=clock.device)
         y, out = x.clone(), x.clone()
-        call = lambda x=x, y=y, out=out: torch.add(x, y, out=out)  # noqa: E731
+        call = partial(torch.add, x, y, out=out)
         found.append([12.0 * x.numel(), 12.0 * x.numel() / _run(clock, call, overhead_s)])
     return found
 

@@ -25,51 +25,59 @@ PART = 0.25  # of the start: what the bytes must take to be seen
 CROWDED = 1.15  # pairs that all send at once are this much slower than one: they share a bus
 
 
+Groups = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """One operation on some groups of ranks at once, as it was measured."""
 
     operation: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     num_bytes: int
     seconds: float
 
 
 def timings(results: Sequence[Mapping[str, Any]]) -> tuple[Timing, ...]:
-    """The ranks' measurements joined: a collective takes as long as its ranks say on average.
+    """The measurements joined: the mean over ranks, and the better of several times.
 
     A broadcast was measured together with a small all-reduce, which is taken off again.
     """
-    found: list[Timing] = []
+    found: dict[tuple[str, Groups], dict[int, float]] = {}
     for same in zip(*(result["wires"] for result in results), strict=True):
         groups = tuple(tuple(group) for group in same[0]["groups"])
-        operation, seconds = (
-            same[0]["operation"],
-            mean(same[r]["seconds"] for g in groups for r in g),
-        )
+        seconds = mean(same[rank]["seconds"] for group in groups for rank in group)
+        sizes = found.setdefault((same[0]["operation"], groups), {})
+        sizes[same[0]["bytes"]] = min(seconds, sizes.get(same[0]["bytes"], math.inf))
+    made: dict[tuple[str, Groups], list[tuple[int, float]]] = {}
+    for (operation, groups), sizes in found.items():
+        curve = list(zip(sizes, rising(list(sizes.values())), strict=True))
         if operation == "broadcast":
-            small = min(
-                t.seconds for t in found if t.operation == "all_reduce" and t.groups == groups
-            )
-            seconds = max(seconds - small, seconds / 4)
-        found.append(
-            Timing(operation=operation, groups=groups, num_bytes=same[0]["bytes"], seconds=seconds)
-        )
-    return tuple(found)
+            small = made["all_reduce", groups][0][1]
+            curve = [(size, max(seconds - small, seconds / 4)) for size, seconds in curve]
+        made[operation, groups] = curve
+    return tuple(
+        Timing(operation=operation, groups=groups, num_bytes=size, seconds=seconds)
+        for (operation, groups), curve in made.items()
+        for size, seconds in curve
+    )
+
+
+def rising(seconds: Sequence[float]) -> list[float]:
+    """Times by ascending size without spikes: less work never takes longer than more."""
+    lowest = math.inf
+    found = []
+    for value in reversed(seconds):
+        lowest = min(lowest, value)
+        found.append(lowest)
+    return found[::-1]
 
 
 def speeds(results: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
     """Each rank's speed, 1 for the quick ones; measurements repeat no better than `EQUAL`."""
-    rates = np.log(np.array([_rates(result) for result in results]))
-    relative = np.exp(np.median(rates - rates.mean(axis=0), axis=1))
-    quick = relative[relative > QUICK * relative.max()]
-    relative = relative / np.median(quick)
-    return tuple(1.0 if r > 1 - EQUAL else round(float(r), 2) for r in relative)
-
-
-def _rates(result: Mapping[str, Any]) -> list[float]:
-    curves = [*result["matmul"].values(), result["memory"]]
-    return [rate for curve in curves for _, rate in curve]
+    pace = np.array([result["pace"] for result in results])
+    full = np.median(pace[pace > QUICK * pace.max()])
+    return tuple(1.0 if p > (1 - EQUAL) * full else round(float(p / full), 2) for p in pace)
 
 
 def device_of(
@@ -77,26 +85,28 @@ def device_of(
 ) -> Device:
     """The device at its full speed: the median over ranks of what each reaches for its speed."""
 
-    def curve(points: Sequence[Sequence[Sequence[float]]]) -> Curve:
-        shortest = min(len(each) for each in points)
-        found = []
-        for i in range(shortest):
-            rate = median(each[i][1] / s for each, s in zip(points, speed, strict=True))
-            found.append((float(points[0][i][0]), rounded(rate)))
-        return Curve(tuple(found))
+    def curve(points: Sequence[Sequence[Sequence[float]]], power: int) -> Curve:
+        """`power` of the size is the work."""
+        sizes = [float(size) for size, _ in min(points, key=len)]
+        rates = [
+            median(each[i][1] / s for each, s in zip(points, speed, strict=True))
+            for i in range(len(sizes))
+        ]
+        seconds = rising([size**power / rate for size, rate in zip(sizes, rates, strict=True)])
+        return Curve(tuple((x, rounded(x**power / s)) for x, s in zip(sizes, seconds, strict=True)))
 
-    def by_dtype(name: str) -> tuple[tuple[str, Curve], ...]:
+    def by_dtype(name: str, power: int) -> tuple[tuple[str, Curve], ...]:
         dtypes = results[0][name]
-        return tuple((dtype, curve([r[name][dtype] for r in results])) for dtype in dtypes)
+        return tuple((dtype, curve([r[name][dtype] for r in results], power)) for dtype in dtypes)
 
     overheads = [r["overhead_s"] * s for r, s in zip(results, speed, strict=True)]
     hosts = [r["host_bytes_per_s"] / s for r, s in zip(results, speed, strict=True)]
     return Device(
         name=results[0]["name"],
         kind=kind,
-        matmul_flops_per_s=by_dtype("matmul"),
-        attention_flops_per_s=by_dtype("attention"),
-        memory_bytes_per_s=curve([r["memory"] for r in results]),
+        matmul_flops_per_s=by_dtype("matmul", power=3),
+        attention_flops_per_s=by_dtype("attention", power=2),
+        memory_bytes_per_s=curve([r["memory"] for r in results], power=1),
         overhead_s=rounded(median(overheads)),
         host_bytes_per_s=rounded(median(hosts)),
         **given,

@@ -43,6 +43,18 @@ class Clock:
             samples.append(self._sample(call, number))
         return low(samples)
 
+    def pace(self, call: Callable[[], object], window_s: float) -> float:
+        """Calls per second that this rank gets done in a window in which all ranks are busy."""
+        self._sample(call, 1)
+        meet()
+        started = time.perf_counter()
+        calls, passed_s = 0, 0.0
+        while passed_s < window_s:
+            self._sample(call, 1)
+            calls += 1
+            passed_s = time.perf_counter() - started
+        return calls / passed_s
+
     def _calls_per_sample(self, call: Callable[[], object]) -> int:
         self._sample(call, 1)
         once = max(self._sample(call, 1), 1e-7)
@@ -70,9 +82,18 @@ class Clock:
         return self.seconds(graph.replay) / number
 
 
-def low(samples: Sequence[float]) -> float:
-    """The lower quartile."""
-    return sorted(samples)[len(samples) // 4]
+def low(samples: Sequence[float], part: int = 4) -> float:
+    """The lower quartile, or a lower quantile yet."""
+    return sorted(samples)[len(samples) // part]
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest value of any rank, so that all decide alike."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def meet() -> None:

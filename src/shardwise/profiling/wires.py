@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.profiling.timing import FEWEST_SAMPLES, low, meet
+from shardwise.profiling.timing import FEWEST_SAMPLES, largest, low, meet
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.transport import Group
 
 SIZES = tuple(4**n for n in range(5, 14))  # 1 KiB to 64 MiB
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 GROUP_SIZES = (2, 4, 8, 16)  # and all ranks
-MOST_CALLS = 60
+MOST_CALLS = 200
 WARM_UP = 3
 
 
@@ -68,10 +68,11 @@ def _measure(
     for _ in range(WARM_UP - 1):
         call()
     meet()
-    number = _agreed_number(_timed(call, device), budget_s, device)
+    once_s = max(largest(_timed(call, device), device), 1e-6)
+    number = max(FEWEST_SAMPLES, min(MOST_CALLS, int(budget_s / once_s)))
     meet()
     samples = [_timed(call, device) for _ in range(number)]
-    seconds = low(samples) if mine is not None else 0.0
+    seconds = low(samples, part=10) if mine is not None else 0.0
     return seconds / 2 if operation == "send" else seconds  # there and back
 
 
@@ -81,13 +82,6 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started
-
-
-def _agreed_number(once_s: float, budget_s: float, device: torch.device) -> int:
-    """How many calls fit into the budget, the same on all ranks."""
-    slowest = torch.tensor([once_s], device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return max(FEWEST_SAMPLES, min(MOST_CALLS, int(budget_s / max(float(slowest), 1e-6))))
 
 
 def _call(

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.cost import collective_model
-from shardwise.profiling.fit import Timing, errors, fit_line, rounded, speeds, timings
+from shardwise.profiling.fit import Timing, errors, fit_line, rising, rounded, speeds, timings
 from shardwise.profiling.machine import assemble
 
 
@@ -18,6 +18,7 @@ def found(speed: float, wires: list[dict[str, Any]]) -> dict[str, Any]:
         "attention": {"float32": [[64, 1e10 * speed]]},
         "memory": [[4096, 2e9 * speed], [2**20, 8e9 * speed]],
         "overhead_s": 2e-6 / speed,
+        "pace": 100.0 * speed,
         "host_bytes_per_s": 5e9 * speed,
         "reserved_bytes": 2**28,
         "wires": wires,
@@ -85,6 +86,14 @@ def test_one_rank_has_no_link() -> None:
     cluster = assemble([found(1.0, [])], "cpu")
     assert cluster.nodes[0].link is None
     assert cluster.num_ranks == 1
+
+
+def test_a_spike_is_no_figure() -> None:
+    assert rising([1.0, 9.0, 2.0, 3.0]) == [1.0, 2.0, 2.0, 3.0]
+    noisy, again = wires(2), wires(2)
+    noisy[1]["seconds"] *= 20
+    results = [found(1.0, noisy + again)] * 2
+    assert assemble(results, "cpu") == assemble([found(1.0, again)] * 2, "cpu")
 
 
 def test_lines_never_fall() -> None:
