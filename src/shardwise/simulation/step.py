@@ -158,7 +158,7 @@ class _Play:
         if key not in self.passes:
             units = self.stages[action.stage].units
             device = self.devices[self.stages[action.stage].group]
-            loss = getattr(device, "overlap_loss", 0.0)
+            loss = device.overlap_loss
             if action.kind == "F":
                 found = play_forward(units, loss)
             elif action.kind == "W":
