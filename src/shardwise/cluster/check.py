@@ -38,6 +38,14 @@ def check(cluster: Cluster) -> None:
         if ends[0] & ends[1]:
             both = sorted(ends[0] & ends[1])[0]
             raise ClusterError(f"node {both} is at both ends", where=where)
+        shared = {domain_of[n] for n in ends[0] if n in domain_of}
+        for name in sorted(ends[1]):
+            if domain_of.get(name) in shared:
+                raise ClusterError(
+                    f"node {name} is in a domain with nodes of the other end",
+                    where=where,
+                    hint="whole domains at each end",
+                )
     for kind in ("switches", "trunks"):
         given = Counter(item.name for item in getattr(cluster.network, kind))
         for name, number in given.items():

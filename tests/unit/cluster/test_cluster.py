@@ -140,6 +140,18 @@ def test_a_domain_reaches_over_nodes() -> None:
             },
             "2 of the 4 nodes of a domain",
         ),
+        (
+            {
+                "nodes": (node("n[0-3]", link=None),),
+                "network": Network(
+                    domains=(Domain(nodes=("n[0-3]",), link=FAST),),
+                    trunks=(
+                        Trunk(name="t", between=(("n0",), ("n1",)), bandwidth_bytes_per_s=1.0),
+                    ),
+                ),
+            },
+            "node n1 is in a domain with nodes of the other end",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
