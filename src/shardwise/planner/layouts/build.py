@@ -18,7 +18,6 @@ from shardwise.planner.layouts.model import INF, Model, Star, Use, Variable
 from shardwise.planner.layouts.options import Demand, Option, Options
 from shardwise.planner.layouts.task import LayoutTask, Placements, Prices
 from shardwise.program.moves import plan_moves
-from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     FANOUT,
     REPLICATE,
@@ -102,18 +101,29 @@ def _placements(layout: Layout) -> Placements:
     return tuple(p for _, p in layout.axes)
 
 
-def build(graph: Graph, facts: Facts, task: LayoutTask, options: Options, prices: Prices) -> Built:
-    """The whole model."""
-    return _Builder(graph, facts, task, options, prices).run()
+def build(
+    options: Options,
+    prices: Prices,
+    *,
+    joint: dict[str, tuple[Option, ...]] | None = None,
+    limit: float | None = None,
+) -> Built:
+    """The whole model, of all joint options or of these; `limit` bounds the bytes."""
+    return _Builder(options, prices, options.of if joint is None else joint, limit).run()
 
 
 class _Builder:
     def __init__(
-        self, graph: Graph, facts: Facts, task: LayoutTask, options: Options, prices: Prices
+        self,
+        options: Options,
+        prices: Prices,
+        joint: dict[str, tuple[Option, ...]],
+        limit: float | None,
     ) -> None:
-        self.graph, self.facts, self.task = graph, facts, task
+        self.graph, self.facts, self.task = options.graph, options.facts, options.task
         self.options, self.prices, self.pure = options, prices, options.pure
-        self.built = Built(Model(limit=task.memory_limit_bytes), options=options.of)
+        graph, task = self.graph, self.task
+        self.built = Built(Model(limit=limit), options=joint)
         self.model = self.built.model
         self.paths = Paths(graph, task, prices)
         self.users: dict[str, list[str]] = {}
@@ -176,7 +186,7 @@ class _Builder:
 
     @property
     def _weighs(self) -> bool:
-        return self.task.memory_weight > 0 or self.task.memory_limit_bytes is not None
+        return self.task.memory_weight > 0 or self.model.limit is not None
 
     def _parameter(self, value: str) -> None:
         copies = self.copies(value)

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
+from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
@@ -132,8 +134,11 @@ class _Fit(Allowed):
         return self._splinters(node, choice)
 
 
+Narrow = Mapping[int, Mapping[str, tuple[Candidate, ...]]]  # mesh axis -> node -> what to choose of
+
+
 class Options:
-    """The joint options of every node, found in graph order."""
+    """The candidates of every node on each mesh axis, and its joint options."""
 
     def __init__(self, graph: Graph, facts: Facts, task: LayoutTask) -> None:
         self.graph, self.facts, self.task = graph, facts, task
@@ -153,8 +158,28 @@ class Options:
         ]
         for index, row in enumerate(rows):
             self._drop_tables(index, row)
-        self.of: dict[str, tuple[Option, ...]] = {
-            n.name: self._joint(n, [row[n.name] for row in rows]) for n in graph.nodes
+        self.rows = rows
+
+    @cached_property
+    def of(self) -> dict[str, tuple[Option, ...]]:
+        """All joint options of every node."""
+        return self.joint({})
+
+    def num_joint(self) -> int:
+        """How many joint options there are at most, before how they count."""
+        return sum(prod(len(row[n.name]) for row in self.rows) for n in self.graph.nodes)
+
+    def joint(self, narrow: Narrow) -> dict[str, tuple[Option, ...]]:
+        """The joint options of every node, where `narrow` says what is open on some axes."""
+        return {
+            n.name: self._joint(
+                n,
+                [
+                    list(narrow[i][n.name]) if i in narrow else row[n.name]
+                    for i, row in enumerate(self.rows)
+                ],
+            )
+            for n in self.graph.nodes
         }
 
     # ------------------------------------------------------------ one axis

@@ -1,24 +1,33 @@
-"""The joint choice of layouts: options, model, reduction, integer program, assignments.
+"""The joint choice of layouts: options, model, reduction, solution, assignments.
 
 Enters: a graph with its `Facts`, a `LayoutTask`, `Prices`. Leaves: `LayoutSolution`.
+
+All mesh axes are chosen together. With several axes of parameters the joint options of a node are
+the product of what it can do on each. Where these are more than `MAX_JOINT`, one such axis is open
+at a time, with all axes that follow inputs, until no axis improves; of what was chosen on the way a
+joint choice is made. Such a solution says so in `restricted`.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass
 
 from shardwise.ir import Graph
 from shardwise.planner.layouts.build import Built, build, check_feasible
 from shardwise.planner.layouts.eliminate import solve_by_elimination
 from shardwise.planner.layouts.model import Solved
-from shardwise.planner.layouts.options import Options
+from shardwise.planner.layouts.options import Option, Options
 from shardwise.planner.layouts.program import Program
 from shardwise.planner.layouts.reduce import Reducer, restore
 from shardwise.planner.layouts.task import LayoutSolution, LayoutTask, Prices
+from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import REPLICATE, Placement, Replicate
 from shardwise.sharding.task import Assignment
+
+MAX_JOINT = 1_500  # options of all nodes together: some seconds to solve
+MAX_ROUNDS = 3  # over all axes of parameters
 
 
 def solve_layouts(
@@ -26,78 +35,118 @@ def solve_layouts(
 ) -> LayoutSolution:
     """The cheapest layouts of all nodes and parameters over all mesh axes at once."""
     begun = time.monotonic()
-    options = Options(graph, facts, task)
-    if task.memory_limit_bytes is not None:  # most limits do not bind
-        free = replace(task, memory_limit_bytes=None)
-        found = _solve(graph, facts, free, options, prices, time_limit_s, begun)
-        if _memory(found[0], found[1], prices, task) <= task.memory_limit_bytes:
-            return _solution(graph, task, prices, found, begun)
-    found = _solve(graph, facts, task, options, prices, time_limit_s, begun)
-    return _solution(graph, task, prices, found, begun)
-
-
-Found = tuple[Built, dict[int, int], Solved]
-
-
-def _solve(
-    graph: Graph,
-    facts: Facts,
-    task: LayoutTask,
-    options: Options,
-    prices: Prices,
-    time_limit_s: float,
-    begun: float,
-) -> Found:
-    built = build(graph, facts, task, options, prices)
-    ledger = Reducer(built.model).run()
-    check_feasible(built.model, built)
-    solved = solve_by_elimination(built.model)
-    if solved is None:
-        solved = Program(built.model).solve(time_limit_s - (time.monotonic() - begun))
-    return built, restore(ledger, solved.chosen), solved
-
-
-def _memory(built: Built, chosen: dict[int, int], prices: Prices, task: LayoutTask) -> float:
-    """Bytes of parameters and of what nodes save."""
-    total = 0.0
-    for value, variable in built.sources.items():
-        if value in built.parameters:
-            stored = built.storages[value][chosen[variable]]
-            total += task.copies.get(value, 1) * prices.stored_bytes(value, stored)
-    for name, variable in built.nodes.items():
-        choice = built.options[name][chosen[variable]].choice
-        total += task.copies.get(name, 1) * prices.saved_bytes(built.by_name[name], choice)
-    return total
-
-
-def _solution(
-    graph: Graph, task: LayoutTask, prices: Prices, found: Found, begun: float
-) -> LayoutSolution:
-    built, chosen, solved = found
-    assignments = []
-    for i, axis in enumerate(task.axes):
-        nodes = {
-            name: built.options[name][chosen[variable]].choice[i]
-            for name, variable in built.nodes.items()
-        }
-        stored = {
-            value: _plain(built.storages[value][chosen[variable]][i])
-            for value, variable in built.sources.items()
-        }
-        assignments.append(
-            Assignment(
-                axis=axis.name, ranks=axis.ranks, nodes=nodes, parameters=stored, cost=solved.cost
-            )
-        )
+    search = _Search(Options(graph, facts, task), prices, begun + time_limit_s)
+    found = search.find(None)
+    limit = task.memory_limit_bytes
+    if limit is not None and search.memory(found) > limit:  # most limits do not bind
+        found = search.find(limit)
     return LayoutSolution(
         graph=graph,
-        assignments=tuple(assignments),
-        cost_s=solved.cost,
-        bound_s=min(solved.bound, solved.cost),
-        memory_bytes=_memory(built, chosen, prices, task),
-        num_variables=solved.num_variables,
+        assignments=search.assignments(found),
+        cost_s=found.solved.cost,
+        bound_s=min(found.solved.bound, found.solved.cost),
+        memory_bytes=search.memory(found),
+        num_variables=found.solved.num_variables,
+        restricted=search.restricted,
         seconds=time.monotonic() - begun,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A solution of one model: the state of every variable."""
+
+    built: Built
+    chosen: dict[int, int]
+    solved: Solved
+
+    def choice(self, name: str) -> tuple[Candidate, ...]:
+        return self.built.options[name][self.chosen[self.built.nodes[name]]].choice
+
+
+class _Search:
+    """The problem with all axes open, or with one axis of parameters after the other."""
+
+    def __init__(self, options: Options, prices: Prices, deadline: float) -> None:
+        self.options, self.prices, self.deadline = options, prices, deadline
+        self.task = options.task
+        self.wide = [
+            i
+            for i, (axis, row) in enumerate(zip(self.task.axes, options.rows, strict=True))
+            if not axis.follows_inputs and any(len(found) > 1 for found in row.values())
+        ]
+        self.restricted = ""
+        if len(self.wide) > 1 and options.num_joint() > MAX_JOINT:
+            names = ", ".join(self.task.axes[i].name for i in self.wide)
+            self.restricted = f"of the axes {names} one is open at a time"
+
+    def find(self, limit: float | None) -> _Found:
+        """The best solution within a bound on bytes."""
+        return self._descend(limit) if self.restricted else self._solve(self.options.of, limit)
+
+    def _solve(self, joint: dict[str, tuple[Option, ...]], limit: float | None) -> _Found:
+        built = build(self.options, self.prices, joint=joint, limit=limit)
+        ledger = Reducer(built.model).run()
+        check_feasible(built.model, built)
+        solved = solve_by_elimination(built.model)
+        if solved is None:
+            solved = Program(built.model).solve(self.deadline - time.monotonic())
+        return _Found(built, restore(ledger, solved.chosen), solved)
+
+    def _descend(self, limit: float | None) -> _Found:
+        """Open one axis of parameters at a time; the others begin with the same work."""
+        options = self.options
+        now = {i: {n: (row[0],) for n, row in options.rows[i].items()} for i in self.wide}
+        seen = {i: {n: dict.fromkeys(c) for n, c in row.items()} for i, row in now.items()}
+        best: _Found | None = None
+        for _ in range(MAX_ROUNDS):
+            before = float("inf") if best is None else best.solved.cost
+            for axis in self.wide:
+                if best is not None and time.monotonic() > self.deadline:
+                    return best
+                fixed = {i: row for i, row in now.items() if i != axis}
+                best = self._solve(options.joint(fixed), limit)
+                now[axis] = {name: (best.choice(name)[axis],) for name in now[axis]}
+                for name, chosen in now[axis].items():
+                    seen[axis][name] |= dict.fromkeys(chosen)
+            assert best is not None
+            if best.solved.cost >= before * (1 - 1e-6):
+                break
+        assert best is not None
+        if time.monotonic() > self.deadline:
+            return best
+        left = {i: {name: tuple(cs) for name, cs in row.items()} for i, row in seen.items()}
+        joint = self._solve(options.joint(left), limit)
+        return joint if joint.solved.cost <= best.solved.cost else best
+
+    def memory(self, found: _Found) -> float:
+        """Bytes of parameters and of what nodes save."""
+        total, built, copies = 0.0, found.built, self.task.copies
+        for value, variable in built.sources.items():
+            if value in built.parameters:
+                stored = built.storages[value][found.chosen[variable]]
+                total += copies.get(value, 1) * self.prices.stored_bytes(value, stored)
+        for node in self.options.graph.nodes:
+            saved = self.prices.saved_bytes(node, found.choice(node.name))
+            total += copies.get(node.name, 1) * saved
+        return total
+
+    def assignments(self, found: _Found) -> tuple[Assignment, ...]:
+        """What every node does and how every parameter is stored, by mesh axis."""
+        built = found.built
+        return tuple(
+            Assignment(
+                axis=axis.name,
+                ranks=axis.ranks,
+                nodes={name: found.choice(name)[i] for name in built.nodes},
+                parameters={
+                    value: _plain(built.storages[value][found.chosen[variable]][i])
+                    for value, variable in built.sources.items()
+                },
+                cost=found.solved.cost,
+            )
+            for i, axis in enumerate(self.task.axes)
+        )
 
 
 def _plain(placement: Placement) -> Placement:

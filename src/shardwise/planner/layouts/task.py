@@ -113,7 +113,8 @@ class LayoutTask:
 class LayoutSolution:
     """The cheapest layouts found, with the bound that says how far they may be from the best.
 
-    `cost_s` counts time and weighted memory; `seconds` is how long the search took.
+    `cost_s` counts time and weighted memory; `seconds` is how long the search took. `restricted`
+    says what was left out of the problem that was solved; then the bound holds for that alone.
     """
 
     graph: Graph = field(repr=False, compare=False)
@@ -122,6 +123,7 @@ class LayoutSolution:
     bound_s: float
     memory_bytes: float
     num_variables: int
+    restricted: str = ""
     seconds: float = field(compare=False)
 
     @property

@@ -171,6 +171,23 @@ def test_both_axes_are_chosen_together(llama: tuple[Graph, Facts]) -> None:
     assert again == found
 
 
+def test_several_axes_of_parameters(
+    llama: tuple[Graph, Facts],
+) -> None:
+    """Opening one axis at a time says so, and is close to the joint choice."""
+    graph, facts = llama
+    task = LayoutTask(axes=(LayoutAxis(name="tp", ranks=8), LayoutAxis(name="tp1", ranks=2)))
+    prices = LinkPrices(graph=graph, facts=facts, task=task)
+    found = solve_layouts(graph, facts, task, prices)
+    assert found.restricted == "of the axes tp, tp1 one is open at a time"
+    plan = plan_of(graph, task, found)
+    resolved = Resolved(graph=graph, plan=plan, facts=facts, assignments=found.assignments)
+    assert lowered_cost(resolved, task, prices) == pytest.approx(found.cost_s, rel=1e-6)
+    one = LayoutTask(axes=(LayoutAxis(name="tp", ranks=8),))
+    less = solve_layouts(graph, facts, one, LinkPrices(graph=graph, facts=facts, task=one))
+    assert found.cost_s < less.cost_s
+
+
 def test_what_is_fixed_stays(llama: tuple[Graph, Facts]) -> None:
     graph, facts = llama
     gate = next(p.value for p in graph.parameters if p.name.endswith("gate_proj.weight"))
