@@ -23,6 +23,8 @@ from shardwise.simulation.setting import Setting
 from shardwise.simulation.times import Group
 from shardwise.simulation.works import Works
 
+BATCH_AXIS = "dp"
+
 
 def simulate(
     graph: Graph, plan: Plan, cluster: Cluster, *, table: OpTable | None = None
@@ -44,9 +46,24 @@ def simulate(
     works: dict[Mesh, Works] = {}
     for stage in plan.all_stages:
         if stage.mesh not in works:
-            solved: Resolved = resolve(fold.graph, small.on_mesh(stage.mesh), facts)
-            works[stage.mesh] = Works(fold, facts, solved.assignments, dict(small.roles))
+            divided = _on_mesh(small, stage.mesh, plan.microbatches)
+            solved: Resolved = resolve(fold.graph, divided, facts)
+            works[stage.mesh] = Works(fold, facts, solved.assignments, dict(divided.roles))
     return Evaluator(fold, cluster, table).estimate(works, setting_of(plan, fold))
+
+
+def _on_mesh(plan: Plan, mesh: Mesh, microbatches: int) -> Plan:
+    """The plan on a mesh that has an axis of the batch wherever rows are cut.
+
+    `Works` has one axis for the ranks and the micro-batches that divide them.
+    """
+    found = plan.on_mesh(mesh)
+    if microbatches == 1 or "batch" in found.roles.values():
+        return found
+    return found.with_(
+        mesh=Mesh(axes=((BATCH_AXIS, microbatches), *mesh.axes)),
+        roles={BATCH_AXIS: "batch", **found.roles},
+    )
 
 
 def fold_plan(fold: Fold, plan: Plan, choices: Mapping[str, Mapping[str, str]]) -> Plan:

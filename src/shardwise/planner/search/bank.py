@@ -25,6 +25,7 @@ from shardwise.simulation.works import Works, batch_rows
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
 LONG_ROW = 128  # elements
+QUICKEST, LEANEST, MIXED = 0, 1, 2  # kinds of layouts
 LEAN = 0.5  # what filling a device's memory costs in the leanest layouts, in micro-batches
 
 
@@ -57,14 +58,14 @@ class Bank:
         self._batch: Assignment | None = None
 
     def get(self, tp: int, layout: int) -> Layouts:
-        """The layouts for `tp` ranks: 0 the quickest, 1 the leanest."""
+        """The layouts for `tp` ranks: 0 the quickest, 1 the leanest, 2 with the batch cut too."""
         key = (tp, layout)
         if key not in self._found:
             self._found[key] = self._solve(tp, layout)
         return self._found[key]
 
     def _solve(self, tp: int, layout: int) -> Layouts:
-        self.report(f"layouts for tp={tp}" + (", lean" if layout else ""))
+        self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed")[layout])
         graph = self.fold.graph
         sizes = tensor_axes(graph, self.facts, tp) if tp > 1 else ()
         tensor = tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
@@ -72,7 +73,7 @@ class Bank:
         cuts = self._cuts()
         cluster = self.evaluator.cluster
         dp = max(1, min(cluster.num_ranks // tp, self.rows))
-        parts = self._parts(dp)
+        parts = dp if layout == MIXED else self._parts(dp)
         if cuts:
             axes.append(LayoutAxis(name="dp", ranks=parts, role="batch", inputs=cuts))
         axes += [LayoutAxis(name=name, ranks=n) for name, n in tensor]
@@ -81,7 +82,7 @@ class Bank:
             ranks=tuple(range(min(dp * tp, cluster.num_ranks))),
         )
         weight = 0.0
-        if layout:
+        if layout == LEANEST:
             limit = cluster.device(0).usable_bytes
             weight = LEAN * self.get(tp, 0).solution.cost_s / limit
         names = tuple(axis.name for axis in axes)
@@ -102,7 +103,7 @@ class Bank:
             group,
             cluster.device(0),
             self.evaluator.clock,
-            microbatches=TYPICAL_MICROBATCHES,
+            microbatches=1.0 if layout == MIXED else TYPICAL_MICROBATCHES,
         )
         solution = solve_layouts(graph, self.facts, task, prices, time_limit_s=TIME_LIMIT_S)
         roles = {axis.name: "batch" if axis.role == "batch" else "parameters" for axis in axes}

@@ -17,12 +17,12 @@ from shardwise.cost import OpTable
 from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.planner.progress import Progress
-from shardwise.planner.search.bank import Bank
+from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Found, Search
-from shardwise.planner.search.space import Fixed, Limits, points
+from shardwise.planner.search.space import Fixed, Limits, Point, points
 from shardwise.planner.search.write import write_plan
 from shardwise.plans import Plan, Precision
 from shardwise.sharding.factors import analyze
@@ -30,6 +30,7 @@ from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 
+MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
 SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
 
 
@@ -103,13 +104,24 @@ def _prepare(
 def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
     """All points; layouts that spare memory where memory limits, host memory where nothing fits."""
     wanted = list(points(limits, fixed))
+    wanted += [replace(point, layout=MIXED) for point in wanted if _may_mix(point, limits)]
     found = search.run(wanted)
     if found.limited_by_memory:
-        lean = [replace(point, layout=1) for point in wanted if point.tp > 1]
+        lean = [replace(p, layout=LEANEST) for p in wanted if p.tp > 1 and p.layout == QUICKEST]
         found = search.run([*wanted, *lean])
     if not found.feasible and fixed.offload is None:
         found = search.run(points(limits, fixed, offloads=True))
     return found
+
+
+def _may_mix(point: Point, limits: Limits) -> bool:
+    """Whether tensor-parallel ranks may also share rows, node by node, as one device's batch.
+
+    Where there are many ranks, "dp" does that for all nodes, and layouts are solved for one row.
+    """
+    each, rest = divmod(limits.rows, point.dp * point.tp)
+    few = point.tp > 1 and point.pp == point.microbatches == 1 and limits.ranks <= MOST_MIXED
+    return few and each > 0 and rest == 0
 
 
 def _limits(search: Search, graph: Graph, cluster: Cluster) -> Limits:

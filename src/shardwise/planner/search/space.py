@@ -30,7 +30,7 @@ class Point:
     zero: int = 0
     recompute: str = "none"
     offload: tuple[str, ...] = ()
-    layout: int = 0  # which of the layouts that were solved for `tp`: 0 quickest, 1 leanest
+    layout: int = 0  # which of the layouts that were solved for `tp`: see `Bank.get`
     grouping: int = 0  # which order of unequal devices
 
     @property
@@ -50,7 +50,7 @@ class Point:
         if self.offload:
             parts.append(f"offload {'+'.join(self.offload)}")
         if self.layout:
-            parts.append("lean layouts")
+            parts.append(("", "lean layouts", "mixed layouts")[self.layout])
         if self.grouping:
             parts.append(f"device order {self.grouping}")
         return ", ".join(parts)
