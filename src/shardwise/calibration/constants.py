@@ -3,15 +3,21 @@
 Enters: nothing. Leaves: `REACHED`, by kind of device. Presets hold the best rates that others have
 measured of single operators; a step of a published stack reaches a part of them: its operators are
 not the best ones of their kind, clocks fall under load, and a model has operators that no table
-of dims tells. These four factors are all that is fitted (`benchmarks/calibrate.py`).
+of dims tells. These factors are all that is fitted (`benchmarks/calibrate.py`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from shardwise.cluster import Device
 from shardwise.cluster.device import Curve, Rates
+
+# What computing loses of the time in which messages travel: they share memory and multiprocessors.
+OVERLAP_LOSS = 0.5
+# What a step loses by each doubling of the nodes: all ranks wait for the slowest.
+WAITING = 0.003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +36,27 @@ class Reached:
             matmul_flops_per_s=_scaled(device.matmul_flops_per_s, self.matmul),
             attention_flops_per_s=_scaled(device.attention_flops_per_s, self.attention),
             memory_bytes_per_s=_times(device.memory_bytes_per_s, self.memory),
+            overlap_loss=OVERLAP_LOSS,
         )
 
 
 # Fitted to shared/data/published_calibration.csv, all rows of a kind of device at once.
 REACHED = {
-    # Megatron-LM 2020, Alpa
-    "v100": Reached(matmul=0.74, attention=1.0, memory=0.81, link=1.0),
+    # Megatron-LM 2020, Alpa; V100 has no fused attention
+    "v100": Reached(matmul=0.78, attention=1.0, memory=0.81, link=1.0),
     # llm-foundry, Megatron-LM, InternEvo
-    "a100": Reached(matmul=0.81, attention=0.61, memory=0.52, link=1.0),
+    "a100": Reached(matmul=0.84, attention=0.61, memory=0.49, link=1.0),
     # llm-foundry of 2023, whose attention was written for A100
-    "h100": Reached(matmul=0.78, attention=0.38, memory=0.59, link=1.0),
+    "h100": Reached(matmul=0.81, attention=0.38, memory=0.58, link=1.0),
     # NVIDIA's recipes on its own machines: cuDNN's attention, fused operators, reductions in the
     # switch; also for later devices, which were only measured with such stacks
-    "dgx": Reached(matmul=1.0, attention=0.77, memory=0.95, link=1.33),
+    "dgx": Reached(matmul=1.02, attention=0.77, memory=0.95, link=1.3),
 }
+
+
+def waiting(nodes: int) -> float:
+    """How many times longer a step takes on so many nodes, by waiting for the slowest."""
+    return 1.0 + WAITING * math.log2(nodes)
 
 
 def _scaled(rates: Rates, factor: float) -> Rates:

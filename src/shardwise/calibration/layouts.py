@@ -10,6 +10,7 @@ layer, what a fraction 1/cp of the rows costs; its exchange of keys hides behind
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +18,6 @@ import torch
 
 from shardwise.calibration.models import Shape, build, shape_of
 from shardwise.calibration.rows import Row
-from shardwise.calibration.values import Unusable
 from shardwise.cluster import Cluster, Mesh
 from shardwise.frontend import capture
 from shardwise.ir import Graph
@@ -25,12 +25,14 @@ from shardwise.planner import strategies
 from shardwise.plans import Precision, resolve
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.simulation import Fold, Group, Setting, Works
-from shardwise.simulation.work import Work
+from shardwise.simulation.work import FORWARD, Work
 
 CAPTURED_LAYERS = 2
 # Sizes of a micro-batch between which work is linear: primes, so that no product of them with a
 # sequence length is one of the model's own dims.
 ROWS = (11, 13)
+# Norms and sums between the products of a block: where sequence parallelism cuts the sequence.
+_BETWEEN = ("layers.*norm.layer_norm_0", "layers.*.add_*", "norm.layer_norm_0")
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -46,9 +48,23 @@ class Prepared:
 class RowWorks(Works):
     """The work of a few layers for micro-batches of any size, even of a part of a row."""
 
+    keeps_shards = False  # of what is gathered for products, as Megatron does with cut sequences
+
     def at(self, rows: float) -> Work:
         low, high = (self._lowered(self.rows // each) for each in ROWS)
-        return low.between(high, rows)
+        work = low.between(high, rows)
+        return self._in_shards(work) if self.keeps_shards else work
+
+    def _in_shards(self, work: Work) -> Work:
+        """With operands gathered again in backward, behind its products, instead of kept."""
+        ranks = {a.axis: a.ranks for a in self.assignments}
+        saved, selective = work.saved.copy(), work.saved_selective.copy()
+        for talk in work.talks:
+            if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:
+                rest = talk.num_bytes * (1 - 1 / math.prod(ranks[a] for a in talk.axes))
+                for kept in (saved, selective):
+                    kept[talk.node] -= min(rest, kept[talk.node])
+        return replace(work, saved=saved, saved_selective=selective)
 
 
 class Pieces(Works):
@@ -64,10 +80,8 @@ class Pieces(Works):
 
 def prepare(row: Row, *, microbatches: int) -> Prepared:
     """A step of the row's model with so many of its micro-batches."""
-    if row.dtype not in _PRECISIONS:
-        raise Unusable(f"precision {row.dtype} is not modelled; bf16, fp16 and fp32 are")
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
-    few, axes = _works(shape, row.seq_len, row.dtype, row.tp)
+    few, axes = _works(shape, row.seq_len, row.compute_dtype, row.tp, _cuts_sequence(row, shape))
     fold = Fold.repeated(few.fold.graph, row.layers)
     works = Pieces(few, fold, rows=microbatches * row.dp * row.micro_batch, parts=row.cp)
     return Prepared(fold=fold, works=works, setting=_setting(row, fold, axes, microbatches))
@@ -75,15 +89,19 @@ def prepare(row: Row, *, microbatches: int) -> Prepared:
 
 @lru_cache(maxsize=256)
 def _works(
-    shape: Shape, seq_len: int, dtype: str, tp: int
+    shape: Shape, seq_len: int, dtype: str, tp: int, cuts_sequence: bool
 ) -> tuple[Works, tuple[tuple[str, int], ...]]:
     """The work of a few layers, and the mesh axes that tensor parallelism takes."""
     graph, facts = _graph(shape, seq_len, dtype)
     cluster = Cluster.local(ROWS[0] * tp)
     plan = strategies.hybrid(graph, cluster, dp=ROWS[0], tp=tp)
+    if cuts_sequence:
+        axes = [axis for axis in plan.mesh.names if axis != "dp"]
+        plan = plan.with_(nodes={place: dict.fromkeys(axes, "cut d1") for place in _BETWEEN})
     solved = resolve(graph, plan, facts)
     fold = Fold.repeated(graph, shape.layers)
     works = RowWorks(fold, facts, solved.assignments, dict(plan.roles))
+    works.keeps_shards = cuts_sequence
     return works, tuple((name, int(n)) for name, n in plan.mesh.axes if name != "dp")
 
 
@@ -94,6 +112,16 @@ def _graph(shape: Shape, seq_len: int, dtype: str) -> tuple[Graph, Facts]:
     )
     graph = capture(model, batch)
     return graph, analyze(graph)
+
+
+def _cuts_sequence(row: Row, shape: Shape) -> bool:
+    """Whether tensor-parallel ranks share what lies between products, which no column says.
+
+    Sequence parallelism came with selective recomputation (Korthikanti et al., 2022) and is part of
+    every stack that computes in bfloat16 since.
+    """
+    modern = shape.fused or row.recompute == "selective"
+    return row.tp > 1 and modern and row.seq_len % row.tp == 0
 
 
 def _setting(row: Row, fold: Fold, axes: tuple[tuple[str, int], ...], count: int) -> Setting:
@@ -110,9 +138,15 @@ def _setting(row: Row, fold: Fold, axes: tuple[tuple[str, int], ...], count: int
         microbatches=count,
         zero=_zero(row),
         recompute=row.recompute,
-        precision=replace(Precision.of(_PRECISIONS[row.dtype]), reduce=row.dtype),
+        precision=_precision(row),
         prefetch=row.sharding.prefetch,
     )
+
+
+def _precision(row: Row) -> Precision:
+    """Float32 main parameters and states; gradients stay in the type they are computed in."""
+    wide = Precision.of(_PRECISIONS[row.compute_dtype])
+    return replace(wide, gradients=row.compute_dtype, reduce=row.compute_dtype)
 
 
 def _zero(row: Row) -> int:

@@ -47,6 +47,11 @@ _INSTANCES_GBIT = {
 # One port of an InfiniBand generation, in Gbit/s (infinibandta.org roadmap, 4 lanes).
 _PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
+# NVLinks of 25 GB/s one way that a V100 of a DGX-1 or p3.16xlarge has to the others of a group of
+# so many ranks: a hybrid cube mesh, without a switch (NVIDIA DGX-1 System Architecture, 2017).
+_CUBE_MESH = {2: 1, 4: 4, 8: 6}
+_NVLINK2_BYTES_PER_S = 25e9
+_CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests over the wires', 8 ranks
 _SAME_MEMORY = 0.06  # GB and GiB, and what error correction takes
 _PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
 
@@ -79,9 +84,11 @@ def read_machine(gpu: str, interconnect: str) -> Machine:
     )
 
 
-def cluster_of(row: Row) -> Cluster:
+def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
     """The row's machines: a preset, with what the row says otherwise."""
     machine = read_machine(row.gpu, row.interconnect)
+    if reached is not None:
+        machine = replace(machine, reached=reached)
     usual = Cluster.preset(machine.preset).nodes[0].count
     per_node = row.gpus_per_node or usual
     while row.gpus % per_node:  # the largest equal nodes
@@ -95,7 +102,38 @@ def cluster_of(row: Row) -> Cluster:
         devices_per_node=per_node,
         nic_gbit_per_s=None if network is None else network * 8 / _GB,
     )
-    return _changed(cluster, machine)
+    cluster = _changed(cluster, machine)
+    if row.dtype == "float8":
+        cluster = _in_float8(cluster)
+    if re.search(r"p3\.16xlarge|dgx-1\b", f"{row.gpu} {row.interconnect}".lower()):
+        cluster = _without_switch(cluster, row)
+    return cluster
+
+
+def _in_float8(cluster: Cluster) -> Cluster:
+    """Products at the rate of float8; everything else stays in bfloat16."""
+    (node,) = cluster.nodes
+    rates = dict(node.device.matmul_flops_per_s)
+    if "float8_e4m3fn" not in rates:
+        raise Unusable(f"{node.device.name} has no float8")
+    rates["bfloat16"] = rates["float8_e4m3fn"]
+    device = replace(node.device, matmul_flops_per_s=tuple(rates.items()))
+    return replace(cluster, nodes=(replace(node, devices=(device,) * node.count),))
+
+
+def _without_switch(cluster: Cluster, row: Row) -> Cluster:
+    """A cube mesh: small groups have few wires, and the row's smallest one counts."""
+    (node,) = cluster.nodes
+    sizes = [size for size in (row.tp, row.cp * row.dp, row.pp) if size > 1]
+    fitting = [count for count in _CUBE_MESH if count <= min(sizes, default=max(_CUBE_MESH))]
+    if node.link is None or not fitting:
+        return cluster
+    link = replace(
+        node.link,
+        bandwidth_bytes_per_s=_CUBE_MESH[max(fitting)] * _NVLINK2_BYTES_PER_S,
+        efficiency=_CUBE_MESH_EFFICIENCY,
+    )
+    return replace(cluster, nodes=(replace(node, link=link),))
 
 
 def _changed(cluster: Cluster, machine: Machine) -> Cluster:

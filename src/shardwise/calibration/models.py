@@ -115,7 +115,8 @@ class Block(nn.Module):
         x = x + self._attend(self.attention_norm(x), rotation)
         y = self.perceptron_norm(x)
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return x + self.down(inner)
+        result: Tensor = x + self.down(inner)
+        return result
 
     def _attend(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         shape = self.shape
@@ -131,7 +132,8 @@ class Block(nn.Module):
             )
         else:  # scaling and mask are part of the softmax kernel
             mixed = torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
-        return self.projection(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
+        return result
 
 
 class Transformer(nn.Module):

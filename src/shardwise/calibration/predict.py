@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.calibration.constants import waiting
 from shardwise.calibration.layouts import Prepared, prepare
 from shardwise.calibration.machines import cluster_of
 from shardwise.calibration.rows import Entry, Row, read_entries
@@ -85,8 +86,8 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
     if row.sharding.level == 1 and row.is_grouped:
         more_s, less_bytes = _shared_in_groups(row, cluster, prepared, estimate)
         seconds, peak_bytes = seconds + more_s, peak_bytes - less_bytes
-    rest = row.num_microbatches - played
-    return seconds + rest * _micro_batch_s(estimate, each), peak_bytes
+    seconds += (row.num_microbatches - played) * _micro_batch_s(estimate, each)
+    return seconds * waiting(max(1, row.gpus // cluster.nodes[0].count)), peak_bytes
 
 
 def _micro_batch_s(estimate: Estimate, each: bool) -> float:
@@ -116,7 +117,7 @@ def _shared_in_groups(
     mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
     group = Group(mesh=mesh, ranks=whole.ranks)
     numel = max(stage.numel for stage in estimate.stages)
-    wide = numel * _ITEMSIZE[row.dtype]
+    wide = numel * _ITEMSIZE[row.compute_dtype]
     gather = Clock(cluster).talk("all_gather", group, ("inner",), wide)
     optimizer = estimate.timeline.causes["optimizer"]
     parts = estimate.peak.parts

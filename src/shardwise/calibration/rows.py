@@ -77,6 +77,11 @@ class Row:
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
+    def compute_dtype(self) -> str:
+        """Of everything but products in float8."""
+        return "bfloat16" if self.dtype == "float8" else self.dtype
+
+    @property
     def is_grouped(self) -> bool:
         """Whether optimizer states are shared by fewer than all data-parallel ranks."""
         return self.sharding.group is not None and self.sharding.group < self.dp * self.cp

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 MIN_SWEEP = 4  # rows; the order of fewer says little
 
@@ -135,18 +136,21 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0])
     0.5
     """
-    ranks = [_ranks(a), _ranks(b)]
-    if any(np.ptp(r) == 0 for r in ranks):
+    first, second = _ranks(a), _ranks(b)
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
         return math.nan
-    return float(round(np.corrcoef(*ranks)[0, 1], 12))
+    first, second = first - first.mean(), second - second.mean()
+    scale = math.sqrt(float(first @ first) * float(second @ second))
+    return round(float(first @ second) / scale, 12)
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
     """1 for the smallest; equal values share the mean of their ranks."""
     array = np.asarray(values, dtype=float)
     below = (array[:, None] > array[None, :]).sum(axis=1)
     equal = (array[:, None] == array[None, :]).sum(axis=1)
-    return below + (equal + 1) / 2.0
+    ranks: NDArray[np.float64] = below + (equal + 1) / 2.0
+    return ranks
 
 
 def _sweeps(outcomes: Sequence[Outcome]) -> Iterable[Sweep]:
