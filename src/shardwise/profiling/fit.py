@@ -109,6 +109,7 @@ def device_of(
         memory_bytes_per_s=curve([r["memory"] for r in results], power=1),
         overhead_s=rounded(median(overheads)),
         host_bytes_per_s=rounded(median(hosts)),
+        overlap_loss=round(median(r.get("overlap_loss", 0.0) for r in results), 2),
         **given,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.profiling import compute, wires
+from shardwise.profiling import compute, overlap, wires
 from shardwise.profiling.timing import Clock
 
 
@@ -59,6 +59,7 @@ def _measure(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
     exchange()
     found |= compute.measure(clock, progress, job["quick"])
+    found["overlap_loss"] = overlap.measure(device, progress) if job["ranks"] > 1 else 0.0
     if not job["quick"]:  # once more: from minute to minute, sends differ by a fifth
         exchange()
     return found

@@ -23,28 +23,39 @@ class Pass:
     talking: float = 0.0  # communication in all, beside what nodes wait for
 
 
-def play_forward(units: Sequence[UnitCost], loss: float = 0.0) -> Pass:
-    """A forward; `loss` is what computing loses of the time in which a message travels."""
-    return _play([(u.forward, u.gather, 0.0) for u in units], loss)
+def play_forward(units: Sequence[UnitCost], loss: float = 0.0, shared: bool = False) -> Pass:
+    """A forward; `loss` is what computing loses of the time in which a message travels.
+
+    Where the same cores do both (`shared`), the message takes as much longer.
+    """
+    return _play([(u.forward, u.gather, 0.0) for u in units], loss, shared)
 
 
 def play_backward(
-    units: Sequence[UnitCost], *, reduce: bool, weight: bool = True, loss: float = 0.0
+    units: Sequence[UnitCost],
+    *,
+    reduce: bool,
+    weight: bool = True,
+    loss: float = 0.0,
+    shared: bool = False,
 ) -> Pass:
     """A backward; with `reduce` the last one of a step, without `weight` that of inputs alone."""
     rows = [
         (u.backward - (0.0 if weight else u.weight), u.gather, u.reduce if reduce else 0.0)
         for u in reversed(units)
     ]
-    return _play(rows, loss)
+    return _play(rows, loss, shared)
 
 
-def play_weight(units: Sequence[UnitCost], *, reduce: bool, loss: float = 0.0) -> Pass:
+def play_weight(
+    units: Sequence[UnitCost], *, reduce: bool, loss: float = 0.0, shared: bool = False
+) -> Pass:
     """What is left of a backward: the gradients of parameters."""
-    return _play([(u.weight, 0.0, u.reduce if reduce else 0.0) for u in reversed(units)], loss)
+    rows = [(u.weight, 0.0, u.reduce if reduce else 0.0) for u in reversed(units)]
+    return _play(rows, loss, shared)
 
 
-def _play(rows: Sequence[tuple[float, float, float]], loss: float) -> Pass:
+def _play(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool) -> Pass:
     """Each row: seconds of computing, of the gather before it, of the sum after it."""
     if not any(gather or reduce for _, gather, reduce in rows):
         return Pass(sum(compute for compute, _, _ in rows), 0.0)
@@ -54,11 +65,14 @@ def _play(rows: Sequence[tuple[float, float, float]], loss: float) -> Pass:
     for at, (compute, _, reduce) in enumerate(rows):
         start = max(now, here)
         waiting += start - now
-        if at + 1 < len(rows) and rows[at + 1][1]:
-            wire = max(wire, start) + rows[at + 1][1]
+        gather = rows[at + 1][1] if at + 1 < len(rows) else 0.0
+        if gather:
+            wire = max(wire, start) + gather
+        lost = loss * min(compute, max(0.0, wire - start))
+        now = start + compute + lost
+        wire += lost if shared else 0.0
+        if gather:
             here = wire
-        busy = min(compute, max(0.0, wire - start))
-        now = start + compute + loss * busy
         if reduce:
             wire = max(wire, now) + reduce
     talking = sum(gather + reduce for _, gather, reduce in rows)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule, make
@@ -158,13 +159,13 @@ class _Play:
         if key not in self.passes:
             units = self.stages[action.stage].units
             device = self.devices[self.stages[action.stage].group]
-            loss = device.overlap_loss
+            lost: dict[str, Any] = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
             if action.kind == "F":
-                found = play_forward(units, loss)
+                found = play_forward(units, **lost)
             elif action.kind == "W":
-                found = play_weight(units, reduce=last, loss=loss)
+                found = play_weight(units, reduce=last, **lost)
             else:
-                found = play_backward(units, reduce=last, weight=action.kind == "B", loss=loss)
+                found = play_backward(units, reduce=last, weight=action.kind == "B", **lost)
             self.passes[key] = found
         return self.passes[key]
 
