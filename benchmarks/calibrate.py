@@ -1,0 +1,118 @@
+"""Fits what training steps reach of a device's rates, and shows that it holds on other rows.
+
+    python -m benchmarks.calibrate [--csv ../shared/data/published_calibration.csv] [--hold-out]
+
+For each kind of device of `shardwise.calibration.constants`: four factors (products, attention,
+memory, links) that make the simulated step times of all its rows fit the published ones. Residuals
+are logarithms of predicted over published, with a loss that grows linearly beyond 5%; each factor
+is held to its present value with a width of 10%, so that what the rows do not tell stays as it is.
+
+`--hold-out` leaves out each source in turn, fits to the others and predicts it; kinds that only
+that source measured keep their factors. Takes about 10 minutes, with it about an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from shardwise.calibration import Entry, read_entries
+from shardwise.calibration.constants import REACHED, Reached
+from shardwise.calibration.machines import cluster_of, read_device
+from shardwise.calibration.predict import predict_row
+from shardwise.calibration.statistics import Errors, errors_of
+
+SHARED = Path("../shared/data/published_calibration.csv")
+NAMES = tuple(asdict(REACHED["a100"]))
+LINEAR_BEYOND = 0.05
+WIDTH = 0.1
+
+
+def main() -> None:
+    """Fit every kind of device; with `--hold-out`, without each source too."""
+    arguments = _arguments()
+    found = [e for e in read_entries(arguments.csv) if e.row is not None and e.step_time_s]
+    for kind, start in REACHED.items():
+        rows = [e for e in found if _kind(e) == kind]
+        fitted = fit(rows, start)
+        print(kind, {k: round(v, 3) for k, v in asdict(fitted).items()})
+        print("  before", _text(errors_of(_errors(rows, start))))
+        print("  after ", _text(errors_of(_errors(rows, fitted))), flush=True)
+    for source in dict.fromkeys(_source(e) for e in found) if arguments.hold_out else ():
+        errors = list(_held_out(found, source))
+        print(f"without {source}: {_text(errors_of(errors))}", flush=True)
+
+
+def fit(rows: Sequence[Entry], start: Reached) -> Reached:
+    """The factors that fit the rows best."""
+    if not rows:
+        return start
+    first = np.log([getattr(start, name) for name in NAMES])
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        data = np.log1p(_errors(rows, _reached(logs)))
+        return np.concatenate([data, LINEAR_BEYOND * (logs - first) / WIDTH])
+
+    found = least_squares(
+        residuals, first, loss="soft_l1", f_scale=LINEAR_BEYOND, diff_step=0.02, max_nfev=6
+    )
+    return _reached(found.x)
+
+
+def _held_out(found: Sequence[Entry], source: str) -> Sequence[float]:
+    errors: list[float] = []
+    mine = [e for e in found if _source(e) == source]
+    for kind in dict.fromkeys(_kind(e) for e in mine):
+        others = [e for e in found if _kind(e) == kind and _source(e) != source]
+        fitted = fit(others, REACHED[kind])
+        errors += _errors([e for e in mine if _kind(e) == kind], fitted)
+    return errors
+
+
+def _errors(rows: Sequence[Entry], reached: Reached) -> list[float]:
+    errors = []
+    for entry in rows:
+        assert entry.row is not None
+        assert entry.step_time_s is not None
+        seconds, _ = predict_row(entry.row, cluster_of(entry.row, reached))
+        errors.append(seconds / entry.step_time_s - 1)
+    return errors
+
+
+def _reached(logs: NDArray[np.float64]) -> Reached:
+    return Reached(**dict(zip(NAMES, map(float, np.exp(logs)), strict=True)))
+
+
+def _kind(entry: Entry) -> str:
+    assert entry.row is not None
+    return read_device(entry.row.gpu)[1]
+
+
+def _source(entry: Entry) -> str:
+    return entry.row_id.partition(":")[0]
+
+
+def _text(errors: Errors | None) -> str:
+    if errors is None:
+        return "no rows"
+    return (
+        f"{errors.count} rows, bias {errors.bias:+.1%}, median {errors.median:.1%}, "
+        f"p90 {errors.p90:.1%}, largest {errors.largest:.1%}"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--csv", type=Path, default=SHARED)
+    parser.add_argument("--hold-out", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

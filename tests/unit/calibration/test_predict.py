@@ -1,0 +1,126 @@
+"""Predictions behave as machines do: more work takes longer, more sharing needs less memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.calibration import Row, predict_entry, read_entries
+from shardwise.calibration.machines import cluster_of
+from shardwise.calibration.predict import predict_row
+from shardwise.calibration.values import Sharding
+from tests.unit.calibration.test_models import ROW
+from tests.unit.calibration.test_rows import LINE
+
+SMALL = replace(
+    ROW,
+    layers=8,
+    hidden=2048,
+    ffn_hidden=8192,
+    heads=16,
+    kv_heads=16,
+    vocab=32000,
+    gpu="A100-80GB",
+    micro_batch=2,
+    global_batch=32,
+)
+
+
+def times(**change: object) -> tuple[float, float]:
+    row: Row = replace(SMALL, **change)  # type: ignore[arg-type]
+    return predict_row(row, cluster_of(row))
+
+
+def test_more_work_takes_longer() -> None:
+    base = times()
+    assert times(recompute="full")[0] > 1.1 * base[0]
+    assert times(recompute="full")[1] < base[1]
+    assert times(global_batch=64)[0] == pytest.approx(2 * base[0], rel=0.1)
+    assert times(seq_len=4096)[0] > 2 * base[0]
+    assert times(layers=16)[0] > 1.6 * base[0]
+
+
+def test_faster_devices_are_faster() -> None:
+    found = [times(gpu=gpu)[0] for gpu in ("A100-80GB", "H100 (DGX)", "B200", "GB200")]
+    assert found == sorted(found, reverse=True)
+
+
+def test_sharing_saves_memory() -> None:
+    found = [times(sharding=Sharding(level=level))[1] for level in (0, 1, 2, 3)]
+    assert found == sorted(found, reverse=True)
+    groups = [Sharding(level=1, group=size) for size in (2, 4)]
+    needed = [times(sharding=sharding)[1] for sharding in groups]
+    assert found[0] > needed[0] > needed[1] > found[1]
+
+
+def test_layouts_of_one_model() -> None:
+    pipeline = times(pp=4, dp=2, micro_batch=1)
+    interleaved = times(pp=4, vpp=2, dp=2, micro_batch=1)
+    assert interleaved[0] < pipeline[0]
+    assert times(tp=8, dp=1)[1] < times()[1]
+    assert times(cp=2, dp=4)[1] < times(dp=8)[1]
+    far = {"dp": 64, "gpus": 64, "global_batch": 256}
+    near = times(**far, interconnect="8x400Gb/s IB per node")
+    slow = times(**far, interconnect="10 Gbps Ethernet per node")
+    assert slow[0] > 1.2 * near[0]
+
+
+def write(path: Path, *changes: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(LINE))
+        writer.writeheader()
+        for index, change in enumerate(changes):
+            writer.writerow({**LINE, "layers": "4", "row_id": f"r{index}", **change})
+    return path
+
+
+def test_status(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.csv",
+        {},
+        {"gpu": "abacus"},
+        {"micro_batch": ""},
+        {"layers": "96", "hidden": "12288", "ffn_hidden": "49152", "heads": "96", "kv_heads": ""},
+    )
+    good, unknown, lacking, huge = [predict_entry(entry) for entry in read_entries(path)]
+    assert good.status == "ok"
+    assert good.step_time_s is not None
+    assert unknown.status.startswith("unknown device 'abacus'")
+    assert unknown.step_time_s is None
+    assert lacking.status == "lacks micro_batch"
+    assert huge.status.startswith("out of memory: needs ")
+    assert huge.status.endswith(" GiB of 79.1")
+    assert huge.memory_bytes is not None
+    assert huge.device_memory_bytes is not None
+    assert huge.memory_bytes > huge.device_memory_bytes
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "rows.csv", {}, {"gpu": "abacus"})
+    out = tmp_path / "new" / "out.csv"
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["predict", "--csv", str(path), "--json", "-o", str(out)])
+    assert exit_.value.code == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["row_id"] for row in printed["rows"]] == ["r0", "r1"]
+    assert printed["rows"][0]["predicted_step_time_s"] > 0
+    assert printed["rows"][0]["predicted_memory_bytes"] > 0
+    assert printed["rows"][1]["predicted_step_time_s"] is None
+    assert printed["summary"]["predicted"] == 1
+    with out.open() as file:
+        assert next(row["status"] for row in csv.DictReader(file)) == "ok"
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "--csv", str(path)])
+    assert "1 of 2 rows predicted" in capsys.readouterr().out
+
+
+def test_command_without_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["predict", "--csv", str(tmp_path / "none.csv")])
+    assert exit_.value.code == 1
+    assert "no file" in capsys.readouterr().err
