@@ -20,7 +20,8 @@ A message has numbers, the place (user's file:line or parameter name) and a hint
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "BatchError",
@@ -78,7 +79,18 @@ class PlanMismatch(PlanError):
 
 
 class InfeasiblePlan(ShardwiseError):
-    """No plan satisfies what was asked."""
+    """No plan satisfies what was asked; `report` has the figures, where a search found some."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        report: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.report: Mapping[str, Any] = report or {}
 
 
 class ProgramError(ShardwiseError):

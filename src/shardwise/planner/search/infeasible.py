@@ -1,49 +1,84 @@
-"""Nothing fits: by how much, what takes the memory, and what would help.
+"""Nothing fits: by how much, what takes the memory, and the nearest changes with which it would.
 
-Enters: the search's bounds. Leaves: an `InfeasiblePlan` with figures.
+Enters: the search's bounds. Leaves: an `InfeasiblePlan` with figures, in words and as data. Every
+change that it names has been simulated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import ceil
+from typing import Any
 
 from shardwise.errors import InfeasiblePlan
+from shardwise.planner.search.grouping import groupings
+from shardwise.planner.search.larger import Fewer, copied
+from shardwise.planner.search.relax import Again
 from shardwise.planner.search.search import Candidate, Found, Search
-from shardwise.planner.search.space import Fixed, Limits, points
+from shardwise.planner.search.space import Fixed, Limits, Point, points
+from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
-TRIED = 12
+TRIED = 12  # points with the least memory that are simulated
+COPIES = (2, 4, 8)  # of all nodes
 GIB = 2**30
 
 
-def infeasible(found: Found, search: Search, fixed: Fixed, limits: Limits) -> InfeasiblePlan:
-    """The error that says why no point fits."""
+def infeasible(
+    found: Found, search: Search, fixed: Fixed, limits: Limits, again: Again | None = None
+) -> InfeasiblePlan:
+    """The error that says why no point fits; `again` searches with other options fixed."""
     cluster = search.evaluator.cluster
     nearest = _nearest(found, search)
     if nearest is None:
-        return InfeasiblePlan(
-            f"no plan of {search.fold.graph.name} for {cluster.num_ranks} ranks keeps to what is "
-            f"fixed: {fixed}",
-            hint="leave some of it to the planner",
-        )
+        return _nothing(search, fixed, limits)
     use = peak_of(nearest.estimate.memory)
+    changes = list(_changes(found, nearest, search, fixed, limits, again))
     lines = [
-        f"no plan fits: the smallest needs {_gib(use.peak_bytes)} of {_gib(use.limit_bytes)} on "
-        f"a device of {cluster.name}, {_gib(use.peak_bytes - use.limit_bytes)} too much",
+        f"no plan fits: the smallest needs {gib(use.peak_bytes)} of {gib(use.limit_bytes)} on "
+        f"a device of {cluster.name}, {gib(use.peak_bytes - use.limit_bytes)} too much",
         f"  smallest: {nearest.point}",
-        f"  it holds {_parts(use)}, highest in {use.when}",
+        f"  it holds {_parts(use)}, highest in {_moment(use.when)}",
+        *(f"  would fit: {_told(change)}" for change in changes),
     ]
-    changes = _changes(search, fixed, limits, use)
-    lines += [f"  would fit: {change}" for change in changes]
-    return InfeasiblePlan("\n".join(lines), hint=changes[0] if changes else None)
+    return InfeasiblePlan(
+        "\n".join(lines),
+        hint=changes[0]["try"],
+        report={
+            "cluster": cluster.name,
+            "num_ranks": cluster.num_ranks,
+            "smallest": str(nearest.point),
+            "needs_bytes": use.peak_bytes,
+            "limit_bytes": use.limit_bytes,
+            "excess_bytes": use.peak_bytes - use.limit_bytes,
+            "parts": dict(use.parts),
+            "when": use.when,
+            "changes": changes,
+        },
+    )
+
+
+def _nothing(search: Search, fixed: Fixed, limits: Limits) -> InfeasiblePlan:
+    given = {n: v for n in Fixed.__slots__ if (v := getattr(fixed, n)) is not None}
+    said = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing fixed"
+    return InfeasiblePlan(
+        f"no plan of {search.graph.name} for {limits.ranks} ranks is possible with {said}: "
+        f"the batch has {limits.rows} rows to cut, the model places for {limits.stages} stages",
+        hint=f"leave {next(iter(given), 'the number of ranks')} to the planner",
+        report={"num_ranks": limits.ranks, "fixed": given, "changes": []},
+    )
 
 
 def _nearest(found: Found, search: Search) -> Candidate | None:
     """The simulated point that exceeds its memory least."""
-    by_memory = sorted(found.bounds, key=lambda b: (b.memory, b.seconds))
-    simulated = [search.simulate(bound.point) for bound in by_memory[:TRIED]]
+    simulated = [search.simulate(bound.point) for bound in _leanest(found)]
     simulated += found.infeasible
     return min(simulated, key=_excess, default=None)
+
+
+def _leanest(found: Found) -> list[Any]:
+    return sorted(found.bounds, key=lambda b: (b.memory, b.seconds))[:TRIED]
 
 
 def _excess(candidate: Candidate) -> float:
@@ -51,43 +86,177 @@ def _excess(candidate: Candidate) -> float:
     return use.peak_bytes / use.limit_bytes
 
 
-def _changes(search: Search, fixed: Fixed, limits: Limits, use: MemoryUse) -> list[str]:
-    """The nearest changes with which something fits."""
-    changes = [f"{_gib(use.peak_bytes)} of memory per device"]
-    for name in fixed.__slots__:
-        value = getattr(fixed, name)
-        if value is None:
-            continue
-        freed = replace(fixed, **{name: None})
-        candidate = _first_fit(search, limits, freed)
-        if candidate is not None:
-            seconds = candidate.estimate.step_time_s
-            changes.append(
-                f"{name} other than {value}: {candidate.point} "
-                f"({_gib(peak_of(candidate.estimate.memory).peak_bytes)}, step {seconds:.3g} s)"
+def _changes(
+    found: Found,
+    nearest: Candidate,
+    search: Search,
+    fixed: Fixed,
+    limits: Limits,
+    again: Again | None,
+) -> Iterator[dict[str, Any]]:
+    """What would fit, simulated: options, memory, a smaller batch, more devices."""
+    if again is not None:
+        yield from _options(fixed, again)
+    use = peak_of(nearest.estimate.memory)
+    needed = ceil(use.peak_bytes / GIB * 100) / 100
+    first = search.evaluator.cluster.device(0)
+    lowered = search.memory_limit is not None and search.memory_limit < first.usable_bytes
+    allowed = lowered and use.peak_bytes <= first.usable_bytes
+    yield _change(
+        f"{needed:.2f} GiB of memory per device",
+        "memory",
+        f"memory_gib={needed:.2f}" if allowed else f"devices with {needed:.2f} GiB for the program",
+        nearest,
+        memory_gib=needed,
+    )
+    yield from _smaller_batch(found, search)
+    yield from _more_devices(search, fixed, limits)
+
+
+def _change(change: str, kind: str, hint: str, candidate: Candidate, **more: Any) -> dict[str, Any]:
+    return {
+        "change": change,
+        "kind": kind,
+        "try": hint,
+        "step_time_s": candidate.estimate.step_time_s,
+        "peak_bytes": peak_of(candidate.estimate.memory).peak_bytes,
+        "what": str(candidate.point),
+        **more,
+    }
+
+
+def _told(change: Mapping[str, Any]) -> str:
+    return (
+        f"{change['change']}: {change['what']} "
+        f"({gib(change['peak_bytes'])}, step {change['step_time_s']:.3g} s)"
+    )
+
+
+def _options(fixed: Fixed, again: Again) -> Iterator[dict[str, Any]]:
+    """Single options that are given up; all of them, where no single one is enough."""
+    given = [name for name in Fixed.__slots__ if getattr(fixed, name) is not None]
+    fits = False
+    for name in given:
+        freed = again(replace(fixed, **{name: None}))
+        if freed.feasible:
+            fits = True
+            yield _change(
+                f"{name} other than {_value(fixed, name)}",
+                "options",
+                f"leave {name} to the planner",
+                freed.best,
             )
-    static = sum(v for k, v in use.parts.items() if k in ("parameters", "gradients", "optimizer"))
-    moving = use.peak_bytes - static
-    if static < use.limit_bytes and moving > 0:
-        share = (use.limit_bytes - static) / moving
-        rows = int(search.bank.rows * share)
-        if 0 < rows < search.bank.rows:
-            changes.append(f"a batch of about {rows} rows instead of {search.bank.rows}")
-    factor = use.peak_bytes / use.limit_bytes
-    needed = 1 << max(1, int(factor - 1e-9).bit_length())
-    changes.append(f"about {needed * limits.ranks} devices of this kind, with zero 3")
-    return changes
+    if len(given) > 1 and not fits:
+        freed = again(Fixed())
+        if freed.feasible:
+            said = ", ".join(f"{name}={_value(fixed, name)}" for name in given)
+            yield _change(f"not {said}", "options", "leave all to the planner", freed.best)
 
 
-def _first_fit(search: Search, limits: Limits, fixed: Fixed) -> Candidate | None:
-    found = search.run(points(limits, fixed))
-    return found.best if found.feasible else None
+def _value(fixed: Fixed, name: str) -> str:
+    value = getattr(fixed, name)
+    return "+".join(value) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _smaller_batch(found: Found, search: Search) -> Iterator[dict[str, Any]]:
+    """The largest part of the batch, by halves, with which one of the leanest points fits."""
+    rows = search.bank.rows
+    while rows > 1:
+        rows //= 2
+        smaller = _with_bank(search, Fewer(search.bank, rows))
+        for bound in _leanest(found):
+            point = _fewer_microbatches(bound.point, rows)
+            candidate = None if point is None else smaller.simulate(point)
+            if candidate is not None and candidate.estimate.fits:
+                yield _change(
+                    f"a batch of {rows} rows instead of {search.bank.rows}",
+                    "batch",
+                    f"a batch of {rows} rows",
+                    candidate,
+                    rows=rows,
+                )
+                return
+
+
+def _fewer_microbatches(point: Point, rows: int) -> Point | None:
+    if point.dp > rows:
+        return None
+    count = min(point.microbatches, rows // point.dp)
+    if point.schedule == "interleaved" and count < point.pp:
+        return None
+    return replace(point, microbatches=count)
+
+
+def _more_devices(search: Search, fixed: Fixed, limits: Limits) -> Iterator[dict[str, Any]]:
+    """The fewest copies of all nodes on which a lean point fits; the step is at most its own."""
+    lean = replace(
+        fixed,
+        zero=3 if fixed.zero is None else fixed.zero,
+        recompute=fixed.recompute or "full",
+        schedule=fixed.schedule or "1f1b",
+    )
+    for factor in COPIES:
+        larger = copied(search.evaluator.cluster, factor)
+        if larger is None:
+            return
+        more = replace(limits, ranks=larger.num_ranks)
+        other = _on_cluster(search, larger, factor)
+        for offloads in (False, True):
+            if offloads and fixed.offload is not None:
+                continue
+            found = other.run(points(more, lean, offloads=offloads))
+            if found.feasible:
+                yield _change(
+                    f"{larger.num_ranks} devices instead of {limits.ranks}",
+                    "devices",
+                    f"a cluster of {larger.num_ranks} devices of these kinds",
+                    found.best,
+                    num_ranks=larger.num_ranks,
+                )
+                return
+
+
+def _on_cluster(search: Search, cluster: Any, factor: int) -> Search:
+    evaluator = Evaluator(search.fold, cluster, search.evaluator.clock.table)
+    rates = [rate for mine in search.groupings(1)[0].rates for rate in mine] * factor
+    kinds = [int(kind) for kind in evaluator.kind]
+    return Search(
+        search.graph,
+        search.bank,
+        evaluator,
+        lambda pp: groupings(cluster.num_ranks, rates, kinds, pp),
+        search.precision,
+        search.memory_limit,
+        search.report,
+    )
+
+
+def _with_bank(search: Search, bank: Any) -> Search:
+    return Search(
+        search.graph,
+        bank,
+        search.evaluator,
+        search.groupings,
+        search.precision,
+        search.memory_limit,
+        search.report,
+    )
 
 
 def _parts(use: MemoryUse) -> str:
     shown = sorted(use.parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {_gib(size)}" for name, size in shown if size > 0)
+    return ", ".join(f"{name} {gib(size)}" for name, size in shown if size > 0)
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
+def _moment(when: str) -> str:
+    return "the optimizer's step" if when == "optimizer" else f"action {when}"
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with a digit that shows.
+
+    >>> gib(3 * 2**20), gib(80 * 2**30)
+    ('0.00293 GiB', '80.0 GiB')
+    """
+    amount = size / GIB
+    return f"{amount:.1f} GiB" if abs(amount) >= 1 else f"{amount:.3g} GiB"

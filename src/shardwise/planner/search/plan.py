@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -20,6 +21,7 @@ from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
+from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Found, Search
 from shardwise.planner.search.space import Fixed, Limits, Point, points
@@ -58,11 +60,12 @@ def plan(
         search = _prepare(graph, cluster, constraints, memory_gib, kinds, table, bar.update)
         limits = _limits(search, graph, cluster)
         _check_fixed(fixed, cluster, limits)
-        found = _run(search, limits, fixed)
+        again = partial(_run, search, limits)
+        found = again(fixed)
         if not found.feasible:
-            raise infeasible(found, search, fixed, limits)
-        report = search_report(found, search, fixed, cluster, memory_gib)
-    return write_plan(graph, search.fold, cluster, found.best, report, kinds)
+            raise infeasible(found, search, fixed, limits, again)
+        report = search_report(found, search, fixed, cluster, memory_gib, again)
+    return sealed(write_plan(graph, search.fold, cluster, found.best, report, kinds))
 
 
 def _prepare(

@@ -7,37 +7,59 @@ by layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import isclose
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.ir import Graph
+from shardwise.planner.search.relax import Again, relaxations
+from shardwise.planner.search.replay import step_json
 from shardwise.planner.search.search import Candidate, Found, Search
 from shardwise.planner.search.space import Fixed
+from shardwise.plans.choices import starred
 from shardwise.simulation.estimate import Estimate
 from shardwise.simulation.memory import peak_of
+from shardwise.simulation.stages import Share
 
-MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # parts of a device's memory
-TRIED = 4  # quicker points that are simulated for each
-GIB = 2**30
+RUNNERS_UP = 5
+SAME = 1e-9  # relative difference up to which figures are equal
+CAUSES = {
+    "compute": "computing",
+    "recompute": "computing activations again",
+    "collectives": "waiting for collectives between nodes of the graph",
+    "parameters": "waiting for parameters to be gathered",
+    "bubble": "waiting for other stages",
+    "gradients": "waiting for sums of gradients",
+    "optimizer": "the optimizer's step",
+    "update": "gathering new parameters",
+}
 
 
 def search_report(
-    found: Found, search: Search, fixed: Fixed, cluster: Cluster, memory_gib: float | None
+    found: Found,
+    search: Search,
+    fixed: Fixed,
+    cluster: Cluster,
+    memory_gib: float | None,
+    again: Again | None = None,
 ) -> dict[str, Any]:
-    """What a plan says of its own making."""
+    """What a plan says of its own making; `again` searches with other options fixed."""
     best = found.best
-    relaxed = relaxations(found, search)
+    relaxed = relaxations(found, search, fixed, again)
     return {
         "cluster": {
             "name": cluster.name,
             "fingerprint": cluster.fingerprint,
             "num_ranks": cluster.num_ranks,
+            "price_per_hour": price_per_hour(cluster),
         },
+        "batch": batch_sizes(search.graph, best.estimate.rows),
         "fixed": {k: v for k, v in asdict(fixed).items() if v is not None}
         | ({"memory_gib": memory_gib} if memory_gib is not None else {}),
         "best": described(best),
-        "runners_up": [described(other) for other in found.feasible[1:6]],
+        "runners_up": [described(other) for other in distinct(found.feasible)[1:]],
         "gap": {
             "layouts": best.layouts.solution.gap,
             "search": found.gap,
@@ -47,8 +69,44 @@ def search_report(
         "binding": binding(best.estimate, relaxed),
         "relaxations": relaxed,
         "layers": by_layer(best, search),
-        "stages": [stage_json(stage) for stage in best.estimate.stages],
+        **step_json(best.estimate, best.setting, search.evaluator),
     }
+
+
+def price_per_hour(cluster: Cluster) -> float:
+    """Of all devices together."""
+    return sum(
+        node.copies * sum(device.price_per_hour for device in node.devices)
+        for node in cluster.nodes
+    )
+
+
+def batch_sizes(graph: Graph, rows: int) -> dict[str, int]:
+    """The samples of a batch, and its tokens where an input is a matrix of whole numbers."""
+    found = {"rows": rows}
+    for source in graph.inputs:
+        kind = graph.values[source.value]
+        whole = not (kind.dtype.is_floating_point or kind.dtype.is_complex)
+        if whole and len(kind.shape) == 2 and kind.shape[0] == rows and kind.shape[1] > 1:
+            return found | {"tokens": rows * kind.shape[1]}
+    return found
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best and its runners-up, without those that come to the same step."""
+    found: list[Candidate] = []
+    for candidate in candidates:
+        if len(found) > RUNNERS_UP:
+            break
+        if not any(_same(candidate.estimate, other.estimate) for other in found):
+            found.append(candidate)
+    return found
+
+
+def _same(one: Estimate, other: Estimate) -> bool:
+    return isclose(one.step_time_s, other.step_time_s, rel_tol=SAME) and isclose(
+        one.peak.peak_bytes, other.peak.peak_bytes, rel_tol=SAME
+    )
 
 
 def described(candidate: Candidate) -> dict[str, Any]:
@@ -57,6 +115,10 @@ def described(candidate: Candidate) -> dict[str, Any]:
     peak = peak_of(estimate.memory)
     return {
         "what": str(candidate.point),
+        "point": {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(candidate.point).items()
+        },
         "step_time_s": estimate.step_time_s,
         "bubble_fraction": estimate.timeline.bubble_fraction,
         "causes": dict(estimate.timeline.causes),
@@ -65,119 +127,80 @@ def described(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def relaxations(found: Found, search: Search) -> list[dict[str, Any]]:
-    """What more memory would buy, and quicker links or devices at most."""
-    best = found.best.estimate
-    time, limit = best.step_time_s, peak_of(best.memory).limit_bytes
-    rows: list[dict[str, Any]] = []
-    shortest = time
-    for share in MORE_MEMORY:
-        candidate = _with_memory(found, search, 1 + share, shortest)
-        if candidate is not None:
-            shortest = candidate.estimate.step_time_s
-            extra = (peak_of(candidate.estimate.memory).peak_bytes - limit) / GIB
-            rows.append(
-                {
-                    "change": f"{extra:.1f} GiB more per device",
-                    "step_time_s": shortest,
-                    "ratio": shortest / time,
-                    "what": str(candidate.point),
-                }
-            )
-    causes = best.timeline.causes
-    talking = sum(causes[name] for name in ("collectives", "parameters", "gradients", "update"))
-    computing = causes["compute"] + causes["recompute"] + causes["optimizer"]
-    for change, gain in (
-        ("links twice as fast", talking / 2),
-        ("devices that compute 10% faster", computing / 11),
-    ):
-        rows.append({"change": change, "step_time_s": time - gain, "ratio": 1 - gain / time})
-    return rows
-
-
-def _with_memory(found: Found, search: Search, most: float, shortest: float) -> Candidate | None:
-    """The quickest point that fits in `most` of a device's memory and is quicker than `shortest`."""
-    tried = 0
-    best: Candidate | None = None
-    for bound in found.bounds:
-        if bound.seconds >= shortest or tried >= TRIED:
-            break
-        if bound.memory > most:
-            continue
-        candidate = search.simulate(bound.point)
-        peak = peak_of(candidate.estimate.memory)
-        if not 1.0 < peak.peak_bytes / peak.limit_bytes <= most:
-            continue
-        tried += 1
-        if candidate.estimate.step_time_s < shortest:
-            best, shortest = candidate, candidate.estimate.step_time_s
-    return best
-
-
 def binding(estimate: Estimate, relaxed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What limits the plan: memory, where more of it would help; else the largest cause."""
-    memory = next((row for row in relaxed if "GiB" in row["change"]), None)
-    if memory is not None:
-        gain = 1 - memory["ratio"]
-        return {"what": "memory", "text": f"memory: {memory['change']}: -{gain:.1%} step time"}
+    """What limits the plan: memory or a fixed option, where relaxing it helps; or a cause."""
+    for kind in ("memory", "options"):
+        row = next((row for row in relaxed if row["kind"] == kind), None)
+        if row is not None:
+            text = f"{row['change']}: -{1 - row['ratio']:.1%} step time"
+            return {"what": kind, "text": text}
     causes = estimate.timeline.causes
     largest = max(causes, key=lambda name: causes[name])
-    share = causes[largest] / estimate.step_time_s
-    return {"what": largest, "text": f"{largest}: {share:.0%} of the step"}
+    share = causes[largest] / estimate.step_time_s if estimate.step_time_s else 0.0
+    return {"what": largest, "text": f"{CAUSES[largest]}: {share:.0%} of the step"}
 
 
 def by_layer(candidate: Candidate, search: Search) -> list[dict[str, Any]]:
-    """Time of a step and bytes of every unit, one line for equal ones."""
-    setting = candidate.setting
+    """Time of a step and bytes of every unit on a rank, one line for equal ones."""
+    setting, estimate = candidate.setting, candidate.estimate
+    kept = {"none": "saved", "selective": "saved_selective"}.get(str(setting.recompute))
     rows: list[dict[str, Any]] = []
-    for stage in candidate.estimate.stages:
-        works = candidate.layouts.works
-        layers = search.evaluator.group_layers(works, setting, stage.group)[0]
-        saved = search.fold.spread(layers.work.saved)
+    for stage in estimate.stages:
+        layers = search.evaluator.group_layers(candidate.layouts.works, setting, stage.group)[0]
+        saved = search.fold.spread(getattr(layers.work, kept or "saved_full"))
+        shares = layers.parameters(setting).values()
+        mine = [s for s in estimate.stages if s.group == stage.group]
+        total = sum(_numel(shares, u.first, u.end) for s in mine for u in s.units)
+        parts = estimate.memory[stage.group].parts
+        static = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
         for unit in stage.units:
-            numel = sum(
-                float(share.numel[unit.end] - share.numel[unit.first])
-                for share in layers.parameters(setting).values()
-            )
+            numel = _numel(shares, unit.first, unit.end)
             rows.append(
                 {
-                    "name": unit.name or search.fold.places[unit.first].rpartition(".")[0],
+                    "name": unit.name or outside(search, unit.first, unit.end),
                     "stage": stage.index,
                     "count": 1,
                     "forward_s": unit.forward * setting.microbatches,
                     "backward_s": unit.backward * setting.microbatches,
                     "communication_s": unit.talk * setting.microbatches,
                     "parameters": numel,
+                    "state_bytes": static * numel / total if total else 0.0,
                     "activation_bytes": float(saved[unit.first : unit.end].sum()),
                 }
             )
-    return _merged(rows)
+    return merged(rows)
 
 
-def _merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours with the same figures as one row that counts them."""
+def _numel(shares: Iterable[Share], first: int, end: int) -> float:
+    return sum(float(share.numel[end] - share.numel[first]) for share in shares)
+
+
+def outside(search: Search, first: int, end: int) -> str:
+    """The name of a unit outside of all blocks: its modules, those with parameters if any."""
+    places = search.fold.places[first:end]
+    modules = list(dict.fromkeys(place.rpartition(".")[0] for place in places))
+    owners = {p.name.rpartition(".")[0] for p in search.graph.parameters}
+    named = [m for m in modules if m in owners and m] or [m for m in modules if m]
+    more = f", {len(named) - 2} more" if len(named) > 2 else ""
+    return ", ".join(named[:2]) + more if named else f"({search.graph.name})"
+
+
+def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a stage with the same figures, in modules that differ in a number, as one."""
     found: list[dict[str, Any]] = []
+    known: dict[object, list[dict[str, Any]]] = {}
     for row in rows:
-        if found and all(
-            found[-1][key] == row[key] for key in row if key not in ("name", "count", "last")
-        ):
-            found[-1]["count"] += 1
-            found[-1]["last"] = row["name"]
-        else:
+        alike = known.setdefault((row["stage"], starred(f"{row['name']}.")), [])
+        first = next((other for other in alike if _alike(other, row)), None)
+        if first is None:
             found.append(dict(row))
+            alike.append(found[-1])
+        else:
+            first["count"] += 1
+            first["last"] = row["name"]
     return found
 
 
-def stage_json(stage: Any) -> dict[str, Any]:
-    """A stage's costs, from which its part of a step can be played again."""
-    return {
-        "index": stage.index,
-        "group": stage.group,
-        "send_bytes": stage.send_bytes,
-        "numel": stage.numel,
-        "tensors": stage.tensors,
-        "update_gather": stage.update_gather,
-        "forward_s": stage.forward,
-        "backward_s": stage.backward,
-        "units": len(stage.units),
-    }
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    figures = [key for key in other if key not in ("name", "count", "last")]
+    return all(isclose(one[k], other[k], rel_tol=SAME, abs_tol=1e-15) for k in figures)
