@@ -114,9 +114,11 @@ class Units:
 
         A program may write a block's code in its own forward, as where a block is called twice.
         Such a unit is gathered when the program begins, and stays until its end as the root does.
+        A module without the unit's parameters (what is computed beforehand) has nothing to gather.
         """
+        held = {id(parameter) for parameter in module.parameters()}
         for unit in self.units:
-            if not any(part in entry.parts for entry in unit.entries):
+            if not any(id(entry.shown) in held for entry in unit.entries):
                 continue
             target = _submodule(module, unit.path)
             if target is None:

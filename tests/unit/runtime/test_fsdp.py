@@ -96,3 +96,15 @@ def test_a_unit_may_be_called_twice_or_never() -> None:
 
     # x·a·b·a summed over 2 ranks: d/da = 2ab, d/db = a², a = 2, b = 3
     assert on_two(run) == [[[24.0] * 5, [8.0] * 5, None]] * 2
+
+
+def test_a_module_without_a_units_parameters_gathers_nothing() -> None:
+    def run(mesh: ProcessMesh) -> list[int]:
+        _, store = toy.make(mesh, 3)
+        beforehand = nn.Identity()
+        store.attach(beforehand, 0)
+        with store.step():
+            beforehand(torch.ones(1))
+            return [unit.groups[0].full.untyped_storage().size() for unit in store.units.units]
+
+    assert all(size == 0 for sizes in on_two(run) for size in sizes)
