@@ -161,5 +161,6 @@ def missing(calls: Iterable[Signature], device: Device, table: OpTable) -> tuple
     return tuple(
         call
         for call in dict.fromkeys(calls)
-        if (str(call), device.name) not in table.entries and cost_of(call).forward
+        if (str(call), device.name) not in table.entries
+        and (cost_of(call).forward or cost_of(call).backward)
     )

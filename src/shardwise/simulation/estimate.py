@@ -6,13 +6,13 @@ several settings of one model share: the planner asks for thousands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardwise.cluster import Cluster, Device, Mesh
-from shardwise.cost import OpTable
+from shardwise.cost import OpTable, Signature
 from shardwise.schedules import Schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
@@ -170,13 +170,30 @@ class Evaluator:
     ) -> Layers:
         where = self._signature(group)
         key = (id(works), rows, device, where)
+        if key in self._times and (key, setting.recompute) in self._layers:
+            return self._layers[key, setting.recompute]
+        work = works.at(rows, exact=self.clock.table is not None)
         if key not in self._times:
-            self._times[key] = self.clock.node_times(works.at(rows), device, group)
+            self._times[key] = self.clock.node_times(work, device, group)
         if (key, setting.recompute) not in self._layers:
             self._layers[key, setting.recompute] = Layers(
-                self.fold, works.at(rows), self._times[key], setting
+                self.fold, work, self._times[key], setting
             )
         return self._layers[key, setting.recompute]
+
+    def calls(
+        self, works: Mapping[Mesh, Works] | Works, setting: Setting
+    ) -> Iterator[tuple[Device, Signature]]:
+        """Every call of every class of ranks, with the device that runs it."""
+        for number, group in enumerate(setting.groups):
+            mine = works if isinstance(works, Works) else works[group.mesh]
+            bounds = [*setting.cuts, self.fold.size]
+            stages = [s for s, g in enumerate(setting.placement) if g == number]
+            here = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}
+            for kind in self._classes(group, mine, setting.microbatches):
+                for node, call, _ in mine.at(kind.rows, exact=True).calls:
+                    if node in here:
+                        yield kind.device, call
 
     def _signature(self, group: Group) -> object:
         """What the times of a group depend on: its devices, and how it lies on nodes."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from shardwise.cluster import Cluster, Mesh
-from shardwise.cost import OpTable
+from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.cost import OpTable, Signature
 from shardwise.equivalence.twin.decide import saying
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
@@ -40,6 +40,21 @@ def simulate(
             f"{cluster.num_ranks}",
             hint="a cluster file of as many devices, or a new plan: shardwise plan",
         )
+    fold, works = works_of(graph, plan)
+    return Evaluator(fold, cluster, table).estimate(works, setting_of(plan, fold))
+
+
+def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple[Signature, ...]]:
+    """The local calls of a plan's program by device, each once: what could be measured."""
+    fold, works = works_of(graph, plan)
+    found: dict[Device, dict[Signature, None]] = {}
+    for device, call in Evaluator(fold, cluster).calls(works, setting_of(plan, fold)):
+        found.setdefault(device, {}).setdefault(call)
+    return {device: tuple(calls) for device, calls in found.items()}
+
+
+def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
+    """The folded graph, and the work of a rank of every mesh of the plan."""
     fold = Fold.of(graph, said=saying(plan, graph))
     small = fold_plan(fold, plan, plan.choices(graph))
     facts = analyze(fold.graph)
@@ -49,7 +64,7 @@ def simulate(
             divided = _on_mesh(small, stage.mesh, plan.microbatches)
             solved: Resolved = resolve(fold.graph, divided, facts)
             works[stage.mesh] = Works(fold, facts, solved.assignments, dict(divided.roles))
-    return Evaluator(fold, cluster, table).estimate(works, setting_of(plan, fold))
+    return fold, works
 
 
 def _on_mesh(plan: Plan, mesh: Mesh, microbatches: int) -> Plan:

@@ -17,6 +17,7 @@ from shardwise.plans import Plan, Resolved, model_fingerprint
 from shardwise.program.lower import lower_place
 from shardwise.sharding.assign import Assignment
 from shardwise.sharding.factors import Facts
+from shardwise.shares import Shares, part
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.work import Work, work_of
 
@@ -32,14 +33,19 @@ class Works:
         self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
         self.rows = batch_rows(fold.graph)
-        self._exact: dict[int, Work] = {}
+        self._exact: dict[int, Work] = {}  # by parts, even or `Shares`
         self._between: dict[float, Work] = {}
         self._line: tuple[Work, Work] | None = None
 
-    def at(self, rows: float) -> Work:
-        """The work of a rank whose micro-batch has `rows` of the batch."""
+    def at(self, rows: float, *, exact: bool = False) -> Work:
+        """The work of a rank whose micro-batch has `rows` of the batch.
+
+        `exact` lowers a program for them, so that every call has its shapes.
+        """
         if not self.batch or self.rows <= 1:
             return self._lowered(1)
+        if exact:
+            return self._lowered(self._division(min(self.rows, max(1, round(rows)))))
         if self._line is None:
             self._line = self._find_line()
         low, high = self._line
@@ -62,9 +68,14 @@ class Works:
                     return one, two
         return one, one
 
+    def _division(self, rows: int) -> int:
+        """Parts of which the first has `rows`."""
+        parts = -(-self.rows // rows)
+        return parts if -(-self.rows // parts) == rows else Shares.of([rows, self.rows - rows])
+
     def _lowered(self, parts: int) -> Work:
         if parts not in self._exact:
-            rows = -(-self.rows // parts) if self.batch else self.rows
+            rows = part(self.rows, parts, 0)[1] if self.batch else self.rows
             program = lower_place(self._resolved(parts), 0)
             blocks = _small_blocks(self.fold)
             self._exact[parts] = work_of(program, self.fold.graph, blocks, rows)

@@ -1,0 +1,279 @@
+"""The automatic plan next to all that a user could pick instead: `make bench-reality`.
+
+    python -m benchmarks.reality [--ranks 2] [--models gpt,wide,vit] [--pairs 40] [--out FILE]
+
+This machine is measured (`shardwise profile`), a plan is made for it (`sw.plan`), and its predicted
+step is noted. Then DDP, FSDP2, every strategy of ours and the automatic plan train the same model
+in the same gloo processes of one thread each, taking turns step by step; who goes first changes.
+Those that a first few rounds show to be far behind are left out of the others. The ratio is that of
+medians, the automatic plan over the best of the rest, with a 90% interval from resampled rounds.
+
+For two ranks on two cores: `taskset -c 0,1 python -m benchmarks.reality --ranks 2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from benchmarks.pipeline import machine
+from benchmarks.reality_models import MODELS, Made
+from benchmarks.run import ratio
+from shardwise.api.measured import measure_plan
+from shardwise.cost import OpTable
+from shardwise.errors import ShardwiseError
+from shardwise.profiling import profile
+
+LIMITS = {"ratio": 1.03, "error": 0.15}
+WARM_UP, SCREENED = 2, 5  # rounds of all systems
+BEHIND = 1.35  # of the best: those slower than this in the first rounds are not measured on
+MOST_BLOCKS = 4  # stages of the named pipelines
+THEIRS = ("DDP", "FSDP2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a group of processes measures: systems by name, ours with the JSON of their plan."""
+
+    model: str
+    ranks: int
+    systems: tuple[tuple[str, str], ...]
+    pairs: int
+
+
+def rivals(graph: sw.Graph, cluster: sw.Cluster) -> Iterator[tuple[str, sw.Plan]]:
+    """Every strategy of ours with what it does by itself, and hybrids of all kinds."""
+    ranks, pp = cluster.num_ranks, min(MOST_BLOCKS, cluster.num_ranks)
+    made: dict[str, dict[str, Any]] = {n: {} for n in ("ddp", "zero1", "zero2", "fsdp", "tensor")}
+    made |= {f"pipeline {s}": {"stages": pp, "schedule": s} for s in ("1f1b", "zb_h1")}
+    if ranks >= 4:
+        half, quarter = ranks // 2, ranks // 4
+        made["hybrid tp=2"] = {"dp": half, "tp": 2}
+        made["hybrid dp=2"] = {"dp": 2, "tp": half}
+        made["hybrid pp=2"] = {"dp": half, "pp": 2, "num_microbatches": 4}
+        made["hybrid 3d"] = {"dp": quarter, "tp": 2, "pp": 2, "num_microbatches": 4}
+        made["hybrid fsdp"] = {"dp": half, "tp": 2, "zero": 3}
+    for name, options in made.items():
+        try:
+            yield name, getattr(sw.strategies, name.split()[0])(graph, cluster, **options)
+        except ShardwiseError as error:  # heads or rows that cannot be divided so often
+            print(f"  {name}: {error.message}", flush=True)
+
+
+class System:
+    """One way to train a model on these processes."""
+
+    def __init__(self, made: Made, name: str, plan: str) -> None:
+        model, self.batch = made
+        self.run, self.is_ours = _wrapped(model, self.batch, name, plan), bool(plan)
+        if self.is_ours:
+            self.optimizer: Any = sw.optimizer(self.run, torch.optim.AdamW, lr=1e-4)
+        else:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            self.batch = {key: value.chunk(ranks)[rank] for key, value in self.batch.items()}
+            self.optimizer = torch.optim.AdamW(self.run.parameters(), lr=1e-4)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of the whole step, and of its end: the optimizer."""
+        dist.barrier()
+        start = time.perf_counter()
+        if self.is_ours:
+            self.run.train_step(self.batch)
+        else:
+            self.run(**self.batch).backward()
+        computed = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.barrier()
+        end = time.perf_counter()
+        return end - start, end - computed
+
+
+def _wrapped(model: torch.nn.Module, batch: Any, name: str, plan: str) -> Any:
+    """The model as DDP, FSDP2 or our plan trains it."""
+    if plan:
+        return sw.parallelize(model, batch, plan=sw.Plan.from_json(json.loads(plan)))
+    if name == "DDP":
+        return DistributedDataParallel(model)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def measure(job: Job) -> dict[str, list[tuple[float, float]]]:
+    """Times of every round in which a system took part."""
+    systems = {name: System(MODELS[job.model](), name, plan) for name, plan in job.systems}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+    names = list(systems)
+    for at in range(WARM_UP + SCREENED + job.pairs):
+        for name in names[at % len(names) :] + names[: at % len(names)]:
+            took = systems[name].step()
+            if at >= WARM_UP:
+                found[name].append(took)
+        if at == WARM_UP + SCREENED - 1:
+            names = _near(found)
+    return found
+
+
+def _near(found: dict[str, list[tuple[float, float]]]) -> list[str]:
+    """Systems not far behind the best, as rank 0 sees it; they begin anew."""
+    medians = {name: statistics.median(t for t, _ in times) for name, times in found.items()}
+    best = min(medians.values())
+    near = [name for name, took in medians.items() if took <= BEHIND * best or name == "auto"]
+    box = [near]
+    dist.broadcast_object_list(box)
+    for name in box[0]:
+        found[name].clear()
+    return box[0]
+
+
+def worker(rank: int, port: int, job: Job, queue: Any) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
+    dist.init_process_group("gloo", rank=rank, world_size=job.ranks)
+    found = measure(job)
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(job: Job) -> dict[str, list[tuple[float, float]]]:
+    """Run a job on fresh processes; times of rank 0, which barriers make those of all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    processes = mp.spawn(worker, (port, job, queue), nprocs=job.ranks, join=False)
+    while not processes.join(timeout=1.0):
+        pass
+    found: dict[str, list[tuple[float, float]]] = queue.get()
+    return found
+
+
+def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[str, Any]:
+    """Plan, predict and measure one model."""
+    module, batch = MODELS[model]()
+    graph = sw.capture(module, batch)
+    table = OpTable()
+    started = time.perf_counter()
+    auto = sw.plan(graph, cluster, progress=False)
+    planned = time.perf_counter() - started
+    plans = dict(rivals(graph, cluster)) | {"auto": auto}
+    predicted = {}
+    for name, plan in plans.items():
+        if options.tables:
+            table = measure_plan(graph, plan, cluster, table=table)
+        estimate = sw.simulate(graph, plan, cluster)
+        by_table = sw.simulate(graph, plan, cluster, table=table).step_time_s
+        causes = dict(estimate.timeline.causes)
+        predicted[name] = {"s": estimate.step_time_s, "by_table_s": by_table, "causes": causes}
+    if options.tables:
+        table.save(options.tables / f"{model}-{cluster.num_ranks}.json")
+    systems = [(name, json.dumps(plan.to_json())) for name, plan in plans.items()]
+    systems += [(name, "") for name in THEIRS]
+    times = launch(
+        Job(model=model, ranks=cluster.num_ranks, systems=tuple(systems), pairs=options.pairs)
+    )
+    return _row(model, cluster, auto, planned, predicted, times)
+
+
+def _row(
+    model: str,
+    cluster: sw.Cluster,
+    auto: sw.Plan,
+    planned: float,
+    predicted: dict[str, Any],
+    times: dict[str, list[tuple[float, float]]],
+) -> dict[str, Any]:
+    medians = {name: statistics.median(t for t, _ in mine) for name, mine in times.items()}
+    best = min((name for name in medians if name != "auto"), key=lambda name: medians[name])
+    both = zip(times["auto"], times[best], strict=False)
+    ours, theirs = zip(*(((a[0], b[0])) for a, b in both), strict=True)
+    searched: Any = auto.search
+    return {
+        "model": model,
+        "ranks": cluster.num_ranks,
+        "plan": searched["best"]["what"],
+        "planned_s": planned,
+        "best_rival": best,
+        **ratio(list(ours), list(theirs)),
+        "predicted_s": predicted["auto"]["s"],
+        "error": predicted["auto"]["s"] / medians["auto"] - 1,
+        "systems": {
+            name: {
+                "measured_s": medians[name],
+                "optimizer_s": statistics.median(t for _, t in times[name]),
+                "rounds": len(times[name]),
+                **({"predicted": predicted[name]} if name in predicted else {}),
+            }
+            for name in sorted(medians, key=lambda name: medians[name])
+        },
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """One model's lines of the table."""
+    print(
+        f"{found['model']:6} {found['ranks']:2} ranks  {found['ratio']:.3f} "
+        f"[{found['low']:.3f}, {found['high']:.3f}] of {found['best_rival']:14} "
+        f"{found['ours_s'] * 1e3:.1f} ms, predicted {found['predicted_s'] * 1e3:.1f} "
+        f"({found['error']:+.1%}): {found['plan']}",
+        flush=True,
+    )
+    for name, mine in found["systems"].items():
+        text = f"    {name:14} {mine['measured_s'] * 1e3:8.1f} ms"
+        text += f"  optimizer {mine['optimizer_s'] * 1e3:6.1f}"
+        if "predicted" in mine:
+            told = mine["predicted"]
+            shown = {k: round(v * 1e3, 1) for k, v in told["causes"].items() if v}
+            text += f"  predicted {told['s'] * 1e3:8.1f}, by table {told['by_table_s'] * 1e3:8.1f}"
+            text += f"  {shown}"
+        print(text, flush=True)
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--cluster", type=Path, help="a profile made before")
+    parser.add_argument("--tables", type=Path, help="measure operators too, and keep them here")
+    parser.add_argument("--out", type=Path, default=Path("bench-results-reality.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cluster = sw.Cluster.load(options.cluster) if options.cluster else profile(options.ranks)
+    rows = []
+    for model in options.models.split(","):
+        rows.append(row(model, cluster, options))
+        show(rows[-1])
+        command = " ".join(["python -m benchmarks.reality", *sys.argv[1:]])
+        found = {"machine": machine(), "command": command, "cluster": cluster.to_yaml()}
+        options.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
