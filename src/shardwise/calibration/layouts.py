@@ -50,7 +50,8 @@ class RowWorks(Works):
 
     keeps_shards = False  # of what is gathered for products, as Megatron does with cut sequences
 
-    def at(self, rows: float) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Work:
+        """The work of `rows`; exact sizes are on the line, too."""
         low, high = (self._lowered(self.rows // each) for each in ROWS)
         work = low.between(high, rows)
         return self._in_shards(work) if self.keeps_shards else work
@@ -74,7 +75,8 @@ class Pieces(Works):
         self.few, self.fold, self.parts = few, fold, parts
         self.batch, self.rows = few.batch, rows * parts
 
-    def at(self, rows: float) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Work:
+        """The work of `rows` parts of a row."""
         return self.few.at(rows / self.parts)
 
 
