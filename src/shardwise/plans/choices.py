@@ -50,8 +50,9 @@ def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
     places = node_keys(graph)
     by_key: dict[str, list[str]] = {}
     for name, place in places.items():
-        for key in dict.fromkeys((name, place, starred(place))):
+        for key in dict.fromkeys((place, starred(place))):
             by_key.setdefault(key, []).append(name)
+    by_key |= {name: [name] for name in places}  # outside of all modules a place may be a name
     found = {}
     for key in keys:
         found[key] = by_key.get(key, [])

@@ -33,7 +33,8 @@ class UnitCost:
     forward: float
     backward: float
     weight: float
-    talk: float  # of forward and backward: waiting for collectives between nodes
+    forward_talk: float  # waiting for collectives between nodes
+    backward_talk: float
     again: float  # of backward: computing forward again
     gather: float = 0.0  # parameters, before forward and before backward (zero 3)
     reduce: float = 0.0  # gradients, in the last backward
@@ -63,6 +64,18 @@ class StageCost:
     def weight(self) -> float:
         return sum(unit.weight for unit in self.units)
 
+    @property
+    def forward_talk(self) -> float:
+        return sum(unit.forward_talk for unit in self.units)
+
+    @property
+    def backward_talk(self) -> float:
+        return sum(unit.backward_talk for unit in self.units)
+
+    @property
+    def again(self) -> float:
+        return sum(unit.again for unit in self.units)
+
 
 class Layers:
     """What every position of a model costs on one rank: sums over any range are differences."""
@@ -77,7 +90,8 @@ class Layers:
             "forward": _before(forward),
             "backward": _before(backward),
             "weight": _before(spread(times.weight)),
-            "talk": _before(spread(times.forward_talk + times.backward_talk)),
+            "forward_talk": _before(spread(times.forward_talk)),
+            "backward_talk": _before(spread(times.backward_talk)),
             "again": _before(again),
         }
         self._parameters: dict[object, dict[Key, Share]] = {}

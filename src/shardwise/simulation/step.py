@@ -11,33 +11,68 @@ is waited for. All groups end with the optimizer, then with the gathering of new
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.cluster import Device
-from shardwise.schedules import Action, Schedule, make
-from shardwise.schedules.order import Links, run_in_order
+from shardwise.schedules import Schedule, make
+from shardwise.schedules.levels import KINDS as ORDER
+from shardwise.schedules.levels import levels_of
 from shardwise.simulation.play import Pass, play_backward, play_forward, play_weight
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import StageCost
+from shardwise.simulation.stages import StageCost, UnitCost
 from shardwise.simulation.times import Clock, Span
+from shardwise.simulation.work import Floats
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 CAUSES = (
     "compute", "recompute", "collectives", "parameters", "bubble", "gradients", "optimizer",
     "update",
 )  # fmt: skip
+EXPOSED = ("collectives", "parameters", "gradients", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What every group of ranks does when; `spans` in the order in which they start."""
+    """What every group of ranks does when: the actions of its list, and what follows them."""
 
-    spans: tuple[Span, ...]
     step_time_s: float
     causes: Mapping[str, float]  # seconds of the group that ends last, by cause
     busy: tuple[float, ...]  # seconds in which each group computes
     bubble_fraction: float
+    schedule: Schedule = field(repr=False)
+    starts: Floats = field(repr=False, compare=False)  # of all actions, group by group
+    ends: Floats = field(repr=False, compare=False)
+    after: tuple[Span, ...] = field(repr=False, default=())  # sums of gradients, the optimizer, …
+    waits: Floats = field(repr=False, compare=False, default_factory=lambda: np.zeros(0))
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything that takes time, in the order in which it starts."""
+        actions = [(g, a) for g, mine in enumerate(self.schedule.actions) for a in mine]
+        found = [
+            Span(
+                group=group,
+                lane="compute",
+                name=str(action),
+                start=float(start),
+                end=float(end),
+                kind=KINDS[action.kind],
+                detail={"waiting_s": float(wait)},
+            )
+            for (group, action), start, end, wait in zip(
+                actions, self.starts, self.ends, self.waits, strict=True
+            )
+        ]
+        return tuple(sorted((*found, *self.after), key=lambda s: (s.start, s.group)))
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that nothing hides, of the group that ends last."""
+        return sum(self.causes[name] for name in EXPOSED)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -45,6 +80,7 @@ class Timeline:
             "causes": dict(self.causes),
             "busy_s": list(self.busy),
             "bubble_fraction": self.bubble_fraction,
+            "exposed_communication_s": self.exposed_s,
         }
 
     def trace(self) -> dict[str, object]:
@@ -52,14 +88,8 @@ class Timeline:
         lanes = {"compute": 0, "communication": 1}
         events: list[dict[str, object]] = []
         for group in range(len(self.busy)):
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "process_name",
-                    "pid": group,
-                    "args": {"name": f"group {group}"},
-                }
-            )
+            named = {"ph": "M", "name": "process_name", "pid": group}
+            events.append({**named, "args": {"name": f"group {group}"}})
             events += [
                 {"ph": "M", "name": "thread_name", "pid": group, "tid": t, "args": {"name": lane}}
                 for lane, t in lanes.items()
@@ -90,7 +120,18 @@ def play_step(
         microbatches=setting.microbatches,
         stages=len(stages),
     )
-    return _Play(stages, setting, clock, devices, schedule).run()
+    sends = np.array([_send(stage, stages, setting, clock) for stage in stages])
+    return _Play(stages, setting, devices, schedule).run(sends)
+
+
+def _send(stage: StageCost, stages: Sequence[StageCost], setting: Setting, clock: Clock) -> float:
+    """Seconds of the message to the next stage."""
+    if stage.index + 1 == len(stages) or not stage.send_bytes:
+        return 0.0
+    here, there = setting.groups[stage.group], setting.groups[stages[stage.index + 1].group]
+    if here is there:
+        return 0.0
+    return clock.collective("send", _pairs(here.ranks, there.ranks)).seconds(stage.send_bytes)
 
 
 class _Play:
@@ -100,103 +141,106 @@ class _Play:
         self,
         stages: Sequence[StageCost],
         setting: Setting,
-        clock: Clock,
         devices: Sequence[Device],
         schedule: Schedule,
     ) -> None:
-        self.stages, self.setting, self.clock = stages, setting, clock
-        self.devices, self.schedule = devices, schedule
-        self.last = _last_backwards(schedule)
-        self.passes: dict[tuple[str, int, bool], Pass] = {}
-        self.sends = [self._send(stage) for stage in stages]
+        self.stages, self.setting, self.devices = stages, setting, devices
+        self.levels = levels_of(schedule)
+        self.after: list[Span] = []
 
-    def run(self) -> Timeline:
-        links = Links.of(len(self.stages))
-        rows = run_in_order(
-            self.schedule.actions, links, lambda a: self._pass(a).seconds, self._transfer
-        )
-        spans: list[Span] = []
-        ends, causes = [], []
-        for group, row in enumerate(rows):
-            mine: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-            computed = row[-1].end if row else 0.0
-            left = computed
-            for span in row:
-                spent = self._pass(span.action)
-                self._account(span.action, spent, mine)
-                spans.append(_span(group, span.action, span.start, span.end, spent))
-                if spent.left:
-                    left = max(left, span.end) + spent.left
-                    spans.append(
-                        Span(
-                            group=group,
-                            lane="communication",
-                            name=f"gradients of {span.action}",
-                            start=left - spent.left,
-                            end=left,
-                            kind="sync",
-                        )  # fmt: skip
-                    )
-            mine["bubble"] = computed - sum(span.end - span.start for span in row)
-            mine["gradients"] = max(0.0, left - computed)
-            end = self._finish(group, max(left, computed), mine, spans)
-            ends.append(end)
-            causes.append(mine)
-        step = max(ends)
-        slowest = ends.index(step)
-        busy = tuple(sum(s.end - s.start for s in row) for row in rows)
+    def run(self, sends: Floats) -> Timeline:
+        levels, count = self.levels, len(self.stages)
+        passes = self._passes()
+        key = (levels.kind * count + levels.stage) * 2 + levels.last
+        seconds = _column(passes, "seconds", count)[key]
+        waits = _column(passes, "waiting", count)[key]
+        starts, ends = levels.play(seconds, sends)
+        groups = len(self.setting.groups)
+        busy = np.bincount(levels.group, weights=seconds, minlength=groups)
+        finished, causes = [], []
+        for group in range(groups):
+            mine = levels.group == group
+            spent = self._causes(key[mine], passes)
+            computed = float(ends[mine].max(initial=0.0))
+            spent["bubble"] = computed - float(busy[group])
+            left = self._sums(group, np.flatnonzero(mine & levels.last), ends, passes, computed)
+            spent["gradients"] = max(0.0, left - computed)
+            finished.append(self._finish(group, max(left, computed), spent))
+            causes.append(spent)
+        step = max(finished)
         return Timeline(
-            spans=tuple(sorted(spans, key=lambda s: (s.start, s.group))),
             step_time_s=step,
-            causes=causes[slowest],
-            busy=busy,
-            bubble_fraction=sum(1 - b / step for b in busy) / len(busy) if step else 0.0,
+            causes=causes[finished.index(step)],
+            busy=tuple(float(b) for b in busy),
+            bubble_fraction=float(np.mean(1 - busy / step)) if step else 0.0,
+            schedule=levels.schedule,
+            starts=starts,
+            ends=ends,
+            after=tuple(self.after),
+            waits=waits,
         )
 
-    def _pass(self, action: Action) -> Pass:
-        last = self.last.get(action.stage) == action
-        key = (action.kind, action.stage, last)
-        if key not in self.passes:
-            units = self.stages[action.stage].units
-            device = self.devices[self.stages[action.stage].group]
-            lost: dict[str, Any] = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
-            if action.kind == "F":
-                found = play_forward(units, **lost)
-            elif action.kind == "W":
-                found = play_weight(units, reduce=last, **lost)
-            else:
-                found = play_backward(units, reduce=last, weight=action.kind == "B", **lost)
-            self.passes[key] = found
-        return self.passes[key]
+    def _passes(self) -> dict[int, tuple[str, Pass]]:
+        """By kind, stage and whether gradients become complete: what such an action takes."""
+        levels, count = self.levels, len(self.stages)
+        found: dict[int, tuple[str, Pass]] = {}
+        same: dict[object, Pass] = {}
+        for key in np.unique((levels.kind * count + levels.stage) * 2 + levels.last).tolist():
+            kind, stage, last = ORDER[key // 2 // count], key // 2 % count, bool(key % 2)
+            cost = self.stages[stage]
+            units, device = cost.units, self.devices[cost.group]
+            alike = (kind, last, id(device), tuple(map(_figures, units)))
+            if alike not in same:
+                lost = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
+                if kind == "F":
+                    same[alike] = play_forward(units, **lost)
+                elif kind == "W":
+                    same[alike] = play_weight(units, reduce=last, **lost)
+                else:
+                    same[alike] = play_backward(units, reduce=last, weight=kind == "B", **lost)
+            found[key] = (kind, same[alike])
+        return found
 
-    def _send(self, stage: StageCost) -> float:
-        """Seconds of the message to the next stage."""
-        if stage.index + 1 == len(self.stages) or not stage.send_bytes:
-            return 0.0
-        here = self.setting.groups[stage.group]
-        there = self.setting.groups[self.stages[stage.index + 1].group]
-        if here is there:
-            return 0.0
-        pairs = _pairs(here.ranks, there.ranks)
-        return self.clock.collective("send", pairs).seconds(stage.send_bytes)
+    def _causes(
+        self, keys: NDArray[np.int64], passes: Mapping[int, tuple[str, Pass]]
+    ) -> dict[str, float]:
+        """What a group's actions are made of."""
+        mine: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        numbers, counts = np.unique(keys, return_counts=True)
+        for key, times in zip(numbers.tolist(), counts.tolist(), strict=True):
+            kind, spent = passes[key]
+            stage = self.stages[key // 2 % len(self.stages)]
+            rest = spent.seconds - spent.waiting
+            mine["parameters"] += times * spent.waiting
+            if kind != "W":
+                talk = stage.forward_talk if kind == "F" else stage.backward_talk
+                again = 0.0 if kind == "F" else stage.again
+                mine["collectives"] += times * talk
+                mine["recompute"] += times * again
+                rest -= talk + again
+            mine["compute"] += times * max(0.0, rest)
+        return mine
 
-    def _transfer(self, need: Action, action: Action) -> float:
-        first, second = sorted((need.stage, action.stage))
-        return sum(self.sends[first:second])
+    def _sums(
+        self,
+        group: int,
+        actions: NDArray[np.int64],
+        ends: Floats,
+        passes: Mapping[int, tuple[str, Pass]],
+        computed: float,
+    ) -> float:
+        """When the sums of gradients that backward leaves are done."""
+        left, count = computed, len(self.stages)
+        for at in actions.tolist():
+            key = int((self.levels.kind[at] * count + self.levels.stage[at]) * 2 + 1)
+            spent = passes[key][1]
+            if spent.left:
+                left = max(left, float(ends[at])) + spent.left
+                name = f"gradients of stage {int(self.levels.stage[at])}"
+                self._add(group, "communication", name, left - spent.left, left, "sync")
+        return left
 
-    def _account(self, action: Action, spent: Pass, mine: dict[str, float]) -> None:
-        stage = self.stages[action.stage]
-        mine["parameters"] += spent.waiting
-        rest = spent.seconds - spent.waiting
-        if action.kind != "W":
-            talk = sum(unit.talk for unit in stage.units) / 2
-            again = sum(u.again for u in stage.units) if action.kind in "BI" else 0.0
-            mine["collectives"] += talk
-            mine["recompute"] += again
-            rest -= talk + again
-        mine["compute"] += max(0.0, rest)
-
-    def _finish(self, group: int, start: float, mine: dict[str, float], spans: list[Span]) -> float:
+    def _finish(self, group: int, start: float, mine: dict[str, float]) -> float:
         """The optimizer's step, and the new parameters; when all is done."""
         stages = [s for s in self.stages if s.group == group]
         seconds = sum(update_seconds(s, self.setting, self.devices[group]) for s in stages)
@@ -204,28 +248,25 @@ class _Play:
         if self.setting.prefetch:  # hidden behind the next forward, as far as that lasts
             gather = max(0.0, gather - sum(stage.forward for stage in stages))
         mine["optimizer"], mine["update"] = seconds, gather
-        spans.append(
-            Span(
-                group=group,
-                lane="compute",
-                name="optimizer",
-                start=start,
-                end=start + seconds,
-                kind="optimizer",
-            )  # fmt: skip
-        )
+        end = start + seconds
+        self._add(group, "compute", "optimizer", start, end, "optimizer")
         if gather:
-            spans.append(
-                Span(
-                    group=group,
-                    lane="communication",
-                    name="new parameters",
-                    start=start + seconds,
-                    end=start + seconds + gather,
-                    kind="gather",
-                )  # fmt: skip
-            )
-        return start + seconds + gather
+            self._add(group, "communication", "new parameters", end, end + gather, "gather")
+        return end + gather
+
+    def _add(self, group: int, lane: str, name: str, start: float, end: float, kind: str) -> None:
+        self.after.append(Span(group=group, lane=lane, name=name, start=start, end=end, kind=kind))
+
+
+def _figures(unit: UnitCost) -> tuple[float, ...]:
+    return (unit.forward, unit.backward, unit.weight, unit.gather, unit.reduce)
+
+
+def _column(passes: Mapping[int, tuple[str, Pass]], name: str, stages: int) -> Floats:
+    found = np.zeros(len(ORDER) * stages * 2)
+    for key, (_, spent) in passes.items():
+        found[key] = getattr(spent, name)
+    return found
 
 
 def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:
@@ -244,31 +285,8 @@ def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:
     return seconds
 
 
-def _span(group: int, action: Action, start: float, end: float, spent: Pass) -> Span:
-    return Span(
-        group=group,
-        lane="compute",
-        name=str(action),
-        start=start,
-        end=end,
-        kind=KINDS[action.kind],
-        detail={"waiting_s": spent.waiting, "talking_s": spent.talking},
-    )
-
-
-def _last_backwards(schedule: Schedule) -> dict[int, Action]:
-    """The action of every stage in which its gradients become complete."""
-    found: dict[int, Action] = {}
-    for mine in schedule.actions:
-        for action in mine:
-            if action.kind in "BW":
-                found[action.stage] = action
-    return found
-
-
-def _pairs(here: Sequence[int], there: Sequence[int]) -> object:
-    import numpy as np
-
+def _pairs(here: Sequence[int], there: Sequence[int]) -> NDArray[np.int64]:
+    """Who sends to whom, where one group has more ranks than the other."""
     count = max(len(here), len(there))
     left = [here[i * len(here) // count] for i in range(count)]
     right = [there[i * len(there) // count] for i in range(count)]

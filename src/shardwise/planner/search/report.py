@@ -162,7 +162,7 @@ def by_layer(candidate: Candidate, search: Search) -> list[dict[str, Any]]:
                     "count": 1,
                     "forward_s": unit.forward * setting.microbatches,
                     "backward_s": unit.backward * setting.microbatches,
-                    "communication_s": unit.talk * setting.microbatches,
+                    "communication_s": (unit.forward_talk + unit.backward_talk) * setting.microbatches,
                     "parameters": numel,
                     "state_bytes": static * numel / total if total else 0.0,
                     "activation_bytes": float(saved[unit.first : unit.end].sum()),

@@ -92,7 +92,7 @@ def _nodes(
     axes = [axis for axis, role in roles.items() if role == "parameters"]
     if not axes:
         return {}
-    keys = list(node_keys(graph).values())
+    keys = [place if "." in place else name for name, place in node_keys(graph).items()]
     found: dict[str, dict[str, str]] = {}
     for at, place in enumerate(keys):
         if fold.order[at] < 0:

@@ -1,0 +1,114 @@
+"""A schedule as arrays: replayed quickly, again and again, with other durations.
+
+Enters: a `Schedule`. Leaves: `Levels`. An action's level is one more than the highest of what it
+waits for and of the action before it in its group's list; actions of one level run side by side, so
+a replay is one array operation per level instead of one step per action.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.schedules.action import Action
+from shardwise.schedules.order import Links, run_in_order
+from shardwise.schedules.schedule import Schedule
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+KINDS = "FBIW"
+CACHED = 256
+
+
+class Levels:
+    """The actions of all groups, numbered group by group in list order."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        actions = [action for mine in schedule.actions for action in mine]
+        self.group = np.repeat(np.arange(schedule.num_groups), [len(m) for m in schedule.actions])
+        self.kind = np.array([KINDS.index(a.kind) for a in actions])
+        self.stage = np.array([a.stage for a in actions])
+        self.microbatch = np.array([a.microbatch for a in actions])
+        self.last = _last_backwards(actions)
+        links = Links.of(schedule.num_stages)
+        number = {action.result: i for i, action in enumerate(actions)}
+        self.before = np.arange(-1, len(actions) - 1)
+        self.before[np.searchsorted(self.group, np.arange(schedule.num_groups))] = -1
+        needs = [[number[need] for need in links.needs(a)] for a in actions]
+        width = max((len(n) for n in needs), default=0)
+        self.needs = np.full((len(actions), max(width, 1)), -1)
+        for at, mine in enumerate(needs):
+            self.needs[at, : len(mine)] = mine
+        self.rounds = self._rounds()
+
+    def _rounds(self) -> list[Ints]:
+        """The actions of every level."""
+        spans = run_in_order(self.schedule.actions, Links.of(self.schedule.num_stages))
+        start = np.array([span.start for mine in spans for span in mine])
+        level = np.round(start).astype(np.int64)  # when every action takes one unit of time
+        order = np.argsort(level, kind="stable")
+        ends = np.flatnonzero(np.diff(level[order])) + 1
+        return list(np.split(order, ends))
+
+    def play(self, seconds: Floats, sends: Floats) -> tuple[Floats, Floats]:
+        """Start and end of every action.
+
+        `seconds` are those of every action; `sends[stage]` those of a message from a stage to the
+        next one, in either direction.
+        """
+        before = np.concatenate([[0.0], np.cumsum(sends)])
+        stage, needs = self.stage, self.needs
+        here, there = stage[:, None], stage[needs]
+        wire = np.abs(before[here] - before[there])
+        wire = np.where(self.group[:, None] == self.group[needs], 0.0, wire)
+        missing = needs < 0
+        end = np.zeros(len(stage) + 1)  # the last one stands for nothing to wait for
+        start = np.zeros(len(stage))
+        for mine in self.rounds:
+            ready = end[needs[mine]] + wire[mine]
+            ready[missing[mine]] = 0.0
+            start[mine] = np.maximum(ready.max(axis=1), end[self.before[mine]])
+            end[mine] = start[mine] + seconds[mine]
+        return start, end[:-1]
+
+    def waiting(self, group: int) -> tuple[Ints, Ints]:
+        """For each action of a group, the micro-batches of each of its stages that wait then.
+
+        Rows are the group's actions, columns its stages in ascending order; counted is what was
+        there before the action.
+        """
+        mine = self.group == group
+        stages = np.unique(self.stage[mine])
+        change = np.zeros((int(mine.sum()), len(stages)), dtype=np.int64)
+        column = np.searchsorted(stages, self.stage[mine])
+        step = np.array([1, -1, 0, -1])[self.kind[mine]]
+        change[np.arange(len(column)), column] = step
+        return np.cumsum(change, axis=0) - change, stages
+
+
+def _last_backwards(actions: list[Action]) -> NDArray[np.bool_]:
+    """Whether an action completes the gradients of its stage."""
+    last: dict[int, int] = {}
+    for at, action in enumerate(actions):
+        if action.kind in "BW":
+            last[action.stage] = at
+    found = np.zeros(len(actions), dtype=bool)
+    found[list(last.values())] = True
+    return found
+
+
+_known: OrderedDict[int, Levels] = OrderedDict()
+
+
+def levels_of(schedule: Schedule) -> Levels:
+    """The arrays of a schedule, once per object: comparing long lists takes longer than a replay."""
+    found = _known.get(id(schedule))
+    if found is None or found.schedule is not schedule:
+        found = _known[id(schedule)] = Levels(schedule)
+        while len(_known) > CACHED:
+            _known.popitem(last=False)
+    return found
