@@ -30,7 +30,6 @@ SLACKS = (0.03, 0.1, 0.2, 0.3)
 PER_CUT_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
 HALVINGS = 30  # of the interval in which the least possible bound is searched
 LARGE = 600  # places from which on only narrow ones are considered, if there are enough
-PLACES_PER_STAGE = 3
 LEAST_GAIN = 1e-3  # for which a cut is moved
 
 Array = NDArray[Any]
@@ -79,7 +78,7 @@ class Cutter:
             return (0,)
         narrow = self._narrow(costs)
         for fit, owning in ((narrow, True), (self.fit, True), (self.fit, False)):
-            if len(fit) < PLACES_PER_STAGE * len(ranks) and fit is not self.fit:
+            if len(fit) < len(ranks) and fit is not self.fit:
                 continue
             chain = _Chain(self.owners, costs, fit, ranks, owning=owning)
             least = chain.least_bound()
@@ -151,10 +150,10 @@ class _Chain:
     def _reaches(self, bound: float) -> bool:
         """Whether all stages together, each of at most `bound`, come to the model's end."""
         reached = np.arange(len(self.places)) == 0
+        starts = {s: np.minimum(self._first(bound, s), self.last + 1) for s in set(self.speeds)}
         for speed in self.speeds:
             before = _before(reached)
-            first = np.minimum(self._first(bound, speed), self.last + 1)
-            reached = before[self.last + 1] > before[first]
+            reached = before[self.last + 1] > before[starts[speed]]
         return bool(reached[-1])
 
     def _narrowest(self, bound: float) -> list[int]:
@@ -163,8 +162,9 @@ class _Chain:
         best = np.where(np.arange(count) == 0, 0.0, np.inf)
         even = np.cumsum(self.speeds) / self.speeds.sum()
         choices = []
+        starts = {speed: self._first(bound, speed) for speed in set(self.speeds)}
         for stage, speed in enumerate(self.speeds):
-            begin = _RangeMinimum(best).argmin(self._first(bound, speed), self.last)
+            begin = _RangeMinimum(best).argmin(starts[speed], self.last)
             choices.append(begin)
             # How far a cut is from even shares decides between equal numbers of bytes: below 1.
             uneven = (self.work / self.work[-1] - even[stage]) ** 2 / len(self.speeds)

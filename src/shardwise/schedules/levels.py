@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,16 +33,24 @@ class Levels:
         self.stage = np.array([a.stage for a in actions])
         self.microbatch = np.array([a.microbatch for a in actions])
         self.last = _last_backwards(actions)
-        links = Links.of(schedule.num_stages)
-        number = {action.result: i for i, action in enumerate(actions)}
         self.before = np.arange(-1, len(actions) - 1)
         self.before[np.searchsorted(self.group, np.arange(schedule.num_groups))] = -1
-        needs = [[number[need] for need in links.needs(a)] for a in actions]
-        width = max((len(n) for n in needs), default=0)
-        self.needs = np.full((len(actions), max(width, 1)), -1)
-        for at, mine in enumerate(needs):
-            self.needs[at, : len(mine)] = mine
+        self.needs = self._needs()
         self.rounds = self._rounds()
+
+    def _needs(self) -> Ints:
+        """The actions that each one waits for, -1 for none: as `Links` says, for all at once."""
+        stages, count = self.schedule.num_stages, self.schedule.num_microbatches
+        forward, backward = np.full((2, stages + 2, count), -1)  # stage + 1: there are edges
+        for table, kinds in ((forward, (0,)), (backward, (1, 2))):
+            mine = np.flatnonzero(np.isin(self.kind, kinds))
+            table[self.stage[mine] + 1, self.microbatch[mine]] = mine
+        here, count = self.stage + 1, self.microbatch
+        is_forward, is_weight = self.kind == 0, self.kind == 3
+        first = np.where(is_forward, forward[here - 1, count], forward[here, count])
+        first = np.where(is_weight, backward[here, count], first)
+        second = np.where(is_forward | is_weight, -1, backward[here + 1, count])
+        return np.stack([first, second], axis=1)
 
     def _rounds(self) -> list[Ints]:
         """The actions of every level."""
@@ -105,7 +112,7 @@ _known: OrderedDict[int, Levels] = OrderedDict()
 
 
 def levels_of(schedule: Schedule) -> Levels:
-    """The arrays of a schedule, once per object: comparing long lists takes longer than a replay."""
+    """The arrays of a schedule, once per object: comparing lists takes longer than a replay."""
     found = _known.get(id(schedule))
     if found is None or found.schedule is not schedule:
         found = _known[id(schedule)] = Levels(schedule)
