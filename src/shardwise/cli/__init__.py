@@ -1,37 +1,39 @@
-"""The command line: `shardwise verify|compile|plan|explain MODULE.py:FUNCTION`, and `doctor`.
+"""The command line: a verb, and mostly `MODULE.py:FUNCTION`.
 
-Enters: a reference to a function that returns `(model, batch)`, or `(model, batch, loss_fn)`.
-Leaves: the result on stdout (`--json` for machines), errors on stderr, and the exit code: 0 ok,
-1 failure, 2 usage, 3 infeasible. Torch is imported inside the verbs: `--help` answers at once.
+Enters: a reference to a function that returns `(model, batch)`, or `(model, batch, loss_fn)`; or a
+plan's file. Leaves: the result on stdout (`--json` for machines), errors on stderr, and the exit
+code: 0 ok, 1 failure, 2 usage, 3 infeasible. Torch is imported inside the verbs: `--help` answers
+at once.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
 import sys
 import textwrap
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from shardwise.cli.advise import advise
+from shardwise.cli.figures import NARROWEST, terminal_width
 from shardwise.cli.options import Wanted, with_plan_options
 from shardwise.cli.predict import predict
 from shardwise.cli.profile import profile
+from shardwise.cli.simulate import simulate
+from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_target
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.equivalence import Certificate
     from shardwise.ir import Graph
 
+__all__ = ["app", "fit", "load_target", "main"]
+
 FAILURE, USAGE, INFEASIBLE = 1, 2, 3
-NARROWEST = 40  # columns; below, a terminal's size is not to be believed
 
 app = typer.Typer(
     name="shardwise",
@@ -40,17 +42,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Turns a PyTorch training step for one device into a verified, readable one for many.",
 )
-
-
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE.py:FUNCTION",
-        help="A function returning (model, batch) or (model, batch, loss_fn).",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback()
@@ -69,13 +60,22 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a plan and print it."""
-    _, graph = _capture(target)
+    """Find the best plan for a cluster, or make a named one, and print it."""
+    if wanted.automatic:  # what is wrong with the options is told before the model is captured
+        wanted.machines(), wanted.search_options()
+    _, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)
-    _print(made.to_json() if as_json else made)
+    if as_json or not wanted.automatic:
+        _print(made.to_json() if as_json else made)
+        return
+    from shardwise.cli.verdict import plan_text
+
+    typer.echo(plan_text(made, terminal_width()))
+    if out is not None:
+        typer.echo(fit(f"\n{out}: shardwise explain {out}, shardwise simulate {out}"))
 
 
 @app.command()
@@ -88,7 +88,7 @@ def verify(
     """Check that the parallel program equals the model; exit 1 if it does not."""
     import shardwise
 
-    loaded, graph = _capture(target)
+    loaded, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     certificate = shardwise.verify(loaded.model, loaded.batch, made, loaded.loss_fn)
     _print(certificate_json(certificate) if as_json else certificate)
@@ -107,7 +107,7 @@ def compile_(
     """Write the parallel program as Python files."""
     import shardwise
 
-    _, graph = _capture(target)
+    _, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     program = shardwise.compile(graph, made)
     files = {str(out / name): ranks for name, ranks in program.save(out).items()}
@@ -121,20 +121,46 @@ def compile_(
 @app.command()
 @with_plan_options
 def explain(
-    target: Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLAN.json|MODULE.py:FUNCTION",
+            help="A plan that was searched for, or a model.",
+            show_default=False,
+        ),
+    ],
     wanted: Wanted,
     node: Annotated[str | None, typer.Option("--node", help="All that one node could do.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a plan splits, what it communicates and where in your code."""
+    """Say why a plan is the best; or what it splits and communicates, and where in your code."""
     import shardwise
 
-    _, graph = _capture(target)
+    if Path(target).suffix == ".json":
+        _explain_file(Path(target), node, as_json)
+        return
+    _, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     text = shardwise.explain(graph, made, node)
     _print({"explanation": text, "plan": made.to_json()} if as_json else text)
 
 
+def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
+    """From the plan's file alone."""
+    from shardwise.cli.verdict import explain_json, explain_text
+    from shardwise.plans import Plan
+
+    if node is not None:
+        raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")
+    loaded = Plan.load(path)
+    if as_json:
+        _print(explain_json(loaded))
+    else:
+        typer.echo(explain_text(loaded, terminal_width()))
+
+
+app.command()(simulate)
+app.command()(advise)
 app.command()(profile)
 app.command()(predict)
 
@@ -153,60 +179,8 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(FAILURE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """What a target's function returned."""
-
-    model: Any
-    batch: Any
-    loss_fn: Callable[[Any, Any], Any] | None = None
-
-
-def load_target(target: str) -> Loaded:
-    """Call the function that `path/module.py:function` names."""
-    path_text, separator, name = target.rpartition(":")
-    path = Path(path_text)
-    if not separator or not name or path.suffix != ".py":
-        raise typer.BadParameter(f"{target!r} is not of the form MODULE.py:FUNCTION")
-    if not path.is_file():
-        raise typer.BadParameter(f"no file {path}")
-    try:
-        function = getattr(_load_module(path), name, None)
-        if callable(function):
-            result = function()
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ShardwiseError(
-            f"{target} failed with {type(error).__name__}: {error}",
-            where=f"{frame.filename}:{frame.lineno}",
-            hint="shardwise --debug … shows the traceback",
-        ) from error
-    if not callable(function):
-        raise typer.BadParameter(f"{path} has no function {name!r}")
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise typer.BadParameter(
-            f"{target} returned {type(result).__name__}, "
-            "not (model, batch) or (model, batch, loss_fn)"
-        )
-    return Loaded(model=result[0], batch=result[1], loss_fn=result[2] if result[2:] else None)
-
-
-def _load_module(path: Path) -> Any:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-def _capture(target: str) -> tuple[Loaded, Graph]:
-    loaded = load_target(target)
-    import shardwise
-
-    return loaded, shardwise.capture(loaded.model, loaded.batch, loaded.loss_fn)
+def _capture(target: str, wanted: Wanted) -> tuple[Loaded, Graph]:
+    return capture_target(target, precision=wanted.precision, plan=wanted.loaded_plan())
 
 
 def certificate_json(certificate: Certificate) -> dict[str, Any]:
@@ -253,5 +227,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if "--debug" in arguments:
             raise
         typer.echo(fit(f"{type(error).__name__}: {error}"), err=True)
+        if isinstance(error, InfeasiblePlan) and "--json" in arguments:
+            told = {"error": "InfeasiblePlan", "message": error.message, "try": error.hint}
+            typer.echo(json.dumps({**told, **error.report}, indent=2))
         sys.exit(INFEASIBLE if isinstance(error, InfeasiblePlan) else FAILURE)
     sys.exit(0)

@@ -8,14 +8,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from shardwise.errors import did_you_mean
+
 if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.cost import OpTable
     from shardwise.ir import Graph
     from shardwise.plans import Plan
 
@@ -42,15 +46,23 @@ def _option(kind: Any, name: str, text: str, **more: Any) -> Any:
 class Wanted:
     """What the options ask for."""
 
-    strategy: _option(Strategy, "--strategy -s", "How to make the plan.") = Strategy.DDP  # type: ignore[valid-type]
+    strategy: _option(  # type: ignore[valid-type]
+        Strategy | None, "--strategy -s", "A named plan.", show_default="ddp; none with --cluster"
+    ) = None
+    cluster: _option(  # type: ignore[valid-type]
+        str | None, "--cluster -c", "Plan for these machines: a file, or h100:8x8 (8 nodes of 8)."
+    ) = None
     ranks: _option(  # type: ignore[valid-type]
         int | None, "--ranks -n", "Number of ranks.", min=1, show_default="2, or dp x tp x pp"
     ) = None
-    dp: _option(int | None, "--dp", "hybrid: data-parallel ranks.", min=1) = None  # type: ignore[valid-type]
-    tp: _option(int | None, "--tp", "hybrid: tensor-parallel ranks.", min=1) = None  # type: ignore[valid-type]
-    pp: _option(int | None, "--pp", "hybrid: pipeline stages.", min=1) = None  # type: ignore[valid-type]
+    dp: _option(int | None, "--dp", "Data-parallel ranks.", min=1) = None  # type: ignore[valid-type]
+    tp: _option(int | None, "--tp", "Tensor-parallel ranks.", min=1) = None  # type: ignore[valid-type]
+    pp: _option(int | None, "--pp", "Groups of pipeline stages.", min=1) = None  # type: ignore[valid-type]
     stages: _option(int | None, "--stages", "pipeline: number of stages.", min=1) = None  # type: ignore[valid-type]
-    zero: _option(int, "--zero", "hybrid: ZeRO level over dp.", min=0, max=3) = 0  # type: ignore[valid-type]
+    virtual_stages: _option(  # type: ignore[valid-type]
+        int | None, "--virtual-stages", "Stages of each group, with --cluster.", min=1
+    ) = None
+    zero: _option(int | None, "--zero", "ZeRO level over dp.", min=0, max=3) = None  # type: ignore[valid-type]
     microbatches: _option(int | None, "--microbatches -m", "Micro-batches of a step.", min=1) = None  # type: ignore[valid-type]
     per_microbatch: _option(  # type: ignore[valid-type]
         bool, "--per-microbatch", "Each micro-batch is a batch of its own."
@@ -59,55 +71,144 @@ class Wanted:
         str | None, "--schedule", "gpipe, 1f1b, interleaved, zero_bubble, zb_v, or a file."
     ) = None
     recompute: _option(  # type: ignore[valid-type]
-        str, "--recompute", "none, full, selective, or module globs with commas."
-    ) = "none"
+        str | None, "--recompute", "none, full, selective, or module globs with commas."
+    ) = None
+    offload: _option(  # type: ignore[valid-type]
+        str | None, "--offload", "To host memory: optimizer, activations, parameters; none."
+    ) = None
     precision: _option(str | None, "--precision", "bf16, fp16, bf16-autocast, …") = None  # type: ignore[valid-type]
+    memory_gib: _option(  # type: ignore[valid-type]
+        float | None, "--memory-gib", "What a plan may use of each device, with --cluster."
+    ) = None
+    constraint: _option(  # type: ignore[valid-type]
+        list[str], "--constraint", "Fix a parameter's cut, with --cluster: 'lm_head.*=0'."
+    ) = field(default_factory=list)
+    table: _option(  # type: ignore[valid-type]
+        Path | None, "--table", "Measured times of operators.", exists=True, dir_okay=False
+    ) = None
+    no_progress: _option(bool, "--no-progress", "Do not show progress.") = False  # type: ignore[valid-type]
     plan_file: _option(  # type: ignore[valid-type]
         Path | None, "--plan", "Use this plan file instead.", exists=True, dir_okay=False
     ) = None
 
-    def plan(self, graph: Graph) -> Plan:
-        """The plan for a graph."""
+    @property
+    def automatic(self) -> bool:
+        """Whether the planner decides."""
+        return self.cluster is not None and self.strategy is None and self.plan_file is None
+
+    def loaded_plan(self) -> Plan | None:
+        """The plan of a file, if one was named."""
         import shardwise
 
-        if self.plan_file is not None:
-            loaded = shardwise.Plan.load(self.plan_file)
+        return None if self.plan_file is None else shardwise.Plan.load(self.plan_file)
+
+    def plan(self, graph: Graph) -> Plan:
+        """The plan for a graph."""
+        loaded = self.loaded_plan()
+        if loaded is not None:
             loaded.check(graph)
             return loaded
-        if self.strategy is Strategy.HYBRID:
+        if self.automatic:
+            return self._searched(graph)
+        return self._named(graph)
+
+    def machines(self) -> Cluster | None:
+        """The cluster that was named."""
+        if self.cluster is None:
+            return None
+        from shardwise.cli.clusters import cluster_of
+
+        cluster = cluster_of(self.cluster)
+        if self.ranks not in (None, cluster.num_ranks):
+            raise typer.BadParameter(
+                f"--ranks {self.ranks}, --cluster {self.cluster} has {cluster.num_ranks}"
+            )
+        return cluster
+
+    # ------------------------------------------------------------ the planner's
+
+    def _searched(self, graph: Graph) -> Plan:
+        import shardwise
+
+        cluster = self.machines()
+        assert cluster is not None
+        return shardwise.plan(
+            graph, cluster, progress=not self.no_progress, **self.search_options()
+        )
+
+    def search_options(self) -> dict[str, Any]:
+        """The keyword arguments of `sw.plan` that were given."""
+        for name, for_whom in (("stages", "pipeline"), ("per_microbatch", "pipeline")):
+            if getattr(self, name):
+                raise typer.BadParameter(f"--{_typed(name)}: for --strategy {for_whom}")
+        found: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("dp", "tp", "pp", "virtual_stages", "zero", "microbatches", "precision")
+        }
+        found["memory_gib"] = self.memory_gib
+        found["constraints"] = constraints_of(self.constraint) or None
+        found["table"] = self._table()
+        found["schedule"] = _one_of("schedule", self.schedule, _schedules())
+        found["recompute"] = _one_of("recompute", self.recompute, ("none", "selective", "full"))
+        found["offload"] = None if self.offload is None else _offloads(self.offload)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _table(self) -> OpTable | None:
+        if self.table is None:
+            return None
+        from shardwise.cost import OpTable
+
+        return OpTable.load(self.table)
+
+    # ------------------------------------------------------------ named strategies
+
+    def _named(self, graph: Graph) -> Plan:
+        import shardwise
+
+        strategy = self.strategy or Strategy.DDP
+        for name in ("memory_gib", "constraint", "table", "virtual_stages"):
+            if getattr(self, name):
+                raise typer.BadParameter(f"--{_typed(name)}: with --cluster, without --strategy")
+        if strategy is Strategy.HYBRID:
             return self._hybrid(graph)
         given = [f"--{n}" for n in ("dp", "tp", "pp", "zero") if getattr(self, n)]
         if given:
-            raise typer.BadParameter(f"{', '.join(given)}: for --strategy hybrid")
+            raise typer.BadParameter(
+                f"{', '.join(given)}: for --strategy hybrid, or with --cluster and no strategy"
+            )
         options = self._options()
         if self.stages is not None:
-            if self.strategy is not Strategy.PIPELINE:
+            if strategy is not Strategy.PIPELINE:
                 raise typer.BadParameter("--stages: for --strategy pipeline")
             options["stages"] = self.stages
-        ranks = self.ranks or self.stages or DEFAULT_RANKS
-        if self.strategy is Strategy.PIPELINE and self.stages is None:
-            options["stages"] = ranks
-        make = getattr(shardwise.strategies, self.strategy.value)
-        result: Plan = make(graph, shardwise.Cluster.local(ranks), **options)
+        cluster = self.machines() or shardwise.Cluster.local(
+            self.ranks or self.stages or DEFAULT_RANKS
+        )
+        if strategy is Strategy.PIPELINE and self.stages is None:
+            options["stages"] = cluster.num_ranks
+        make = getattr(shardwise.strategies, strategy.value)
+        result: Plan = make(graph, cluster, **options)
         return result
 
     def _hybrid(self, graph: Graph) -> Plan:
         import shardwise
 
         pp = self.pp or 1
-        ranks = self.ranks or DEFAULT_RANKS * pp
+        given = self.machines()
+        known = given.num_ranks if given is not None else self.ranks
+        ranks = known or DEFAULT_RANKS * pp
         if ranks % pp:
             raise typer.BadParameter(f"{ranks} ranks cannot be divided by --pp {pp}")
         dp, tp = hybrid_sizes(ranks // pp, self.dp, self.tp)
-        cluster = shardwise.Cluster.local(self.ranks or dp * tp * pp)
+        cluster = given or shardwise.Cluster.local(self.ranks or dp * tp * pp)
         options = self._options()
         return shardwise.strategies.hybrid(
-            graph, cluster, dp=dp, tp=tp, pp=pp, zero=self.zero, **options
+            graph, cluster, dp=dp, tp=tp, pp=pp, zero=self.zero or 0, **options
         )
 
     def _options(self) -> dict[str, Any]:
         """What all strategies take, as far as it was given."""
-        globs = self.recompute.split(",")
+        globs = (self.recompute or "none").split(",")
         modes = ("none", "full", "selective")
         found: dict[str, Any] = {
             "num_microbatches": self.microbatches,
@@ -115,8 +216,54 @@ class Wanted:
             "precision": self.precision,
             "recompute": globs[0] if globs[0] in modes else globs,
             "per_microbatch": self.per_microbatch or None,
+            "offload": None if self.offload is None else _offloads(self.offload),
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+def constraints_of(texts: list[str]) -> dict[str, str | dict[str, str]]:
+    """Cuts by glob: `GLOB=CUT`, or `GLOB=AXIS:CUT` for one mesh axis.
+
+    >>> constraints_of(["lm_head.*=0", "tok.weight=tp:whole"])
+    {'lm_head.*': '0', 'tok.weight': {'tp': 'whole'}}
+    """
+    found: dict[str, str | dict[str, str]] = {}
+    for text in texts:
+        glob, equals, cut = text.rpartition("=")
+        if not equals or not glob or not cut:
+            raise typer.BadParameter(f"--constraint {text!r} is not GLOB=CUT, as 'lm_head.*=0'")
+        axis, colon, rest = cut.partition(":")
+        named = colon and axis.isalpha() and rest
+        found[glob] = {axis: rest} if named else cut
+    return found
+
+
+def _typed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _schedules() -> tuple[str, ...]:
+    from shardwise.schedules import NAMES
+
+    return NAMES
+
+
+def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
+    if value is not None and value not in known:
+        raise typer.BadParameter(
+            f"--{option} {value!r}{did_you_mean(value, known)} One of {', '.join(known)}; "
+            "more with --strategy"
+        )
+    return value
+
+
+def _offloads(text: str) -> tuple[str, ...]:
+    from shardwise.plans.execution import OFFLOADS
+
+    names = tuple(name for name in text.split(",") if name and name != "none")
+    for name in names:
+        _one_of("offload", name, OFFLOADS)
+    return names
 
 
 def hybrid_sizes(ranks: int, dp: int | None, tp: int | None) -> tuple[int, int]:
@@ -139,7 +286,10 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(verb).parameters.values() if p.name != "wanted"]
     shared = [
         inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_hints()[f.name]
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=[] if f.default is MISSING else f.default,
+            annotation=_hints()[f.name],
         )
         for f in fields(Wanted)
     ]

@@ -96,6 +96,6 @@ class _FewerRows(Works):
         self.whole = works
         self.rows = rows if works.batch else works.rows
 
-    def at(self, rows: float) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Work:
         """The work of a rank whose micro-batch has `rows` of the batch."""
-        return self.whole.at(rows)
+        return self.whole.at(rows, exact=exact)

@@ -28,7 +28,16 @@ from shardwise.simulation.stages import StageCost, UnitCost
 from shardwise.simulation.step import _pairs, play_step
 from shardwise.simulation.times import Clock, Group
 
-TIMES = ("forward", "backward", "weight", "talk", "again", "gather", "reduce")
+TIMES = (
+    "forward",
+    "backward",
+    "weight",
+    "forward_talk",
+    "backward_talk",
+    "again",
+    "gather",
+    "reduce",
+)
 SAME = 1e-10  # relative difference up to which two units are one
 DIGITS = 12
 MOMENTS = 64  # of memory over time, at most
@@ -59,7 +68,7 @@ def step_json(estimate: Estimate, setting: Setting, evaluator: Evaluator) -> dic
         {
             "ranks": format_ranks(group.ranks),
             "optimizer_s": _short(_optimizer(estimate, number)),
-            "overlap_loss": _overlap_loss(number, estimate, setting, evaluator),
+            **_slowest(number, estimate, setting, evaluator),
             "memory": memory_json(estimate.memory[number]),
         }
         for number, group in enumerate(setting.groups)
@@ -69,12 +78,18 @@ def step_json(estimate: Estimate, setting: Setting, evaluator: Evaluator) -> dic
 
 def memory_json(use: MemoryUse) -> dict[str, Any]:
     """A group's memory, with the most of every part of its time."""
-    return {**use.to_json(), "over_time_gib": " ".join(f"{b / 2**30:.4g}" for b in moments(use))}
+    sizes = [size for _, size in use.over_time]
+    text = " ".join(f"{size / 2**30:.4g}" for size in _sampled(sizes))
+    return {**use.to_json(), "over_time_gib": text}
 
 
 def moments(use: MemoryUse) -> list[float]:
-    """Bytes over time: each action's, or the most of several neighbours."""
+    """Bytes over time: each action's, or the most of several; last the optimizer's, if highest."""
     sizes = [size for _, size in use.over_time]
+    return [*_sampled(sizes), *([use.peak_bytes] if use.when == "optimizer" else [])]
+
+
+def _sampled(sizes: Sequence[float]) -> list[float]:
     step = -(-len(sizes) // MOMENTS) or 1
     return [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
 
@@ -128,18 +143,25 @@ def _optimizer(estimate: Estimate, group: int) -> float:
     return sum(s.end - s.start for s in spans if s.group == group and s.kind == "optimizer")
 
 
-def _overlap_loss(number: int, estimate: Estimate, setting: Setting, evaluator: Evaluator) -> float:
-    """What the group's slowest device loses while messages travel: the loss that was played."""
+def _slowest(
+    number: int, estimate: Estimate, setting: Setting, evaluator: Evaluator
+) -> dict[str, Any]:
+    """Of the device that was played: whether its ranks share cores with messages, and its loss."""
     kinds = {int(evaluator.kind[rank]) for rank in setting.groups[number].ranks}
-    losses = sorted({evaluator.devices[kind].overlap_loss for kind in kinds})
+    known = sorted({(d.kind, d.overlap_loss) for d in (evaluator.devices[k] for k in kinds)})
     span = next(
         (s for s in estimate.timeline.spans if s.group == number and s.kind == "forward"), None
     )
     stage = next((s for s in estimate.stages if s.group == number), None)
-    if len(losses) == 1 or span is None or stage is None:
-        return losses[-1]
-    took = span.end - span.start
-    return min(losses, key=lambda loss: abs(play_forward(stage.units, loss).seconds - took))
+
+    def error(device: tuple[str, float]) -> float:
+        if span is None or stage is None:
+            return 0.0
+        played = play_forward(stage.units, device[1], shared=device[0] == "cpu")
+        return abs(played.seconds - (span.end - span.start))
+
+    kind, loss = min(known, key=error) if len(known) > 1 else known[0]
+    return {"kind": kind, "overlap_loss": loss}
 
 
 # ------------------------------------------------------------ and back
@@ -199,7 +221,7 @@ def _replay(plan: Plan, search: Mapping[str, Any]) -> Estimate:
         _in_seconds(stages, search),
         setting,
         cast("Clock", _Seconds()),
-        [_device(row["overlap_loss"]) for row in groups],
+        [_device(row["kind"], row["overlap_loss"]) for row in groups],
     )
     return Estimate(
         timeline=timeline,
@@ -262,11 +284,11 @@ class _Seconds:
         return num_bytes
 
 
-def _device(overlap_loss: float) -> Device:
+def _device(kind: str, overlap_loss: float) -> Device:
     """A device whose memory moves a byte in a second."""
     return Device(
         name="seconds",
-        kind="cuda",
+        kind=kind,
         memory_bytes=1,
         matmul_flops_per_s=(("float32", Curve.constant(1.0)),),
         memory_bytes_per_s=Curve.constant(1.0),

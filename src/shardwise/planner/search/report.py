@@ -93,20 +93,20 @@ def batch_sizes(graph: Graph, rows: int) -> dict[str, int]:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best and its runners-up, without those that come to the same step."""
+    """The best and its runners-up, without those that take as long and no less memory."""
     found: list[Candidate] = []
     for candidate in candidates:
         if len(found) > RUNNERS_UP:
             break
-        if not any(_same(candidate.estimate, other.estimate) for other in found):
+        if not any(_idle(candidate.estimate, other.estimate) for other in found):
             found.append(candidate)
     return found
 
 
-def _same(one: Estimate, other: Estimate) -> bool:
-    return isclose(one.step_time_s, other.step_time_s, rel_tol=SAME) and isclose(
-        one.peak.peak_bytes, other.peak.peak_bytes, rel_tol=SAME
-    )
+def _idle(one: Estimate, other: Estimate) -> bool:
+    """Whether `one` has nothing for it: it takes as long as the other and no less memory."""
+    same = isclose(one.step_time_s, other.step_time_s, rel_tol=SAME)
+    return same and one.peak.peak_bytes >= other.peak.peak_bytes * (1 - SAME)
 
 
 def described(candidate: Candidate) -> dict[str, Any]:
@@ -162,7 +162,8 @@ def by_layer(candidate: Candidate, search: Search) -> list[dict[str, Any]]:
                     "count": 1,
                     "forward_s": unit.forward * setting.microbatches,
                     "backward_s": unit.backward * setting.microbatches,
-                    "communication_s": (unit.forward_talk + unit.backward_talk) * setting.microbatches,
+                    "communication_s": (unit.forward_talk + unit.backward_talk)
+                    * setting.microbatches,
                     "parameters": numel,
                     "state_bytes": static * numel / total if total else 0.0,
                     "activation_bytes": float(saved[unit.first : unit.end].sum()),

@@ -1,0 +1,98 @@
+"""The model that was named: its function is called, its graph captured in the wanted number types.
+
+Enters: `MODULE.py:FUNCTION`. Leaves: `Loaded`, and its `Graph`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.errors import ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.ir import Graph
+    from shardwise.plans import Plan
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE.py:FUNCTION",
+        help="A function returning (model, batch) or (model, batch, loss_fn).",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a target's function returned."""
+
+    model: Any
+    batch: Any
+    loss_fn: Callable[[Any, Any], Any] | None = None
+
+
+def load_target(target: str) -> Loaded:
+    """Call the function that `path/module.py:function` names."""
+    path_text, separator, name = target.rpartition(":")
+    path = Path(path_text)
+    if not separator or not name or path.suffix != ".py":
+        raise typer.BadParameter(f"{target!r} is not of the form MODULE.py:FUNCTION")
+    if not path.is_file():
+        raise typer.BadParameter(f"no file {path}")
+    try:
+        function = getattr(_load_module(path), name, None)
+        if callable(function):
+            result = function()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ShardwiseError(
+            f"{target} failed with {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno}",
+            hint="shardwise --debug … shows the traceback",
+        ) from error
+    if not callable(function):
+        raise typer.BadParameter(f"{path} has no function {name!r}")
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise typer.BadParameter(
+            f"{target} returned {type(result).__name__}, "
+            "not (model, batch) or (model, batch, loss_fn)"
+        )
+    return Loaded(model=result[0], batch=result[1], loss_fn=result[2] if result[2:] else None)
+
+
+def _load_module(path: Path) -> Any:
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def capture_target(
+    target: str, *, precision: str | None = None, plan: Plan | None = None
+) -> tuple[Loaded, Graph]:
+    """The model and its graph, in the number types of `precision` or of a plan."""
+    import shardwise
+
+    if plan is None:  # an unknown precision is told before the model is built
+        kinds = shardwise.Precision.of(precision)
+        mesh = shardwise.Mesh()
+        plan = shardwise.Plan(
+            name="none", model="", fingerprint="", mesh=mesh, roles={}, precision=kinds
+        )
+    loaded = load_target(target)
+    graph = shardwise.capture_for_plan(loaded.model, loaded.batch, plan, loaded.loss_fn)
+    return loaded, graph
