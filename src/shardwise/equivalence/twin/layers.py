@@ -45,21 +45,29 @@ def fold_layers(
     return graph, tuple(notes), stands
 
 
-def _drop_at(
-    graph: Graph, depth: int, keep: Collection[str], said: Said | None
-) -> tuple[Graph, list[str], dict[str, str]]:
-    homes = _homes(graph, depth)
+def kinds_of_blocks(
+    graph: Graph, depth: int, said: Said | None = None
+) -> tuple[dict[str, list[Node]], dict[str, dict[str, str]]]:
+    """The nodes of every block at a depth; for each parent the kinds of its blocks, as text."""
     blocks: dict[str, list[Node]] = {}
-    for node, path in zip(graph.nodes, homes, strict=True):
+    for node, path in zip(graph.nodes, _homes(graph, depth), strict=True):
         if path is not None:
             blocks.setdefault(path, []).append(node)
     owners = {p.value: p.name for p in graph.parameters}
     owners |= {b.value: b.name for b in graph.buffers}
-    asked = {h for node, h in zip(graph.nodes, homes, strict=True) if node.name in keep and h}
-    parents: dict[str, dict[str, str]] = {}  # parent -> path -> what the block is
+    parents: dict[str, dict[str, str]] = {}
     for path, nodes in blocks.items():
         kind = _signature(graph, path, nodes, owners) + (said(path, nodes) if said else "")
         parents.setdefault(path.rpartition(".")[0], {})[path] = kind
+    return blocks, parents
+
+
+def _drop_at(
+    graph: Graph, depth: int, keep: Collection[str], said: Said | None
+) -> tuple[Graph, list[str], dict[str, str]]:
+    homes = _homes(graph, depth)
+    blocks, parents = kinds_of_blocks(graph, depth, said)
+    asked = {h for node, h in zip(graph.nodes, homes, strict=True) if node.name in keep and h}
     renamed: dict[str, str] = {}
     stands: dict[str, str] = {}
     dropped: set[str] = set()

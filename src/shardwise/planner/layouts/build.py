@@ -12,16 +12,16 @@ from itertools import product
 
 import numpy as np
 
-from shardwise.errors import InfeasiblePlan, ProgramError
-from shardwise.ir import Graph, Node, TensorType
+from shardwise.errors import InfeasiblePlan
+from shardwise.ir import Node
 from shardwise.planner.layouts.model import INF, Model, Star, Use, Variable
 from shardwise.planner.layouts.options import Demand, Option, Options
-from shardwise.planner.layouts.task import LayoutTask, Placements, Prices
-from shardwise.program.moves import plan_moves
+from shardwise.planner.layouts.paths import Paths
+from shardwise.planner.layouts.shared import agreeing, families, once_each
+from shardwise.planner.layouts.task import Placements, Prices
 from shardwise.sharding.placements import (
     FANOUT,
     REPLICATE,
-    Layout,
     Partial,
     Placement,
     Replicate,
@@ -33,7 +33,6 @@ from shardwise.sharding.placements import (
 # counts, and on which mesh axes it is to be pure. A holding: its placements, and where it is pure.
 Need = tuple[tuple[Placements, ...], bool, Demand]
 Holding = tuple[Placements, frozenset[int]]
-Step = tuple[int, int]  # the numbers of the placements before and after a move
 END: Need = ((), False, ())
 
 
@@ -48,57 +47,6 @@ class Built:
     storages: dict[str, tuple[Placements, ...]] = field(default_factory=dict)
     by_name: dict[str, Node] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
-
-
-class Paths:
-    """The moves between placements with their prices, remembered; placements have numbers."""
-
-    def __init__(self, graph: Graph, task: LayoutTask, prices: Prices) -> None:
-        self.graph, self.prices = graph, prices
-        self.names, self.sizes = task.names, task.sizes
-        self.numbers: dict[Placements, int] = {}
-        self.layouts: list[Layout] = []
-        self._known: dict[tuple[int, int, bool], tuple[Step, ...] | None] = {}
-        self._prices: dict[tuple[TensorType, int, int, bool], float] = {}
-
-    def number(self, placements: Placements) -> int:
-        """The number of placements."""
-        found = self.numbers.get(placements)
-        if found is None:
-            found = self.numbers[placements] = len(self.layouts)
-            self.layouts.append(Layout(tuple(zip(self.names, placements, strict=True))))
-        return found
-
-    def between(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
-        """Each move as (placements before, after); None where there is no way."""
-        if held == needed:
-            return ()
-        key = (held, needed, grad)
-        if key not in self._known:
-            self._known[key] = self._find(held, needed, grad)
-        return self._known[key]
-
-    def _find(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
-        try:
-            moves = plan_moves(self.layouts[held], self.layouts[needed], self.sizes, grad)
-        except (ProgramError, KeyError):  # no such row in the table of moves
-            return None
-        return tuple(
-            (self.number(_placements(m.before)), self.number(_placements(m.layout))) for m in moves
-        )
-
-    def price(self, value: str, step: Step, grad: bool) -> float:
-        """What a move of a value costs."""
-        key = (self.graph.values[value], *step, grad)
-        found = self._prices.get(key)
-        if found is None:
-            before, after = (_placements(self.layouts[i]) for i in step)
-            found = self._prices[key] = self.prices.move(value, before, after, grad)
-        return found
-
-
-def _placements(layout: Layout) -> Placements:
-    return tuple(p for _, p in layout.axes)
 
 
 def build(
@@ -123,7 +71,7 @@ class _Builder:
         self.graph, self.facts, self.task = options.graph, options.facts, options.task
         self.options, self.prices, self.pure = options, prices, options.pure
         graph, task = self.graph, self.task
-        self.built = Built(Model(limit=limit), options=joint)
+        self.built = Built(Model(limit=limit), options=dict(joint))
         self.model = self.built.model
         self.paths = Paths(graph, task, prices)
         self.users: dict[str, list[str]] = {}
@@ -138,10 +86,10 @@ class _Builder:
         self.ends = frozenset(name for name in ends if name is not None)
 
     def run(self) -> Built:
-        for node in self.graph.nodes:
-            self._node(node.name)
-        for parameter in self.graph.parameters:
-            self._parameter(parameter.value)
+        for names in families((n.name for n in self.graph.nodes), self.options.roots):
+            self._nodes(names)
+        for values in families((p.value for p in self.graph.parameters), self._parameter_roots()):
+            self._parameters(values)
         for source in self.graph.inputs:
             if source.kind == "received" and source.value in self.users:
                 self._received(source.value)
@@ -168,11 +116,23 @@ class _Builder:
         self.model.variables[number] = Variable.of(unary, weight)
         return number
 
-    def _node(self, name: str) -> None:
+    def _nodes(self, names: list[str]) -> None:
+        """One variable for nodes that choose alike."""
+        rows = agreeing([self.built.options[n] for n in names], _choice_text)
+        costs = [self._node(name, row) for name, row in zip(names, rows, strict=True)]
+        number = self._add(
+            [sum(c) for c in zip(*(c[0] for c in costs), strict=True)],
+            [sum(w) for w in zip(*(c[1] for c in costs), strict=True)],
+        )
+        for name, row in zip(names, rows, strict=True):
+            self.built.nodes[name], self.built.options[name] = number, row
+
+    def _node(self, name: str, row: Sequence[Option]) -> tuple[list[float], list[float]]:
+        """What each option of a node costs, and its bytes."""
         node, copies = self.by_name[name], self.task.copies.get(name, 1)
         known: dict[int, tuple[float, float]] = {}
         unary, weights = [], []
-        for option in self.built.options[name]:
+        for option in row:
             key = id(option.choice)
             if key not in known:
                 time = copies * self.prices.node(node, option.choice)
@@ -182,23 +142,36 @@ class _Builder:
                 known[key] = (time + self.task.memory_weight * weight, weight)
             unary.append(known[key][0])
             weights.append(known[key][1])
-        self.built.nodes[name] = self._add(unary, weights)
+        return unary, weights
 
     @property
     def _weighs(self) -> bool:
         return self.task.memory_weight > 0 or self.model.limit is not None
 
-    def _parameter(self, value: str) -> None:
-        copies = self.copies(value)
-        storages = self._storages(value)
-        unary, weights = [], []
-        for stored in storages:
-            weight = copies * self.prices.stored_bytes(value, stored) if self._weighs else 0.0
-            time = copies * self.prices.hold(value, stored)
-            unary.append(time + self.task.memory_weight * weight)
-            weights.append(weight)
-        self.built.sources[value] = self._add(unary, weights)
-        self.built.storages[value] = storages
+    def _parameter_roots(self) -> dict[str, str]:
+        """Parameters of nodes that choose alike are stored alike."""
+        known = {p.value for p in self.graph.parameters}
+        found: dict[str, str] = {}
+        for name, root in self.options.roots.items():
+            mine, theirs = self.by_name[name].inputs, self.by_name[root].inputs
+            for value, other in zip(mine, theirs, strict=False):
+                if value != other and value in known and other in known:
+                    found.setdefault(value, found.get(other, other))
+        return found
+
+    def _parameters(self, values: list[str]) -> None:
+        rows = agreeing([self._storages(v) for v in values], _storage_text)
+        unary, weights = [0.0] * len(rows[0]), [0.0] * len(rows[0])
+        for value, row in zip(values, rows, strict=True):
+            copies = self.copies(value)
+            for i, stored in enumerate(row):
+                weight = copies * self.prices.stored_bytes(value, stored) if self._weighs else 0.0
+                unary[i] += copies * self.prices.hold(value, stored)
+                unary[i] += self.task.memory_weight * weight
+                weights[i] += weight
+        number = self._add(unary, weights)
+        for value, row in zip(values, rows, strict=True):
+            self.built.sources[value], self.built.storages[value] = number, row
 
     def _storages(self, value: str) -> tuple[Placements, ...]:
         """The ways to store a parameter: as a use needs it, or whole; with R and R≠."""
@@ -270,7 +243,7 @@ class _Builder:
         )
         self._fill(star, holdings, list(numbers), self._first(value))
         if star.uses:
-            self.model.stars.append(star)
+            self.model.stars.append(once_each(star))
 
     def _first(self, value: str) -> str | None:
         return self.users[value][0] if value in self.options.received else None
@@ -334,6 +307,14 @@ class _Builder:
         if value in self.ends:
             return tuple(REPLICATE for _ in held)
         return tuple(REPLICATE if isinstance(p, Partial) else p for p in held)
+
+
+def _choice_text(option: Option) -> str:
+    return "; ".join(str(c.choice) for c in option.choice)
+
+
+def _storage_text(stored: Placements) -> str:
+    return str(tuple(REPLICATE if isinstance(p, Replicate) else p for p in stored))
 
 
 def _stored(need: Placement, whole: bool = False) -> Placement:

@@ -29,6 +29,7 @@ from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
+from shardwise.planner.layouts.shared import roots_of
 from shardwise.planner.layouts.task import LayoutAxis, LayoutTask, Placements
 from shardwise.sharding.allowed import Allowed, constant_values, products
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
@@ -150,6 +151,7 @@ class Options:
         self._fit = [
             _Fit(graph, facts, Task(axis=a.name, ranks=a.ranks, split=True), ()) for a in task.axes
         ]
+        self.roots = roots_of(task.alike)
         self._given: list[dict[str, list[Placement]]] = [{} for _ in task.axes]
         _check_names(graph, task)
         rows = [
@@ -167,7 +169,8 @@ class Options:
 
     def num_joint(self) -> int:
         """How many joint options there are at most, before how they count."""
-        return sum(prod(len(row[n.name]) for row in self.rows) for n in self.graph.nodes)
+        own = [n.name for n in self.graph.nodes if n.name not in self.roots]
+        return sum(prod(len(row[name]) for row in self.rows) for name in own)
 
     def joint(self, narrow: Narrow) -> dict[str, tuple[Option, ...]]:
         """The joint options of every node, where `narrow` says what is open on some axes."""
@@ -339,7 +342,9 @@ def _check_names(graph: Graph, task: LayoutTask) -> None:
         "node": {n.name for n in graph.nodes},
         "parameter": {p.value for p in graph.parameters},
     }
-    for what, names in (("node", task.nodes), ("parameter", task.parameters)):
+    alike = [name for pair in task.alike.items() for name in pair]
+    fixed = (("node", task.nodes), ("node", alike), ("parameter", task.parameters))
+    for what, names in fixed:
         for name in names:
             if name not in known[what]:
                 raise PlanError(f"the task fixes {what} {name!r}, the graph has none")

@@ -48,8 +48,10 @@ class Bank:
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
         nodes: Mapping[str, Mapping[str, str]],
+        alike: tuple[Mapping[str, str], Mapping[str, int]],
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.alike, self.copies = alike  # of `alike_of`
         self.fold, self.facts, self.evaluator = fold, facts, evaluator
         self.constraints, self.nodes, self.report = constraints, nodes, report
         self.inputs = batch_inputs(fold.graph, None)
@@ -93,7 +95,8 @@ class Bank:
                 for value, placements in self.constraints.items()
             },
             nodes=self._choices(cuts, parts, names) if cuts else {},
-            copies=self._copies(),
+            copies=self.copies,
+            alike=self.alike,
             memory_weight=weight,
         )
         prices = CallPrices(
@@ -145,12 +148,3 @@ class Bank:
                 size = self.fold.graph.values[source.value].shape[dim]
                 found[source.value] = Shard(dim, ((1, size, 1),))
         return found
-
-    def _copies(self) -> dict[str, int]:
-        """How many layers each node and parameter stands for."""
-        graph, counts = self.fold.graph, self.fold.copies
-        copies = {n.name: int(c) for n, c in zip(graph.nodes, counts, strict=True)}
-        for parameter in graph.parameters:
-            users = [copies[n.name] for n in graph.nodes if parameter.value in n.inputs]
-            copies[parameter.value] = min(users, default=1)
-        return copies

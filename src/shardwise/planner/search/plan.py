@@ -17,6 +17,7 @@ from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
 from shardwise.ir import Graph
+from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
 from shardwise.planner.search.grouping import groupings
@@ -78,7 +79,8 @@ def _prepare(
     report: Callable[[str], None],
 ) -> Search:
     fixed = fixed_parameters(graph, constraints or {})
-    fold = Fold.of(graph, said=lambda path, nodes: _said(path, fixed, graph))
+    said = lambda path, nodes: _said(path, fixed, graph)  # noqa: E731
+    fold = Fold.of(graph, said=said)
     facts = analyze(fold.graph)
     evaluator = Evaluator(fold, cluster, table)
     values = {p.value for p in fold.graph.parameters}
@@ -88,6 +90,7 @@ def _prepare(
         evaluator,
         {value: placements for value, placements in fixed.items() if value in values},
         {},
+        alike_of(fold, graph, said),
         report,
     )
     rates = _rates(bank, evaluator)
