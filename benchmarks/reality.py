@@ -181,7 +181,8 @@ def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[st
     started = time.perf_counter()
     auto = sw.plan(graph, cluster, progress=False)
     planned = time.perf_counter() - started
-    plans = dict(rivals(graph, cluster)) | {"auto": auto}
+    plans = {n: p for n, p in rivals(graph, cluster) if not options.only or n in options.only}
+    plans["auto"] = auto
     predicted = {}
     for name, plan in plans.items():
         if options.tables:
@@ -260,12 +261,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--only", type=lambda text: text.split(","), help="rivals of ours")
     parser.add_argument("--cluster", type=Path, help="a profile made before")
     parser.add_argument("--tables", type=Path, help="measure operators too, and keep them here")
     parser.add_argument("--out", type=Path, default=Path("bench-results-reality.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = sw.Cluster.load(options.cluster) if options.cluster else profile(options.ranks)
+    cluster = sw.Cluster.load(options.cluster) if options.cluster else profile(options.ranks, device="cpu")
     rows = []
     for model in options.models.split(","):
         rows.append(row(model, cluster, options))

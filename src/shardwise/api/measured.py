@@ -1,32 +1,37 @@
-"""Measured times of a plan's local calls: `measure_plan(graph, plan, cluster)`.
+"""Measured times of a plan's local calls: `measure_plan`, and plans made with them: `tune`.
 
-Enters: a graph, a plan and the cluster it is for, on one of its machines. Leaves: an `OpTable` for
-`plan` and `simulate`.
+Enters: a graph and the cluster it is for, on one of its machines. Leaves: an `OpTable` for `plan`
+and `simulate`, or the plan that is best by such a table.
 
 Ranks of a CPU share its caches and memory, so as many processes measure the same calls at the
-same time as ranks would run here. A GPU is measured by this process alone.
+same time as ranks would run here. A GPU is measured by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import multiprocessing
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from statistics import median
-
-import torch
+from typing import Any
 
 from shardwise.cluster import Cluster, Device
-from shardwise.cost import OpTable, Signature, measure
-from shardwise.cost.table import missing
+from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
+from shardwise.cost.calls import UPDATES, encode
+from shardwise.cost.table import UPDATE, missing
 from shardwise.cost.timing import BUDGET_S
 from shardwise.errors import RankError
 from shardwise.ir import Graph
+from shardwise.planner.search import plan
 from shardwise.plans import Plan
 from shardwise.simulation.simulate import plan_calls
 
 TIMEOUT_S = 600.0
+ROUNDS = 4  # of planning and measuring what was planned
+_TAIL = 6  # lines of a failed process's last words
 
 
 def measure_plan(
@@ -39,14 +44,43 @@ def measure_plan(
 ) -> OpTable:
     """`table` with the calls of the plan's program that it lacked, measured on this machine.
 
-    Devices of one name are measured once, at full speed; a device's own speed scales them.
+    AdamW's step for parameters of some sizes is measured, too. Devices of one name are measured
+    once; a device's own speed scales what was measured.
     """
-    found = OpTable(table.entries if table is not None else None)
+    found = OpTable()
+    found.merge(table or OpTable())
     for device, calls in plan_calls(graph, plan, cluster).items():
         wanted = missing(calls, device, found)
-        if wanted:
-            found.merge(_measured(wanted, device, _beside(cluster, device), budget_s))
+        updates = [n for n in UPDATES if (UPDATE.format(n), device.name) not in found.entries]
+        if wanted or updates:
+            found.merge(_measured(wanted, updates, device, _beside(cluster, device), budget_s))
     return found
+
+
+def tune(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    table: OpTable | None = None,
+    rounds: int = ROUNDS,
+    progress: Callable[[str], None] = lambda what: None,
+    **options: Any,
+) -> tuple[Plan, OpTable]:
+    """The best plan by measured times of its own calls, with the table of them.
+
+    Plans, measures what the plan calls, and plans again with these times, until the best plan's
+    calls are all measured: others are better only if computed times flatter the best more.
+    """
+    best = plan(graph, cluster, table=table, **options)
+    found = table or OpTable()
+    for number in range(rounds):
+        progress(f"measuring the calls of plan {number + 1}")
+        known = len(found.entries)
+        found = measure_plan(graph, best, cluster, table=found)
+        if len(found.entries) == known:
+            break
+        best = plan(graph, cluster, table=found, **options)
+    return best, found
 
 
 def _beside(cluster: Cluster, device: Device) -> int:
@@ -57,45 +91,72 @@ def _beside(cluster: Cluster, device: Device) -> int:
 
 
 def _measured(
-    calls: Sequence[Signature], device: Device, processes: int, budget_s: float
+    calls: Sequence[Signature],
+    updates: Sequence[int],
+    device: Device,
+    processes: int,
+    budget_s: float,
 ) -> OpTable:
-    if processes == 1:
-        return measure(calls, device, budget_s=budget_s)
-    context = multiprocessing.get_context("fork")  # calls hold functions, which do not travel
-    pipes, workers = [], []
-    for _ in range(processes):
-        ours, theirs = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(theirs, calls, device, budget_s), daemon=True)
-        worker.start()
-        theirs.close()
-        pipes.append(ours)
-        workers.append(worker)
+    written = {call: data for call in calls if (data := encode(call)) is not None}
+    job = {
+        "name": device.name,
+        "kind": device.kind,
+        "memory_bytes": device.usable_bytes,
+        "calls": list(written.values()),
+        "updates": list(updates),
+        "budget_s": budget_s,
+    }
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(_worker(job)) for _ in range(processes)]
+        tables = [_answer(worker, rank) for rank, worker in enumerate(workers)]
+    joined = _joined(tables)
+    for call in written:
+        cost = cost_of(call)
+        joined.compare(
+            str(call),
+            device.name,
+            kernels_seconds(cost.forward, device) * device.speed,
+            kernels_seconds(cost.backward, device) * device.speed,
+        )
+    joined.notes += [f"{call}: cannot travel to a process" for call in calls if call not in written]
+    return joined
+
+
+@contextlib.contextmanager
+def _worker(job: dict[str, Any]) -> Any:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise.cost.calls"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job) + "\n")
+    process.stdin.flush()
     try:
-        answers = [_answer(pipe, rank) for rank, pipe in enumerate(pipes)]
+        yield process
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
-    return _joined(answers)
+        process.kill()
+        process.wait()
 
 
-def _work(pipe: Connection, calls: Sequence[Signature], device: Device, budget_s: float) -> None:
-    torch.set_num_threads(1)
-    table = measure(calls, device, budget_s=budget_s)
-    pipe.send_bytes(json.dumps({"table": table.to_json(), "notes": table.notes}).encode())
-
-
-def _answer(pipe: Connection, rank: int) -> OpTable:
-    if not pipe.poll(TIMEOUT_S):
-        raise RankError(f"process {rank} measured no calls within {TIMEOUT_S:g} s")
+def _answer(process: subprocess.Popen[str], rank: int) -> OpTable:
     try:
-        said = json.loads(pipe.recv_bytes())
-    except EOFError:
+        said, errors = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise RankError(f"process {rank} measured no calls within {TIMEOUT_S:g} s") from None
+    if process.returncode:
+        words = "\n    ".join(errors.splitlines()[-_TAIL:])
         raise RankError(
-            f"process {rank} ended while it measured calls", hint="shardwise doctor"
-        ) from None
-    table = OpTable.from_json(said["table"])
-    table.notes += said["notes"]
+            f"process {rank} ended with code {process.returncode} while it measured calls: {words}",
+            hint="shardwise doctor",
+        )
+    answer = json.loads(said.splitlines()[-1])
+    table = OpTable.from_json(answer["table"])
+    table.notes += answer["notes"]
     return table
 
 
@@ -103,7 +164,7 @@ def _joined(tables: Sequence[OpTable]) -> OpTable:
     """The median over processes of every call."""
     joined = OpTable()
     for call, device in tables[0].entries:
-        both = [t.entries[call, device] for t in tables if (call, device) in t.entries]
-        joined.add(call, device, median(f for f, _ in both), median(b for _, b in both))
+        each = [t.entries[call, device] for t in tables if (call, device) in t.entries]
+        joined.add(call, device, median(f for f, _ in each), median(b for _, b in each))
     joined.notes = list(dict.fromkeys(note for table in tables for note in table.notes))
     return joined

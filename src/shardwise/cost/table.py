@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.cluster import Device
+from shardwise.cluster import Curve, Device
 from shardwise.cost.rates import kernels_seconds
 from shardwise.cost.signature import Signature
 from shardwise.cost.trial import cost_of
 from shardwise.errors import ShardwiseError
 
 FORMAT_VERSION = 1
+UPDATE = "optim.AdamW(float32[{}])"  # the optimizer's step for one parameter
 SHOWN_MISSES = 8
 
 
@@ -46,6 +47,7 @@ class OpTable:
         self, entries: Mapping[tuple[str, str], tuple[float, float]] | None = None
     ) -> None:
         self.entries: dict[tuple[str, str], tuple[float, float]] = dict(entries or {})
+        self.computed: dict[tuple[str, str], tuple[float, float]] = {}  # of the same calls
         self.notes: list[str] = []  # what could not be measured, and why
         self.hits = 0
         self.missed: Counter[tuple[str, str]] = Counter()
@@ -57,6 +59,32 @@ class OpTable:
     def add(self, call: str, device: str, forward_s: float, backward_s: float) -> None:
         """Note a measurement; a later one replaces it."""
         self.entries[call, device] = (forward_s, backward_s)
+
+    def compare(self, call: str, device: str, forward_s: float, backward_s: float) -> None:
+        """Note what was computed for a call that was measured."""
+        if (call, device) in self.entries:
+            self.computed[call, device] = (forward_s, backward_s)
+
+    def factors(self, op: str, device: str) -> tuple[float, float]:
+        """Measured over computed seconds of an operator's calls: 1 where none was measured."""
+        sums = [0.0] * 4
+        for key in self.computed:
+            if key[1] == device and key[0].partition("(")[0] == op:
+                pair = zip(self.entries[key], self.computed[key], strict=True)
+                for at, (measured, computed) in enumerate(pair):
+                    sums[2 * at] += measured
+                    sums[2 * at + 1] += computed
+        forward = sums[0] / sums[1] if sums[0] and sums[1] else 1.0
+        return forward, sums[2] / sums[3] if sums[2] and sums[3] else forward
+
+    def update_seconds(self, device: str, numel: float, piece: float) -> float | None:
+        """Seconds of the optimizer for `numel` elements in parameters of about `piece` each."""
+        points = []
+        for (call, name), (seconds, _) in self.entries.items():
+            if name == device and call.startswith(UPDATE.partition("{")[0]) and seconds:
+                size = float(call.partition("[")[2].partition("]")[0])
+                points.append((size, size / seconds))
+        return numel / Curve(tuple(sorted(points))).at(max(piece, 1.0)) if points else None
 
     def lookup(self, call: str, device: str) -> tuple[float, float] | None:
         """Seconds of forward and backward, or None, which counts as a miss."""
@@ -70,13 +98,18 @@ class OpTable:
     def merge(self, other: OpTable) -> None:
         """Take over the other's measurements."""
         self.entries |= other.entries
+        self.computed |= other.computed
         self.notes += other.notes
 
     def to_json(self) -> str:
-        entries = [
+        entries: list[dict[str, Any]] = [
             {"call": call, "device": device, "forward_s": forward, "backward_s": backward}
             for (call, device), (forward, backward) in sorted(self.entries.items())
         ]
+        for entry in entries:
+            computed = self.computed.get((entry["call"], entry["device"]))
+            if computed is not None:
+                entry["computed_s"] = list(computed)
         return json.dumps({"version": FORMAT_VERSION, "entries": entries}, indent=1) + "\n"
 
     @classmethod
@@ -95,7 +128,11 @@ class OpTable:
             )
         found = cls()
         for index, entry in enumerate(document.get("entries", ())):
-            found.add(*_entry(entry, f"{where}, entry {index}"))
+            call, device, *seconds = _entry(entry, f"{where}, entry {index}")
+            found.add(call, device, *seconds)
+            computed = entry.get("computed_s")
+            if isinstance(computed, list) and len(computed) == 2:
+                found.compare(call, device, float(computed[0]), float(computed[1]))
         return found
 
     @classmethod
@@ -141,8 +178,9 @@ def _entry(entry: Any, where: str) -> tuple[str, str, float, float]:
 def call_seconds(call: Signature, device: Device, table: OpTable | None = None) -> CallTime:
     """The time of a call on a device: measured if the table has it, computed from kernels else.
 
-    A measured backward is divided into its parts as the computed one. Calls that launch nothing
-    are not looked for.
+    A measured backward is divided into its parts as the computed one. A call that was not measured
+    is corrected by what other calls of its operator took. Calls that launch nothing are not looked
+    for.
     """
     cost = cost_of(call)
     computed = kernels_seconds(cost.backward, device)
@@ -153,6 +191,13 @@ def call_seconds(call: Signature, device: Device, table: OpTable | None = None) 
             share = weight / computed if computed else 0.0
             forward, backward = (seconds / device.speed for seconds in found)
             return CallTime(forward, backward, backward * share, "measured")
+        first, second = table.factors(call.op, device.name)
+        return CallTime(
+            kernels_seconds(cost.forward, device) * first,
+            computed * second,
+            weight * second,
+            "computed",
+        )
     return CallTime(kernels_seconds(cost.forward, device), computed, weight, "computed")
 
 

@@ -51,6 +51,7 @@ class StageCost:
     numel: float  # parameters that the optimizer of a rank updates, and
     tensors: int  # in how many pieces
     update_gather: float  # seconds to give all ranks the new parameters (zero 1 and 2)
+    update_s: float | None = None  # of the optimizer, where more is known than `numel`
 
     @property
     def forward(self) -> float:
@@ -81,7 +82,7 @@ class Layers:
     """What every position of a model costs on one rank: sums over any range are differences."""
 
     def __init__(self, fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> None:
-        self.fold, self.work = fold, work
+        self.fold, self.work, self.device = fold, work, times.device
         again = _again(fold, work, times, setting)
         spread = fold.spread
         forward = spread(times.forward + times.forward_talk)
@@ -152,6 +153,7 @@ class Share:
     numel: Floats  # sums before each position
     messages: Floats
     tensors: Floats
+    squares: Floats  # of the elements of each: a large parameter counts by its own size
     itemsize: int
 
 
@@ -163,11 +165,12 @@ def _parameters(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
         if not held.requires_grad:
             continue
         key = (held.sync, setting.level(held.name) if held.sync else 0)
-        arrays = found.setdefault(key, [np.zeros(count) for _ in range(3)])
+        arrays = found.setdefault(key, [np.zeros(count) for _ in range(4)])
         arrays[0][held.node] += held.numel
         num_bytes = held.numel * held.itemsize
         arrays[1][held.node] += 1 if num_bytes >= ALONE_BYTES else num_bytes / BUCKET_BYTES
         arrays[2][held.node] += 1
+        arrays[3][held.node] += float(held.numel) ** 2
         size = held.itemsize
     return {
         key: Share(*(_before(fold.spread(a)) for a in arrays), itemsize=size)
@@ -197,12 +200,13 @@ def stage_cost(
                 reduce=reduce,
             )
         )
-    numel, tensors, update = 0.0, 0.0, 0.0
+    numel, tensors, update, squares = 0.0, 0.0, 0.0, 0.0
     for (axes, zero), share in layers.parameters(setting).items():
         mine = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
         numel += mine / (ranks if zero else 1)
         tensors += float(share.tensors[end] - share.tensors[first])
+        squares += float(share.squares[end] - share.squares[first]) / (ranks**2 if zero else 1)
         if zero in (1, 2):
             update += clock.talk("all_gather", group, axes, mine * share.itemsize)
     last = index + 1 == len(setting.cuts)
@@ -215,6 +219,7 @@ def stage_cost(
         numel=numel,
         tensors=round(tensors),
         update_gather=update,
+        update_s=clock.update(layers.device, numel, squares / numel if numel else 0.0, tensors),
     )
 
 
