@@ -48,6 +48,7 @@ class OpTable:
     ) -> None:
         self.entries: dict[tuple[str, str], tuple[float, float]] = dict(entries or {})
         self.computed: dict[tuple[str, str], tuple[float, float]] = {}  # of the same calls
+        self._factors: dict[tuple[str, str], tuple[float, float]] = {}
         self.notes: list[str] = []  # what could not be measured, and why
         self.hits = 0
         self.missed: Counter[tuple[str, str]] = Counter()
@@ -64,9 +65,15 @@ class OpTable:
         """Note what was computed for a call that was measured."""
         if (call, device) in self.entries:
             self.computed[call, device] = (forward_s, backward_s)
+            self._factors.clear()
 
     def factors(self, op: str, device: str) -> tuple[float, float]:
         """Measured over computed seconds of an operator's calls: 1 where none was measured."""
+        if (op, device) not in self._factors:
+            self._factors[op, device] = self._compared(op, device)
+        return self._factors[op, device]
+
+    def _compared(self, op: str, device: str) -> tuple[float, float]:
         sums = [0.0] * 4
         for key in self.computed:
             if key[1] == device and key[0].partition("(")[0] == op:
@@ -99,6 +106,7 @@ class OpTable:
         """Take over the other's measurements."""
         self.entries |= other.entries
         self.computed |= other.computed
+        self._factors.clear()
         self.notes += other.notes
 
     def to_json(self) -> str:

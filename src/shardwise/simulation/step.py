@@ -280,6 +280,8 @@ def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:
     seconds = num_bytes / device.memory_rate(max(num_bytes, 1.0)) + 12 * device.overhead_s * (
         per_tensor if stage.numel else 0
     )
+    if stage.update_s is not None:
+        seconds = stage.update_s
     if "optimizer" in setting.offload or "parameters" in setting.offload:
         seconds += 2.0 * size * stage.numel / device.host_bytes_per_s
     return seconds

@@ -16,6 +16,12 @@ from shardwise.cost import OpTable, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Work
 
+# torch.optim.adamw._single_tensor_adamw: mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_,
+# and two or three calls for its step; words that each reads and writes.
+UPDATE_WORDS = 2 + 3 + 2 + 3 + 2 + 2 + 2 + 4
+UPDATE_CALLS = 11
+WORD_BYTES = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTimes:
@@ -27,6 +33,7 @@ class NodeTimes:
     forward_talk: Floats
     backward_talk: Floats
     again: Floats  # of forward without products: what selective recomputation repeats
+    device: Device
 
     NAMES = ("forward", "backward", "weight", "forward_talk", "backward_talk", "again")
 
@@ -79,6 +86,22 @@ class Clock:
             return 0.0
         return self.collective(op, rows).seconds(num_bytes)
 
+    def update(self, device: Device, numel: float, piece: float, tensors: float) -> float | None:
+        """Seconds of AdamW for `numel` elements in parameters of about `piece`, if more is known.
+
+        On a CPU it is a sequence of operators for each parameter; a GPU takes all at once.
+        """
+        if not numel:
+            return 0.0
+        if self.table is not None:
+            found = self.table.update_seconds(device.name, numel, piece)
+            if found is not None:
+                return found / device.speed
+        if device.kind != "cpu":
+            return None
+        rate = device.memory_rate(3 * WORD_BYTES * max(piece, 1.0))
+        return UPDATE_WORDS * WORD_BYTES * numel / rate + UPDATE_CALLS * device.overhead_s * tensors
+
     def node_times(self, work: Work, device: Device, group: Group) -> NodeTimes:
         """The times of a rank with this device, in this group."""
         count = len(work.saved)
@@ -92,7 +115,7 @@ class Clock:
             found[names[talk.phase]][talk.node] += self.talk(
                 talk.op, group, talk.axes, talk.num_bytes
             )
-        return NodeTimes(**found)
+        return NodeTimes(**found, device=device)
 
     def _compute(self, work: Work, device: Device, found: Mapping[str, Floats]) -> None:
         for launch in work.launches:

@@ -63,8 +63,7 @@ class Works:
         for least in (2, 1, 4):  # one row alone may be a view where more need a copy
             one, two, more = (self._lowered(-(-self.rows // (least * k))) for k in (1, 2, 4))
             if one.rows < two.rows < more.rows and one.alike(two) and one.alike(more):
-                line = one.between(two, more.rows)
-                if abs(line.flops - more.flops) <= TOLERANCE * more.flops:
+                if all(_on_line(one, two, other) for other in (more, self._lowered(1))):
                     return one, two
         return one, one
 
@@ -97,6 +96,12 @@ class Works:
             roles={a.axis: self.roles[a.axis] for a in found},
         )
         return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(found))
+
+
+def _on_line(one: Work, two: Work, other: Work) -> bool:
+    """Whether a third program's flops are on the line through two."""
+    line = one.between(two, other.rows)
+    return abs(line.flops - other.flops) <= TOLERANCE * other.flops
 
 
 def batch_rows(graph: Graph) -> int:

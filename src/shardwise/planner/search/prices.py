@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.cluster import Device
-from shardwise.cost import call_signature, cost_of, kernel_seconds
+from shardwise.cost import call_seconds, call_signature, cost_of, kernel_seconds
 from shardwise.ir import Graph, Node
 from shardwise.planner.layouts.task import LayoutTask, Placements
 from shardwise.program.local import local_call
@@ -63,8 +63,13 @@ class CallPrices:
             gives,
             self.coordinate,
         )
-        cost = cost_of(self._signature(node, call.fn, call.args, call.kwargs, needs, gives))
-        seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
+        signature = self._signature(node, call.fn, call.args, call.kwargs, needs, gives)
+        cost = cost_of(signature)
+        if self.clock.table is None:
+            seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
+        else:
+            took = call_seconds(signature, self.device, self.clock.table)
+            seconds = took.forward_s + took.backward_s
         for talk in (*cost.talks, *cost.talks_backward):
             seconds += self.clock.talk(talk.op, self.group, talk.axes, talk.num_bytes)
         return seconds
