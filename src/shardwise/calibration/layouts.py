@@ -59,13 +59,14 @@ class RowWorks(Works):
     def _in_shards(self, work: Work) -> Work:
         """With operands gathered again in backward, behind its products, instead of kept."""
         ranks = {a.axis: a.ranks for a in self.assignments}
-        saved, selective = work.saved.copy(), work.saved_selective.copy()
+        names = ("saved", "saved_selective", "held", "held_selective")
+        kept = {name: getattr(work, name).copy() for name in names}
         for talk in work.talks:
             if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:
                 rest = talk.num_bytes * (1 - 1 / math.prod(ranks[a] for a in talk.axes))
-                for kept in (saved, selective):
-                    kept[talk.node] -= min(rest, kept[talk.node])
-        return replace(work, saved=saved, saved_selective=selective)
+                for array in kept.values():
+                    array[talk.node] -= min(rest, array[talk.node])
+        return replace(work, **kept)
 
 
 class Pieces(Works):

@@ -17,7 +17,7 @@ from shardwise.schedules import Schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Layers, StageCost, stage_cost
+from shardwise.simulation.stages import Key, Layers, Share, StageCost, stage_cost
 from shardwise.simulation.step import Timeline, play_step
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.works import Works
@@ -98,6 +98,7 @@ class Evaluator:
         self.node = np.array([names.setdefault(n, len(names)) for n in nodes])
         self._times: dict[object, NodeTimes] = {}
         self._layers: dict[object, Layers] = {}
+        self._shared: dict[object, dict[Key, Share]] = {}
         self._stages: dict[object, tuple[StageCost, StageMemory]] = {}
         self._schedules: dict[object, Schedule] = {}
 
@@ -237,9 +238,12 @@ class Evaluator:
             stage_cost(index, first, end, layers, group, setting, self.clock)
             for _, layers, _ in classes
         ]
-        memories = [stage_memory(first, end, most, group, setting) for _, _, most in classes]
+        memories = [
+            stage_memory(first, end, most, group, setting, cuda=kind.device.kind == "cuda")
+            for kind, _, most in classes
+        ]
         cost = max(costs, key=lambda c: c.forward + c.backward)
-        return cost, max(memories, key=lambda m: m.backward)
+        return cost, max(memories, key=lambda m: m.need("B", "middle").total)
 
 
 def _with_schedule(setting: Setting, schedule: Schedule) -> Setting:

@@ -4,8 +4,7 @@ Enters: what every position keeps and needs, the stages, and the order of action
 `MemoryUse`: the most bytes at any action, of what they are made, and when.
 
 A micro-batch's forward leaves what its backward needs; the backward frees it node by node while
-gradients of values come and go. Recomputation keeps less and has one block's activations for the
-time of its backward.
+gradients of values come and go (`liveness`), and gradients of parameters appear (`passes`).
 """
 
 from __future__ import annotations
@@ -13,19 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.passes import PARTS, Need, StageMemory, stage_memory
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Layers
-from shardwise.simulation.times import Group
-from shardwise.simulation.work import Floats
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-IN_FLIGHT_BYTES = 256 << 20  # sums of gradients that are under way at once (runtime.reducer)
+__all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,125 +49,6 @@ class MemoryUse:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """Of one stage: what a micro-batch keeps, and the most it needs in a pass."""
-
-    kept: float  # from forward to backward
-    forward: float  # at most during forward, with what it keeps
-    backward: float  # at most during backward, with what was kept
-    static: Mapping[str, float]
-    gathered: float  # parameters that are whole for the time of their use (zero 3)
-    last: float  # copies of gradients on their way, in the last backward
-    progressive: bool  # gradients appear during the only backward
-
-
-def stage_memory(
-    first: int, end: int, layers: Layers, group: Group, setting: Setting
-) -> StageMemory:
-    """The memory of the stage of positions `first:end` on a rank."""
-    progressive = setting.microbatches == 1
-    key = (first, end, setting.zero if progressive else None)
-    if key not in layers.passes:
-        layers.passes[key] = _passes(first, end, layers, setting)
-    kept, forward, backward = layers.passes[key]
-    static = dict.fromkeys(PARTS, 0.0)
-    gathered, last = 0.0, 0.0
-    for (axes, zero), share in layers.parameters(setting).items():
-        numel = float(share.numel[end] - share.numel[first])
-        ranks = group.along(axes).shape[-1]
-        for part, size in _static(numel, share.itemsize, zero, ranks, setting).items():
-            static[part] += size
-        spans = layers.fold.runs(first, end)
-        units = [float(share.numel[b] - share.numel[a]) for _, a, b in spans]
-        if ranks > 1:
-            most = max(units, default=0.0)
-            wire = SIZES.get(setting.precision.reduce, _gradient(share.itemsize, setting))
-            last += min(most * wire, IN_FLIGHT_BYTES)
-        if zero == 3 and ranks > 1:
-            root = sum(u for u, (name, _, _) in zip(units, spans, strict=True) if not name)
-            inner = sorted(u for u, (name, _, _) in zip(units, spans, strict=True) if name)
-            gathered += (root + sum(inner[-2:])) * share.itemsize
-    if "activations" in setting.offload:
-        kept = 0.1 * kept
-    return StageMemory(kept, forward, backward, static, gathered, last, progressive)
-
-
-def _gradient(itemsize: int, setting: Setting) -> int:
-    precision = setting.precision
-    return SIZES.get(precision.gradients or precision.master, itemsize)
-
-
-def _static(
-    numel: float, itemsize: int, zero: int, ranks: int, setting: Setting
-) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer state, between the first and last backward."""
-    master = SIZES.get(setting.precision.master, itemsize)
-    shard = numel / (ranks if zero else 1)
-    parameters = shard * master if zero == 3 else numel * itemsize
-    if zero < 3 and master != itemsize:
-        parameters += shard * master
-    state = 2.0 * shard * master
-    if "parameters" in setting.offload:
-        parameters, state = (0.0 if zero == 3 else numel * itemsize), 0.0
-    elif "optimizer" in setting.offload:
-        state = 0.0
-        parameters -= shard * master if master != itemsize else 0.0
-    gradient = numel * _gradient(itemsize, setting)
-    if zero >= 2 and setting.microbatches == 1 and ranks > 1:
-        gradient = gradient / ranks
-    return {"parameters": parameters, "gradients": gradient, "optimizer": state}
-
-
-def _passes(first: int, end: int, layers: Layers, setting: Setting) -> tuple[float, float, float]:
-    """Kept by a micro-batch; the most during its forward, and during its backward."""
-    work, fold = layers.work, layers.fold
-
-    def cut(values: Floats) -> Floats:
-        return fold.spread(values)[first:end]
-
-    received = float(fold.spread(work.crossing)[first]) if first else 0.0
-    saved = cut(work.saved)
-    before = np.cumsum(saved) - saved
-    mode = setting.recompute
-    if mode == "none":
-        kept, inside = np.cumsum(saved), np.zeros(end - first)
-    else:
-        name = "saved_selective" if mode == "selective" else "saved_full"
-        kept = np.cumsum(cut(getattr(work, name)))
-        starts = _block_starts(fold, first, end)
-        inside = np.where(starts >= 0, before + saved - before[np.maximum(starts, 0)], 0.0)
-    total = float(kept[-1]) if len(kept) else 0.0
-    forward = kept + cut(work.unsaved) + cut(work.forward_extra)
-    backward = kept + inside + cut(work.gradients) + cut(work.backward_extra)
-    if setting.microbatches == 1:
-        backward = backward + _gradients_after(first, end, layers, setting)
-    return (
-        received + total,
-        received + float(forward.max(initial=0.0)),
-        received + float(backward.max(initial=0.0)),
-    )
-
-
-def _gradients_after(first: int, end: int, layers: Layers, setting: Setting) -> Floats:
-    """Gradients of parameters that exist when each position's backward runs."""
-    found = np.zeros(end - first)
-    for (_, zero), share in layers.parameters(setting).items():
-        if zero < 2:
-            left = share.numel[end] - share.numel[first:end]
-            found += left * _gradient(share.itemsize, setting)
-    return found
-
-
-def _block_starts(fold: Fold, first: int, end: int) -> np.ndarray:
-    """For each position the first one of its block in this stage; -1 outside of blocks."""
-    found = np.full(end - first, -1)
-    for name, a, b in fold.runs(first, end):
-        if name:
-            found[a - first : b - first] = a - first
-    return found
-
-
 def group_memory(
     number: int,
     stages: Mapping[int, StageMemory],
@@ -184,55 +57,125 @@ def group_memory(
     device: Device,
 ) -> MemoryUse:
     """The peak of a group's rank over its list of actions, then over the optimizer's step."""
-    static = {part: sum(s.static[part] for s in stages.values()) for part in PARTS}
-    gathered = sum(s.gathered for s in stages.values())
-    live = dict.fromkeys(stages, 0)
-    last = {a.stage: a for a in schedule.actions[number] if a.kind in "BW"}
-    peak, parts, when = 0.0, dict(static), ""
+    held = _Held(stages, schedule.actions[number])
+    best: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    when = ""
     over_time: list[tuple[str, float]] = []
-    for action in schedule.actions[number]:
-        stage = stages[action.stage]
-        own = live[action.stage] - (action.kind != "F")
-        kept = sum(n * stages[s].kept for s, n in live.items() if s != action.stage)
-        kept += max(own, 0) * stage.kept
-        need = _need(action, stage)
-        need += gathered + (stage.last if last.get(action.stage) == action else 0.0)
-        fixed = sum(static.values())
-        if stage.progressive:
-            fixed -= static["gradients"]
-        at = fixed + kept + need
-        over_time.append((str(action), at))
-        if at > peak:
-            mine = stage.kept if action.kind != "F" else min(stage.kept, need)
-            peak, when = at, str(action)
-            parts = static | {"activations": kept + mine, "temporary": need - mine}
-        if action.kind == "F":
-            live[action.stage] += 1
-        elif action.kind in "BW":
-            live[action.stage] -= 1
-    temp = _optimizer_temporary(static, device)
-    if sum(static.values()) + temp > peak:
-        peak, when = sum(static.values()) + temp, "optimizer"
-        parts = static | {"temporary": temp}
+    actions = schedule.actions[number]
+    for index, action in enumerate(actions):
+        following = actions[index + 1] if index + 1 < len(actions) else None
+        parts = held.at(action, following)
+        held.after(action)
+        total = sum(parts.values())
+        over_time.append((str(action), total))
+        if total > sum(best.values()):
+            best, when = parts, str(action)
+    parts = held.updating(device)
+    if sum(parts.values()) > sum(best.values()):
+        best, when = parts, "optimizer"
     return MemoryUse(
         group=number,
-        peak_bytes=peak,
+        peak_bytes=sum(best.values()),
         limit_bytes=float(device.usable_bytes),
-        parts=parts,
+        parts=best,
         when=when,
         over_time=tuple(over_time),
     )
 
 
-def _need(action: Action, stage: StageMemory) -> float:
-    if action.kind == "F":
-        return stage.forward
-    return stage.backward
+class _Held:
+    """What a rank holds while it runs its list of actions."""
 
+    def __init__(self, stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> None:
+        self.stages = stages
+        self.flying = dict.fromkeys(stages, 0)  # micro-batches between forward and backward
+        self.waiting = dict.fromkeys(stages, 0)  # between the halves of backward
+        self.begun: set[int] = set()  # stages with gradients of parameters
+        self.done: set[int] = set()  # stages whose gradients are summed
+        self.split = any(a.kind == "I" for a in actions)
+        self.last = {a.stage: a for a in actions if a.kind in "BW"}
+        self.sent = 0.0
+        self.always = {
+            part: sum(s.static[part] for s in stages.values())
+            for part in ("parameters", "optimizer")
+        }
+        self.fixed = sum(s.root for s in stages.values())
+        self.fixed += max((s.batch for s in stages.values()), default=0.0)
 
-def _optimizer_temporary(static: Mapping[str, float], device: Device) -> float:
-    """What an AdamW step needs: on GPUs it works on all parameters at once, with one copy."""
-    return static["optimizer"] / 2 if device.kind == "cuda" else 0.02 * static["optimizer"]
+    def at(self, action: Action, following: Action | None) -> dict[str, float]:
+        """The parts of memory at their highest while the action runs."""
+        mine = self.stages[action.stage]
+        kept = sum(n * self.stages[s].kept for s, n in self.flying.items())
+        kept += sum(n * self.stages[s].waiting for s, n in self.waiting.items())
+        gradients = sum(self._gradients(s) for s in self.stages if s != action.stage)
+        if action.kind == "F":
+            need, gradients = mine.need("F"), gradients + self._gradients(action.stage)
+        elif action.kind == "I":
+            kept -= mine.kept
+            need, gradients = mine.need("I"), gradients + self._gradients(action.stage)
+        else:
+            kept -= mine.waiting if action.kind == "W" else mine.kept
+            need = self._backward(action, mine)
+        passing = self.sent + (self._arriving(following) if following is not None else 0.0)
+        return {
+            **self.always,
+            "gradients": gradients + need.gradients,
+            "activations": kept + need.kept,
+            "temporary": self.fixed + need.rest + passing,
+        }
+
+    def _backward(self, action: Action, mine: StageMemory) -> Need:
+        """The need of a backward, by whether gradients are there before, and summed after it."""
+        final = self.last.get(action.stage) == action
+        begun = action.stage in self.begun
+        kind = ("last" if final else "middle") if begun else ("only" if final else "first")
+        if action.kind == "B" and self.split:
+            return max(mine.need("I"), mine.need("W", kind), key=lambda need: need.total)
+        return mine.need(action.kind, kind)
+
+    def _gradients(self, stage: int) -> float:
+        found = self.stages[stage].static
+        if stage in self.done:
+            return found["summed"]
+        return found["gradients"] if stage in self.begun else 0.0
+
+    def _arriving(self, action: Action) -> float:
+        """What is received ahead of an action."""
+        stage = self.stages[action.stage]
+        return {"F": stage.received, "B": stage.sends, "I": stage.sends}.get(action.kind, 0.0)
+
+    def after(self, action: Action) -> None:
+        """Note what an action leaves."""
+        stage = self.stages[action.stage]
+        self.sent = {"F": stage.sends, "B": stage.received, "I": stage.received}.get(action.kind, 0)
+        if action.kind == "F":
+            self.flying[action.stage] += 1
+        elif action.kind in "BI":
+            self.flying[action.stage] -= 1
+            self.waiting[action.stage] += action.kind == "I"
+        else:
+            self.waiting[action.stage] -= 1
+        if action.kind in "BW":
+            self.begun.add(action.stage)
+            if self.last.get(action.stage) == action:
+                self.done.add(action.stage)
+
+    def updating(self, device: Device) -> dict[str, float]:
+        """The optimizer's step.
+
+        On GPUs AdamW takes one more copy of all parameters at once (torch's default there,
+        `foreach`), on processors two of one tensor after the other.
+        """
+        if device.kind == "cuda":
+            copies = sum(s.static["updated"] for s in self.stages.values())
+        else:
+            copies = 2 * max((s.static["largest"] for s in self.stages.values()), default=0.0)
+        return {
+            **self.always,
+            "gradients": sum(s.static["summed"] for s in self.stages.values()),
+            "activations": 0.0,
+            "temporary": copies + max((s.batch for s in self.stages.values()), default=0.0),
+        }
 
 
 def peak_of(uses: Sequence[MemoryUse]) -> MemoryUse:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +82,14 @@ class StageCost:
 class Layers:
     """What every position of a model costs on one rank: sums over any range are differences."""
 
-    def __init__(self, fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> None:
+    def __init__(
+        self,
+        fold: Fold,
+        work: Work,
+        times: NodeTimes,
+        setting: Setting,
+        shared: dict[object, dict[Key, Share]] | None = None,
+    ) -> None:
         self.fold, self.work, self.device = fold, work, times.device
         again = _again(fold, work, times, setting)
         spread = fold.spread
@@ -95,15 +103,15 @@ class Layers:
             "backward_talk": _before(spread(times.backward_talk)),
             "again": _before(again),
         }
-        self._parameters: dict[object, dict[Key, Share]] = {}
-        self.passes: dict[object, tuple[float, float, float]] = {}  # see `memory`
+        self._shared = {} if shared is None else shared  # of all that have these parameters
+        self.passes: dict[object, Any] = {}  # what `passes` remembers
 
     def parameters(self, setting: Setting) -> dict[Key, Share]:
         """The trained parameters by how their gradients are summed and shared."""
-        key = (setting.zero, tuple(setting.zeros.items()))
-        if key not in self._parameters:
-            self._parameters[key] = _parameters(self.fold, self.work, setting)
-        return self._parameters[key]
+        key = (id(self.work.parameters), setting.zero, tuple(setting.zeros.items()))
+        if key not in self._shared:
+            self._shared[key] = _parameters(self.fold, self.work, setting)
+        return self._shared[key]
 
     def total(self, name: str, first: int, end: int) -> float:
         """The sum over positions `first:end`."""
@@ -153,6 +161,7 @@ class Share:
     numel: Floats  # sums before each position
     messages: Floats
     tensors: Floats
+    arrives: Floats  # as numel, where a gradient first appears: at the last use
     squares: Floats  # of the elements of each: a large parameter counts by its own size
     itemsize: int
 
@@ -165,17 +174,20 @@ def _parameters(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
         if not held.requires_grad:
             continue
         key = (held.sync, setting.level(held.name) if held.sync else 0)
-        arrays = found.setdefault(key, [np.zeros(count) for _ in range(4)])
+        arrays = found.setdefault(key, [np.zeros(count) for _ in range(5)])
         arrays[0][held.node] += held.numel
         num_bytes = held.numel * held.itemsize
         arrays[1][held.node] += 1 if num_bytes >= ALONE_BYTES else num_bytes / BUCKET_BYTES
         arrays[2][held.node] += 1
-        arrays[3][held.node] += float(held.numel) ** 2
+        last = max((held.node, *held.others))
+        arrays[3][last if fold.copies[last] == fold.copies[held.node] else held.node] += held.numel
+        arrays[4][held.node] += float(held.numel) ** 2
         size = held.itemsize
-    return {
-        key: Share(*(_before(fold.spread(a)) for a in arrays), itemsize=size)
-        for key, arrays in found.items()
-    }
+    shares = {}
+    for key, arrays in found.items():
+        numel, messages, tensors, arrives, squares = (_before(fold.spread(a)) for a in arrays)
+        shares[key] = Share(numel, messages, tensors, arrives, squares, size)
+    return shares
 
 
 def _before(values: Floats) -> Floats:

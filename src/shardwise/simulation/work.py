@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
 from shardwise.ir import Graph
 from shardwise.program.program import RankProgram, Step
+from shardwise.runtime.recompute import PASSING
+from shardwise.simulation.liveness import DEFERRED, MOVED, Liveness, Moment, is_cheap
 
 Floats = NDArray[np.float64]
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is what only gradients of parameters need
@@ -85,16 +88,27 @@ class Work:
     saved: Floats  # made here and kept for backward
     saved_full: Floats  # the same where blocks are recomputed
     saved_selective: Floats  # the same where blocks keep their products only
+    held: Floats  # the same bytes at the first node whose backward needs them
+    held_full: Floats
+    held_selective: Floats
     unsaved: Floats  # alive after this node without being kept
-    gradients: Floats  # of values made before and used after this node, alive in its backward
+    unsaved_full: Floats
+    unsaved_selective: Floats
+    shared: Floats  # kept before and after this node, of the batch alone: each stage has its own
+    gradients: Floats  # of values, alive when the node's backward begins
     forward_extra: Floats  # results and memory of its own while the node runs
     backward_extra: Floats
+    waiting: Floats  # of operands and gradients that gradients of weights wait for
     crossing: Floats  # made before this node, used by it or later: what a cut here would send
+    buffers: Floats  # buffers and constants that are first used here
+    inputs_bytes: float  # the rank's part of the batch
+    batch_bytes: float  # the whole batch
     notes: tuple[str, ...] = ()
 
     ARRAYS = (
-        "saved", "saved_full", "saved_selective", "unsaved", "gradients", "forward_extra",
-        "backward_extra", "crossing",
+        "saved", "saved_full", "saved_selective", "held", "held_full", "held_selective",
+        "unsaved", "unsaved_full", "unsaved_selective", "shared", "gradients", "forward_extra",
+        "backward_extra", "waiting", "crossing",
     )  # fmt: skip
 
     @property
@@ -109,9 +123,11 @@ class Work:
         def line(a: float, b: float) -> float:
             return max(a + (b - a) * share, 0.0)
 
+        arrays: dict[str, Any] = {name: self._array(other, name, share) for name in self.ARRAYS}
         return replace(
             self,
             rows=rows,
+            inputs_bytes=line(self.inputs_bytes, other.inputs_bytes),
             launches=tuple(
                 replace(a, kernel=_between(a.kernel, b.kernel, line))
                 for a, b in zip(self.launches, other.launches, strict=True)
@@ -120,12 +136,13 @@ class Work:
                 replace(a, num_bytes=line(a.num_bytes, b.num_bytes))
                 for a, b in zip(self.talks, other.talks, strict=True)
             ),
-            **{n: self._array(other, n, share) for n in self.ARRAYS},
+            **arrays,
         )
 
     def _array(self, other: Work, name: str, share: float) -> Floats:
         mine, theirs = getattr(self, name), getattr(other, name)
-        return np.maximum(mine + (theirs - mine) * share, 0.0)
+        found: Floats = np.maximum(mine + (theirs - mine) * share, 0.0)
+        return found
 
     def alike(self, other: Work) -> bool:
         """Whether both have the same kernels and collectives, in other sizes."""
@@ -153,19 +170,14 @@ class _Reader:
         self.program, self.graph, self.blocks = program, graph, blocks
         self.index = {node.name: i for i, node in enumerate(graph.nodes)}
         self.parameters = {p.value for p in graph.parameters}
-        sources = [*graph.inputs, *graph.parameters, *graph.buffers, *graph.constants]
-        self.sources = {s.value for s in sources}
         self.root: dict[str, str] = {}  # a view -> what has the memory
         self.made: dict[str, int] = {}  # memory -> the node that makes it
         self.used: dict[str, list[int]] = {}  # memory -> nodes that use it
-        self.keepers: dict[str, list[int]] = {}  # memory -> nodes whose backward needs it
-        self.products: set[str] = set()
+        self.moments: list[Moment] = []
         self.strides: dict[str, tuple[int, ...]] = {}
         self.calls: list[tuple[int, Signature, bool]] = []
         self.launches: list[Launch] = []
         self.talks: list[Talk] = []
-        count = len(graph.nodes)
-        self.own, self.forward, self.backward = np.zeros(count), np.zeros(count), np.zeros(count)
         self.notes: dict[str, None] = {}
 
     def read(self, rows: float) -> Work:
@@ -182,14 +194,17 @@ class _Reader:
             calls=tuple(self.calls),
             talks=tuple(self.talks),
             parameters=tuple(self._parameters()),
-            forward_extra=self.forward,
-            backward_extra=self.backward,
+            inputs_bytes=float(sum(self._bytes(i.value) for i in self.graph.inputs)),
+            batch_bytes=float(sum(self._whole_bytes(i.value) for i in self.graph.inputs)),
             notes=tuple(self.notes),
             **self._memory(),
         )
 
     def _bytes(self, name: str) -> int:
         return self.program.values[name].type.num_bytes
+
+    def _whole_bytes(self, name: str) -> int:
+        return self.graph.values[name].num_bytes
 
     def _has_grad(self, name: str) -> bool:
         return self.program.values[name].value in self.program.carries_grad
@@ -211,9 +226,22 @@ class _Reader:
             self.talks.append(Talk(at, FORWARD, forward, step.axes, whole))
         if backward and self._has_grad(source):
             self.talks.append(Talk(at, BACKWARD, backward, step.axes, whole))
-        self.forward[at] = max(self.forward[at], self._bytes(target))
-        if self._has_grad(source):
-            self.backward[at] = max(self.backward[at], whole)
+        gave, back = MOVED[step.fn]
+        if not gave:
+            self.root[target] = self.root.get(source, source)
+            del self.made[target]
+        size, from_size = float(self._bytes(target)), float(self._bytes(source))
+        self.moments.append(
+            Moment(
+                node=at,
+                operands=(source,),
+                results=((target, self.root.get(target, target)),),
+                made_bytes=size * min(gave, 1) + max(size, from_size) * max(gave - 1, 0),
+                gradients=((source, from_size * min(back, 1)),) if self._has_grad(source) else (),
+                backward_temporary_bytes=max(size, from_size) * max(back - 1, 0),
+                passing=True,
+            )
+        )
 
     def _call(self, step: Step, at: int) -> None:
         call = self._signature(step)
@@ -225,19 +253,34 @@ class _Reader:
         self._define(step, cost, roots, at)
         for phase, found in ((FORWARD, cost.talks), (BACKWARD, cost.talks_backward)):
             self.talks += [Talk(at, phase, t.op, t.axes, float(t.num_bytes)) for t in found]
+        self.moments.append(self._moment(step, cost, roots, at))
+
+    def _moment(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> Moment:
+        memory = [self.root.get(out, out) for out in step.outputs]
+        keeps: set[str] = set()
+        own = 0.0
         for saved in cost.saved:
             if saved.operand is not None:
-                self.keepers.setdefault(roots[saved.operand], []).append(at)
+                keeps.add(roots[saved.operand])
             elif saved.result is not None:
-                out = step.outputs[saved.result]
-                self.keepers.setdefault(self.root.get(out, out), []).append(at)
+                keeps.add(memory[saved.result])
             else:
-                self.own[at] += saved.num_bytes
-        given = sum(self._bytes(o) for o in step.outputs if self._has_grad(o))
-        fresh = sum(size for i, size in cost.gradients if step.inputs[i] not in self.parameters)
-        if cost.backward:
-            needed = given + fresh + cost.backward_temporary_bytes
-            self.backward[at] = max(self.backward[at], needed)
+                own += saved.num_bytes
+        made = sum(self._bytes(o) for o, m in zip(step.outputs, memory, strict=True) if o == m)
+        trained = [(step.inputs[i], float(size)) for i, size in cost.gradients]
+        return Moment(
+            node=at,
+            operands=step.inputs,
+            results=tuple(zip(step.outputs, memory, strict=True)),
+            keeps=frozenset(keeps),
+            own_bytes=own,
+            made_bytes=made + own + cost.forward_temporary_bytes,
+            gradients=tuple((n, size) for n, size in trained if n not in self.parameters),
+            backward_temporary_bytes=float(cost.backward_temporary_bytes),
+            product=any(k.kind != "memory" and not is_cheap(k) for k in cost.forward),
+            waits=bool(cost.weight) and step.fn.split(".")[1] in DEFERRED,
+            passing="::".join(step.fn.split(".")[:2]) in PASSING,
+        )
 
     def _signature(self, step: Step) -> Signature:
         names = step.inputs
@@ -257,21 +300,16 @@ class _Reader:
 
     def _define(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> None:
         """Note what a call makes: memory of its own, or other views of an operand's."""
-        made = 0
         for index, out in enumerate(step.outputs):
             alias = cost.aliases[index] if index < len(cost.aliases) else None
             if alias is not None:
                 self.root[out] = roots[alias]
             else:
                 self.made[out] = at
-                made += self._bytes(out)
             if index < len(cost.strides) and not _is_dense(
                 self.program.values[out].type.shape, cost.strides[index]
             ):
                 self.strides[out] = cost.strides[index]
-        if any(kernel.kind != "memory" for kernel in cost.forward):
-            self.products |= set(step.outputs)
-        self.forward[at] = max(self.forward[at], made + cost.forward_temporary_bytes)
 
     def _launch(self, call: Signature, cost: CallCost, at: int) -> None:
         product = any(kernel.kind != "memory" for kernel in cost.forward)
@@ -286,38 +324,23 @@ class _Reader:
                 self.launches.append(Launch(at, BACKWARD, kernel))
 
     def _memory(self) -> dict[str, Floats]:
+        values = self.program.values
+        trained = frozenset(n for n, v in values.items() if v.value in self.program.carries_grad)
+        sizes = {n: float(v.type.num_bytes) for n, v in values.items()}
+        found = Liveness(self.moments, self.blocks, sizes, trained).arrays()
         count = len(self.graph.nodes)
-        found = {n: np.zeros(count + 1) for n in Work.ARRAYS}
-        found["saved"][:count] += self.own
-        outside = np.array([not block for block in self.blocks])
-        found["saved_full"][:count] += np.where(outside, self.own, 0.0)
-        found["saved_selective"][:count] += np.where(outside, self.own, 0.0)
-        for root, at in self.made.items():
-            size, last = self._bytes(root), max(self.used.get(root, [at]))
-            home, kept = self.blocks[at], self.keepers.get(root)
-            leaves = any(self.blocks[u] != home for u in self.used.get(root, ()))
-            if home:
-                again, product = leaves, bool(kept) and root in self.products
-            else:
-                again = leaves or any(not self.blocks[k] for k in kept or ())
-                product = False
-            if kept:
-                found["saved"][at] += size
-            else:
-                _add(found["unsaved"], at, last, size)
-            found["saved_full"][at] += size * again
-            found["saved_selective"][at] += size * (again or product)
-            if self._has_grad(root):
-                _add(found["gradients"], at, last, size)
+        crossing = np.zeros(count + 1)
         for name, last in self._original().items():
             at, size = self.made[name], self._bytes(name)
-            found["crossing"][at + 1] += size
-            found["crossing"][last + 1] -= size
-        for name in ("unsaved", "gradients", "crossing"):
-            found[name] = np.cumsum(found[name])
-        return {
-            n: found[n][:count] for n in Work.ARRAYS if n not in ("forward_extra", "backward_extra")
-        }
+            crossing[at + 1] += size
+            crossing[last + 1] -= size
+        found["crossing"] = np.cumsum(crossing)[:count]
+        found["buffers"] = np.zeros(count)
+        fixed = [b.value for b in self.graph.buffers] + [c.value for c in self.graph.constants]
+        for value in fixed:
+            if users := self.used.get(value):
+                found["buffers"][min(users)] += self._whole_bytes(value)
+        return found
 
     def _original(self) -> Mapping[str, int]:
         """Values that the graph's nodes make and later nodes use, with their last use."""
@@ -343,13 +366,6 @@ class _Reader:
                     sync=storage.sync,
                     requires_grad=storage.requires_grad,
                 )
-
-
-def _add(array: Floats, first: int, last: int, size: float) -> None:
-    """Add at the positions after `first` and before `last`, as differences."""
-    if last > first:
-        array[first + 1] += size
-        array[last] -= size
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

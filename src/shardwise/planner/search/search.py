@@ -24,7 +24,7 @@ from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.memory import StageMemory, stage_memory
+from shardwise.simulation.memory import stage_memory
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.times import Group
@@ -113,7 +113,6 @@ class Search:
         self.fold = evaluator.fold
         self.cutter = Cutter(graph)
         self._cuts: dict[object, tuple[int, ...]] = {}
-        self._memory: dict[object, StageMemory] = {}
         self._bounds: dict[Point, Bound | None] = {}
         self._cores: dict[Point, _Core] = {}
         self._simulated: dict[Point, Candidate] = {}
@@ -284,12 +283,8 @@ class Search:
         total = 0.0
         for stage in stages:
             first, end = bounds[stage], bounds[stage + 1]
-            key = (id(layers), first, end, members.mesh, point.offload, point.microbatches == 1)
-            if key not in self._memory:
-                self._memory[key] = stage_memory(first, end, layers, members, setting)
-            memory = self._memory[key]
-            total += sum(memory.static.values()) - memory.static["gradients"] * memory.progressive
-            total += memory.kept * (waiting / len(stages) if len(stages) > 1 else waiting)
+            memory = stage_memory(first, end, layers, members, setting)
+            total += memory.least(waiting / len(stages) if len(stages) > 1 else waiting)
         return total / self._limit(self._device(members))
 
     def _limit(self, device: Device) -> float:

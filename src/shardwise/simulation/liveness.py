@@ -1,0 +1,287 @@
+"""How long every value of a rank's program lives, and the gradients of backward.
+
+Enters: what each step of a program makes, keeps and gives back (`Moment`). Leaves: the arrays of
+memory of a `Work`, one entry per node.
+
+A value that autograd keeps is there from the node that makes it, and in backward until the first
+node that needs it is done: `saved` counts it at the one, `held` at the other. With recomputation a
+block keeps what enters it, and the results of products where they are kept ("selective").
+
+Backward is played as autograd does it: a gradient lives from the last use of its value to the node
+that made it; gradients of several uses are added in place where nothing else shares the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cost import Kernel
+from shardwise.runtime.recompute import SHORT
+
+Floats = NDArray[np.float64]
+MODES = ("", "_selective", "_full")
+
+# Calls whose weight gradients zero-bubble schedules compute later (`runtime.deferred`).
+DEFERRED = {
+    "linear",
+    "addmm",
+    "matmul",
+    "mm",
+    "embedding",
+    "convolution",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+}
+
+# Move -> how many times its result it needs in forward, and its operand's gradient in backward; 0
+# where that is the same memory (`runtime.moves`): parts of inner dims travel as a flat copy.
+MOVED = {
+    "rt.gather": (2, 0),
+    "rt.gather_fanout": (2, 2),
+    "rt.reduce": (1, 0),
+    "rt.reduce_fanout": (1, 1),
+    "rt.reduce_scatter": (2, 2),
+    "rt.shard": (1, 2),
+    "rt.fanout": (0, 1),
+    "rt.all_to_all": (2, 2),
+    "rt.as_partial": (0, 0),
+    "rt.take": (1, 1),
+    "rt.pad": (1, 0),
+    "rt.once": (0, 0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One step of a program, as far as memory is concerned; names are of values of the rank.
+
+    `results` names the memory of every result: its own, or that of an operand. `gradients` are the
+    new bytes of an operand's gradient, 0 where it is the memory of a result's gradient.
+    """
+
+    node: int
+    operands: tuple[str, ...]
+    results: tuple[tuple[str, str], ...]  # value, memory
+    keeps: frozenset[str] = frozenset()  # memory of operands or results that backward needs
+    own_bytes: float = 0.0  # kept beside them
+    made_bytes: float = 0.0  # of results with memory of their own, with what is temporary
+    gradients: tuple[tuple[str, float], ...] = ()  # value, new bytes
+    backward_temporary_bytes: float = 0.0
+    product: bool = False  # selective recomputation keeps its results
+    waits: bool = False  # its weight's gradient may be computed later
+    passing: bool = False  # its backward needs no values: the second forward may end before it
+
+
+@dataclass(slots=True)
+class _Memory:
+    """One piece of memory: who made it, and where it is used and needed."""
+
+    size: float
+    made: int
+    used: list[int] = field(default_factory=list)
+    keepers: list[int] = field(default_factory=list)
+    product: bool = False
+    trained: bool = False
+
+
+class Liveness:
+    """The memory of one program, over the nodes of its graph."""
+
+    def __init__(
+        self,
+        moments: Sequence[Moment],
+        blocks: Sequence[str],
+        sizes: Mapping[str, float],
+        trained: frozenset[str],
+    ) -> None:
+        self.moments, self.blocks, self.sizes, self.trained = moments, blocks, sizes, trained
+        self.count = len(blocks)
+        self.memory: dict[str, _Memory] = {}
+        self._read()
+
+    def _read(self) -> None:
+        roots: dict[str, str] = {}
+        kept_products = self._kept_products()
+        for number, moment in enumerate(self.moments):
+            for name in moment.operands:
+                found = self.memory.get(roots.get(name, name))
+                if found is not None:
+                    found.used.append(moment.node)
+            for name, memory in moment.results:
+                roots[name] = memory
+                if memory == name:
+                    self.memory[name] = _Memory(self.sizes[name], moment.node)
+                    self.memory[name].trained = name in self.trained
+                    self.memory[name].product = number in kept_products
+            for memory in moment.keeps:
+                if memory in self.memory:
+                    self.memory[memory].keepers.append(moment.node)
+
+    def _kept_products(self) -> set[int]:
+        """Steps whose results selective recomputation puts aside (`runtime.recompute`).
+
+        All products of a block but the last, where nothing after it is needed.
+        """
+        found: set[int] = set()
+        last = -1
+        block, needed = "", True
+        for number, moment in enumerate(self.moments):
+            if self.blocks[moment.node] != block:
+                if not needed:
+                    found.discard(last)
+                block, needed = self.blocks[moment.node], True
+            if moment.product and block:
+                found.add(number)
+                last, needed = number, False
+            elif not moment.passing:
+                needed = True
+        if not needed:
+            found.discard(last)
+        return found
+
+    def arrays(self) -> dict[str, Floats]:
+        """`saved`, `held` and `unsaved` of every mode, `gradients`, `…_extra` and `shared`."""
+        found = {f"{n}{m}": np.zeros(self.count + 1) for n in ("saved", "held") for m in MODES}
+        found |= {f"unsaved{m}": np.zeros(self.count + 1) for m in MODES}
+        found["shared"] = np.zeros(self.count + 1)
+        for moment in self.moments:
+            modes = ["", "_selective"] if moment.product else [""]
+            for mode in MODES if not self.blocks[moment.node] else modes:
+                found["saved" + mode][moment.node] += moment.own_bytes
+                found["held" + mode][moment.node] += moment.own_bytes
+        for memory in self.memory.values():
+            for mode, keepers in zip(MODES, self._keepers(memory), strict=True):
+                self._place(found, mode, memory, keepers)
+        for mode in MODES:
+            found["unsaved" + mode] = np.cumsum(found["unsaved" + mode])
+        found["shared"] = np.cumsum(found["shared"])
+        found = {name: array[: self.count] for name, array in found.items()}
+        return found | self._forward() | self._backward() | {"waiting": self._waiting()}
+
+    def _keepers(self, memory: _Memory) -> tuple[list[int], list[int], list[int]]:
+        """The nodes for whose backward a value is kept: plainly, selectively, with full blocks."""
+        home = self.blocks[memory.made]
+        outside = [k for k in memory.keepers if not self.blocks[k]]
+        entered = [u for u in memory.used if self.blocks[u] and self.blocks[u] != home]
+        full = sorted({*outside, *entered})
+        selective = full
+        if home and memory.product:
+            inside = [k for k in memory.keepers if self.blocks[k] == home]
+            selective = sorted({*full, *(inside or [memory.made])})
+        return memory.keepers, selective, full
+
+    def _place(
+        self, found: Mapping[str, Floats], mode: str, memory: _Memory, keepers: list[int]
+    ) -> None:
+        at, last = memory.made, max(memory.used, default=memory.made)
+        if not keepers:
+            _between(found["unsaved" + mode], at, last, memory.size)
+            return
+        found["saved" + mode][at] += memory.size
+        found["held" + mode][min(keepers)] += memory.size
+        if not mode and not memory.trained:  # a later stage computes it again, for its own
+            _between(found["shared"], min(keepers), max(keepers) + 1, memory.size)
+
+    def _forward(self) -> dict[str, Floats]:
+        extra = np.zeros(self.count)
+        for moment in self.moments:
+            extra[moment.node] = max(extra[moment.node], moment.made_bytes)
+        return {"forward_extra": extra}
+
+    def _waiting(self) -> Floats:
+        """What weights' gradients are made of, where they wait: results' gradients and operands."""
+        found, counted = np.zeros(self.count), set[str]()
+        for moment in self.moments:
+            if moment.waits:
+                found[moment.node] += sum(self.sizes[name] for name, _ in moment.results)
+                new = [m for m in moment.keeps if m in self.memory and m not in counted]
+                counted.update(new)
+                found[moment.node] += sum(self.memory[m].size for m in new)
+        return found
+
+    def _backward(self) -> dict[str, Floats]:
+        """`gradients` alive when a node's backward begins, and the most that it adds."""
+        before, peak = np.zeros(self.count), np.zeros(self.count)
+        gradients = _Gradients()
+        seen: set[int] = set()
+        for moment in reversed(self.moments):
+            at = moment.node
+            if not seen:
+                for name, _ in moment.results:  # the loss, or what later stages give back
+                    if name in self.trained:
+                        gradients.give(name, self.sizes[name])
+            if at not in seen:
+                seen.add(at)
+                before[at] = gradients.live
+            peak[at] = max(peak[at], gradients.play(moment, self.sizes))
+        return {"gradients": before, "backward_extra": np.maximum(peak - before, 0.0)}
+
+
+class _Gradients:
+    """The gradients of values while backward runs."""
+
+    def __init__(self) -> None:
+        self.live = 0.0
+        self._of: dict[str, int] = {}  # value -> memory
+        self._sizes: dict[int, float] = {}
+        self._shares: dict[int, int] = {}
+        self._next = 0
+
+    def give(self, name: str, size: float) -> None:
+        self._next += 1
+        self._sizes[self._next], self._shares[self._next] = size, 0
+        self.live += size
+        self._share(name, self._next)
+
+    def _share(self, name: str, memory: int) -> None:
+        self._of[name] = memory
+        self._shares[memory] += 1
+
+    def _drop(self, memory: int) -> None:
+        self._shares[memory] -= 1
+        if not self._shares[memory]:
+            self.live -= self._sizes.pop(memory)
+
+    def play(self, moment: Moment, sizes: Mapping[str, float]) -> float:
+        """One step's backward; the most that is alive in it."""
+        names = [name for name, _ in moment.results]
+        given = [self._of.pop(name) for name in names if name in self._of]
+        if not given:
+            return self.live
+        peak = self.live + moment.backward_temporary_bytes
+        peak += sum(size for _, size in moment.gradients)
+        for name, size in moment.gradients:
+            if name not in self._of:
+                if size:
+                    self.give(name, size)
+                else:
+                    self._share(name, given[0])
+                continue
+            old = self._of[name]  # one more use: added in place, if nothing else has the memory
+            if self._shares[old] > 1:
+                self.give(name, sizes[name])
+                self._drop(old)
+                peak = max(peak, self.live + size)
+        for memory in given:
+            self._drop(memory)
+        return peak
+
+
+def _between(array: Floats, first: int, last: int, size: float) -> None:
+    """Add at the positions after `first` and before `last`, as differences."""
+    if last > first:
+        array[first + 1] += size
+        array[last] -= size
+
+
+def is_cheap(kernel: Kernel) -> bool:
+    """Attention scores, which selective recomputation does not keep (`runtime.recompute`)."""
+    if kernel.op not in ("bmm", "baddbmm"):
+        return False
+    batch, m, n, k = kernel.shape
+    return k <= SHORT and batch * m * n > batch * k * (m + n)
