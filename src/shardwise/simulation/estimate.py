@@ -178,7 +178,7 @@ class Evaluator:
             self._times[key] = self.clock.node_times(work, device, group)
         if (key, setting.recompute) not in self._layers:
             self._layers[key, setting.recompute] = Layers(
-                self.fold, work, self._times[key], setting
+                self.fold, work, self._times[key], setting, self._shared
             )
         return self._layers[key, setting.recompute]
 

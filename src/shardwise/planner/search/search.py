@@ -10,8 +10,9 @@ the next bound, no other point is better, in simulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -113,53 +114,68 @@ class Search:
         self.fold = evaluator.fold
         self.cutter = Cutter(graph)
         self._cuts: dict[object, tuple[int, ...]] = {}
-        self._bounds: dict[Point, Bound | None] = {}
-        self._cores: dict[Point, _Core] = {}
+        self._bounds: dict[Point, Bound] = {}
+        self._cores: dict[Point, _Core | None] = {}
         self._simulated: dict[Point, Candidate] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
 
     def run(self, points: Iterable[Point]) -> Found:
-        """Bound all points, then simulate until no bound is below the best."""
-        bounds = []
+        """Simulate points in the order of their bounds until none is below the best.
+
+        Points that differ only in what they keep where share a bound on time, and get their own,
+        with that on memory, when their turn comes.
+        """
+        families: dict[Point, list[Point]] = {}
         for point in points:
             for grouping in range(len(self.groupings(point.pp))):
                 chosen = replace(point, grouping=grouping)
-                if chosen not in self._bounds:
-                    self._bounds[chosen] = self._bound(chosen)
-                bound = self._bounds[chosen]
-                if bound is not None:
-                    bounds.append(bound)
-        bounds.sort(key=lambda b: (b.seconds, str(b.point)))
-        self.report(f"{len(bounds)} points")
+                families.setdefault(replace(chosen, zero=0, offload=()), []).append(chosen)
+        heap: list[tuple[float, str, Point | Bound]] = []
+        for family in families:
+            core = self._core(family)
+            if core is not None:
+                heap.append((core.seconds, f"{family}", family))
+        heapify(heap)
+        self.report(f"{sum(map(len, families.values()))} points")
+        return self._explore(heap, families)
+
+    def _explore(
+        self, heap: list[tuple[float, str, Point | Bound]], families: Mapping[Point, list[Point]]
+    ) -> Found:
         feasible: list[Candidate] = []
         infeasible: list[Candidate] = []
-        best, simulated, left = float("inf"), 0, float("inf")
-        for at, bound in enumerate(bounds):
+        bounds: list[Bound] = []
+        best, left = float("inf"), float("inf")
+        while heap:
+            seconds, _, item = heappop(heap)
             enough = len(feasible) >= RUNNERS_UP
-            if bound.seconds >= best and enough:
-                left = bound.seconds
+            tried = len(feasible) + len(infeasible)
+            if (seconds >= best and enough) or tried >= MOST_SIMULATED:
+                left = seconds
                 break
-            if bound.memory > 1.0:
+            if isinstance(item, Point):
+                for point in families[item]:
+                    bound = self._bound(point)
+                    heappush(heap, (bound.seconds, f" {point}", bound))
                 continue
-            if simulated >= MOST_SIMULATED:
-                left = bound.seconds
-                break
-            candidate = self.simulate(bound.point)
-            simulated += 1
+            bounds.append(item)
+            if item.memory > 1.0:
+                continue
+            candidate = self.simulate(item.point)
             if candidate.estimate.fits:
                 feasible.append(candidate)
                 best = min(best, candidate.estimate.step_time_s)
             else:
                 infeasible.append(candidate)
-            if at % 20 == 0:
-                self.report(f"simulated {simulated} of {len(bounds)} points")
+            if tried % 20 == 0:
+                self.report(f"simulated {tried} points")
         feasible.sort(key=lambda c: (c.estimate.step_time_s, str(c.point)))
         return Found(
             feasible=tuple(feasible),
             infeasible=tuple(infeasible),
             bounds=tuple(bounds),
             next_bound_s=left,
-            points=len(bounds),
+            points=sum(map(len, families.values())),
         )
 
     def simulate(self, point: Point) -> Candidate:
@@ -197,11 +213,11 @@ class Search:
 
     # ------------------------------------------------------------ bounds
 
-    def _bound(self, point: Point) -> Bound | None:
-        try:
-            core = self._core(replace(point, zero=0, offload=()))
-        except ShardwiseError:  # too few places for so many stages, or nothing to cut
-            return None
+    def _bound(self, point: Point) -> Bound:
+        if point in self._bounds:
+            return self._bounds[point]
+        core = self._core(replace(point, zero=0, offload=()))
+        assert core is not None
         setting = replace(core.setting, zero=point.zero, offload=point.offload)
         seconds, fullest = core.seconds, 0.0
         for group, stages in core.watched.items():
@@ -209,12 +225,19 @@ class Search:
             seconds = max(seconds, core.ends[group] + tail)
             full = self._fullest(point, group, stages, core.bounds, core.layers[group], setting)
             fullest = max(fullest, full)
-        return Bound(point=point, seconds=seconds, memory=fullest)
+        self._bounds[point] = Bound(point=point, seconds=seconds, memory=fullest)
+        return self._bounds[point]
 
-    def _core(self, point: Point) -> _Core:
-        """What points that differ in zero and offload share."""
-        if point in self._cores:
-            return self._cores[point]
+    def _core(self, point: Point) -> _Core | None:
+        """What points that differ in zero and offload share; None where they are impossible."""
+        if point not in self._cores:
+            try:
+                self._cores[point] = self._find_core(point)
+            except ShardwiseError:  # too few places for so many stages, or nothing to cut
+                self._cores[point] = None
+        return self._cores[point]
+
+    def _find_core(self, point: Point) -> _Core:
         layouts = self.bank.get(point.tp, point.layout)
         setting = self.setting(point, layouts)
         bounds = np.array([*setting.cuts, self.fold.size])
@@ -231,7 +254,7 @@ class Search:
             for g, mine in stages.items()
         }
         few = {0, 1, point.pp - 1} if alike else set(stages)
-        self._cores[point] = core = _Core(
+        return _Core(
             setting=setting,
             bounds=bounds,
             layers=layers,
@@ -239,7 +262,6 @@ class Search:
             seconds=max(ends.values()),
             watched={g: mine for g, mine in stages.items() if g in few},
         )
-        return core
 
     def _times(
         self, layers: Sequence[Layers], bounds: np.ndarray, placement: Sequence[int], alike: bool
