@@ -22,6 +22,7 @@ from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.times import Clock
 
 GIB = 2**30
+_STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -67,7 +68,7 @@ def predict_entry(entry: Entry) -> Outcome:
         outcome,
         status=status,
         step_time_s=step_time_s,
-        memory_bytes=round(needed),
+        memory_bytes=round(memory_bytes),
         device_memory_bytes=device.memory_bytes,
     )
 
@@ -84,8 +85,8 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
     estimate = Evaluator(prepared.fold, cluster).estimate(prepared.works, prepared.setting)
     seconds, peak_bytes = estimate.step_time_s, estimate.peak.peak_bytes
     if row.sharding.level == 1 and row.is_grouped:
-        more_s, less_bytes = _shared_in_groups(row, cluster, prepared, estimate)
-        seconds, peak_bytes = seconds + more_s, peak_bytes - less_bytes
+        seconds += _update_in_groups(row, cluster, prepared, estimate)
+        peak_bytes = _peak_in_groups(row, cluster, prepared, estimate)
     seconds += (row.num_microbatches - played) * _micro_batch_s(estimate, each)
     return seconds * waiting(max(1, row.gpus // cluster.nodes[0].count)), peak_bytes
 
@@ -102,10 +103,8 @@ def _micro_batch_s(estimate: Estimate, each: bool) -> float:
     )
 
 
-def _shared_in_groups(
-    row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate
-) -> tuple[float, float]:
-    """What sharing optimizer states in groups adds in seconds and saves in bytes.
+def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
+    """What sharing optimizer states in groups adds to a step, in seconds.
 
     Gradients are summed over all ranks already; each rank updates its part, and the group's ranks
     gather the new parameters from each other.
@@ -116,10 +115,21 @@ def _shared_in_groups(
     (_, ranks), *others = whole.mesh.axes
     mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
     group = Group(mesh=mesh, ranks=whole.ranks)
-    numel = max(stage.numel for stage in estimate.stages)
-    wide = numel * _ITEMSIZE[row.compute_dtype]
-    gather = Clock(cluster).talk("all_gather", group, ("inner",), wide)
-    optimizer = estimate.timeline.causes["optimizer"]
-    parts = estimate.peak.parts
-    states = parts["optimizer"] + parts["parameters"] - wide
-    return gather - optimizer * (1 - 1 / size), states * (1 - 1 / size)
+    num_bytes = _numel(estimate) * _ITEMSIZE[row.compute_dtype]
+    gather = Clock(cluster).talk("all_gather", group, ("inner",), num_bytes)
+    return gather - estimate.timeline.causes["optimizer"] * (1 - 1 / size)
+
+
+def _peak_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
+    """Bytes: as if all ranks shared the states, and what each rank has more of them."""
+    assert row.sharding.group is not None
+    shared = replace(prepared.setting, zero=1)
+    least = Evaluator(prepared.fold, cluster).estimate(prepared.works, shared).peak.peak_bytes
+    share = 1 / row.sharding.group - 1 / (row.dp * row.cp)
+    return least + _STATE_BYTES * _numel(estimate) * share
+
+
+def _numel(estimate: Estimate) -> float:
+    """The most parameters that a group of ranks updates."""
+    groups = {stage.group for stage in estimate.stages}
+    return max(sum(s.numel for s in estimate.stages if s.group == group) for group in groups)
