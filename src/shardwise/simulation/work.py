@@ -146,8 +146,8 @@ class Work:
 
     def alike(self, other: Work) -> bool:
         """Whether both have the same kernels and collectives, in other sizes."""
-        return [(x.node, x.phase, x.kernel.op) for x in self.launches] == [
-            (x.node, x.phase, x.kernel.op) for x in other.launches
+        return [(x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in self.launches] == [
+            (x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in other.launches
         ] and [(t.node, t.op, t.axes) for t in self.talks] == [
             (t.node, t.op, t.axes) for t in other.talks
         ]

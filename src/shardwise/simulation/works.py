@@ -58,8 +58,8 @@ class Works:
     def _find_line(self) -> tuple[Work, Work]:
         """Two programs of few rows, if a third one is on the line through them."""
         if self.rows < 4:
-            one = self._lowered(self.rows)
-            return one, self._lowered(1) if self.rows > 1 else one
+            one, more = self._lowered(self.rows), self._lowered(1)
+            return one, more if one.rows < more.rows and one.alike(more) else one
         for least in (2, 1, 4):  # one row alone may be a view where more need a copy
             one, two, more = (self._lowered(-(-self.rows // (least * k))) for k in (1, 2, 4))
             if one.rows < two.rows < more.rows and one.alike(two) and one.alike(more):

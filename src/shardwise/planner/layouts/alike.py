@@ -1,6 +1,6 @@
 """Which nodes of a folded graph choose alike, and how often everything counts.
 
-Enters: a `Fold` and the graph that it folds. Leaves: for `LayoutTask`: `alike` and `copies`.
+Enters: a `Fold` and the graph that it folds. Leaves: `Likeness`, for `LayoutTask`.
 
 Of many equal blocks the first two are in the small graph, and the second stands for all that
 follow. They follow each other in the model as these two do only if both choose alike. A value then
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardwise.equivalence.twin.layers import DEEPEST, Said, kinds_of_blocks
 from shardwise.ir import Graph, Node
@@ -22,12 +23,20 @@ from shardwise.simulation.fold import Fold
 Like = tuple[str, int, frozenset[str]]
 
 
-def alike_of(
-    fold: Fold, graph: Graph, said: Said | None = None
-) -> tuple[dict[str, str], dict[str, int]]:
-    """Which nodes agree with an earlier one, and how often nodes, parameters and values count."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """`LayoutTask`'s fields of these names."""
+
+    alike: Mapping[str, str]
+    copies: Mapping[str, int]
+    moves: Mapping[str, int]
+
+
+def alike_of(fold: Fold, graph: Graph, said: Said | None = None) -> Likeness:
+    """Which nodes agree with an earlier one, and how often nodes, parameters and moves count."""
     alike = _alike(fold, graph, said)
-    return alike, _copies(fold, graph, roots_of(alike))
+    moves = _moves(fold, graph, roots_of(alike))
+    return Likeness(alike=alike, copies=_copies(fold), moves=moves)
 
 
 def _alike(fold: Fold, graph: Graph, said: Said | None) -> dict[str, str]:
@@ -81,12 +90,18 @@ def _numbers(module: str, depth: int) -> tuple[str, ...]:
     return tuple(piece for piece in module.split(".") if piece.isdigit())[:depth]
 
 
-def _copies(fold: Fold, graph: Graph, roots: Mapping[str, str]) -> dict[str, int]:
+def _copies(fold: Fold) -> dict[str, int]:
     small = fold.graph
     copies = {n.name: int(c) for n, c in zip(small.nodes, fold.copies, strict=True)}
     for parameter in small.parameters:
         users = [copies[n.name] for n in small.nodes if parameter.value in n.inputs]
         copies[parameter.value] = min(users, default=1)
+    return copies
+
+
+def _moves(fold: Fold, graph: Graph, roots: Mapping[str, str]) -> dict[str, int]:
+    """How often the model has a value like each of the small graph's."""
+    small = fold.graph
     own = {n.name: roots.get(n.name, n.name) for n in small.nodes}
     names = {
         node.name: own[small.nodes[at].name]
@@ -103,10 +118,11 @@ def _copies(fold: Fold, graph: Graph, roots: Mapping[str, str]) -> dict[str, int
         near = [other for other in mine if other[:2] == like[:2]]
         if near:
             wanted[max(near, key=lambda n: (len(n[2] & like[2]), sorted(n[2])))] += wanted[like]
+    found: dict[str, int] = {}
     for like, values in mine.items():
-        copies |= dict.fromkeys(values, 1)
-        copies[values[-1]] = max(1, wanted[like] - len(values) + 1)
-    return copies
+        found |= dict.fromkeys(values, 1)
+        found[values[-1]] = max(1, wanted[like] - len(values) + 1)
+    return found
 
 
 def _likes(graph: Graph, names: Mapping[str, str]) -> Iterator[tuple[str, Like]]:

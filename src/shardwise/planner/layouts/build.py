@@ -102,12 +102,13 @@ class _Builder:
             self._value(value, variable, stored)
         return self.built
 
-    def copies(self, name: str) -> int:
-        """How often a value or parameter counts."""
-        found = self.task.copies.get(name)
-        if found is None and name in self.producers:
-            found = self.task.copies.get(self.producers[name].name)
-        return 1 if found is None else found
+    def moves(self, value: str) -> int:
+        """How often what moves a value counts."""
+        found = self.task.moves.get(value)
+        if found is None:
+            producer = self.producers.get(value)
+            found = self.task.copies.get(value if producer is None else producer.name, 1)
+        return found
 
     # ------------------------------------------------------------ variables
 
@@ -163,7 +164,7 @@ class _Builder:
         rows = agreeing([self._storages(v) for v in values], _storage_text)
         unary, weights = [0.0] * len(rows[0]), [0.0] * len(rows[0])
         for value, row in zip(values, rows, strict=True):
-            copies = self.copies(value)
+            copies = self.task.copies.get(value, 1)
             for i, stored in enumerate(row):
                 weight = copies * self.prices.stored_bytes(value, stored) if self._weighs else 0.0
                 unary[i] += copies * self.prices.hold(value, stored)
@@ -274,7 +275,7 @@ class _Builder:
     ) -> None:
         """The moves from every holding to every need, and their prices."""
         value, grad = star.value, star.value in self.facts.carries_grad
-        copies, paths = self.copies(value), self.paths
+        copies, paths = self.moves(value), self.paths
         initial = {n for use in star.uses[:1] for n in use.need.tolist()} if first else set()
         if value in self.pure.parameters and not self._moves(value):
             initial = set(range(len(needs)))

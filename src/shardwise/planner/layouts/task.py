@@ -84,11 +84,11 @@ class LayoutTask:
     """A joint problem over all mesh axes.
 
     `parameters` fixes placements by value name and mesh axis, `nodes` choices (their text) by node
-    name and mesh axis. `copies` says how many layers a node, a parameter or a value of a folded
-    graph stands for: its costs count so often. Values have the copies of their producers unless
-    named. `alike` maps a node to an earlier one with which it must agree on every axis; the
-    parameters that they use in the same place are stored alike. Memory counts as `memory_weight`
-    seconds per byte; `memory_limit_bytes` bounds it.
+    name and mesh axis. `copies` says how many layers a node or a parameter of a folded graph stands
+    for: its costs count so often; `moves` how often what moves a value counts, where that is not
+    as its producer does. `alike` maps a node to an earlier one with which it must agree on every
+    axis; the parameters that they use in the same place are stored alike. Memory counts as
+    `memory_weight` seconds per byte; `memory_limit_bytes` bounds it.
 
     A parameter is stored as its use needs it, or as one of its several uses does. With
     `move_parameters` it may be stored otherwise and moved in every step.
@@ -98,6 +98,7 @@ class LayoutTask:
     parameters: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
     nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
+    moves: Mapping[str, int] = field(default_factory=dict)
     alike: Mapping[str, str] = field(default_factory=dict)
     memory_weight: float = 0.0
     memory_limit_bytes: float | None = None

@@ -12,6 +12,7 @@ from math import prod
 
 from shardwise.cluster import Mesh
 from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask, solve_layouts
+from shardwise.planner.layouts.alike import Likeness
 from shardwise.planner.search.prices import CallPrices
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
 from shardwise.sharding.assign import Assignment, Task, assign
@@ -48,10 +49,10 @@ class Bank:
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
         nodes: Mapping[str, Mapping[str, str]],
-        alike: tuple[Mapping[str, str], Mapping[str, int]],
+        likeness: Likeness,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.alike, self.copies = alike  # of `alike_of`
+        self.likeness = likeness
         self.fold, self.facts, self.evaluator = fold, facts, evaluator
         self.constraints, self.nodes, self.report = constraints, nodes, report
         self.inputs = batch_inputs(fold.graph, None)
@@ -95,8 +96,9 @@ class Bank:
                 for value, placements in self.constraints.items()
             },
             nodes=self._choices(cuts, parts, names) if cuts else {},
-            copies=self.copies,
-            alike=self.alike,
+            copies=self.likeness.copies,
+            moves=self.likeness.moves,
+            alike=self.likeness.alike,
             memory_weight=weight,
         )
         prices = CallPrices(
