@@ -42,9 +42,8 @@ def predict_entry(entry: Entry) -> Outcome:
     """The outcome of one row; never an error."""
     outcome = Outcome(
         row_id=entry.row_id,
-        model=entry.sweep.partition(" on ")[0],
-        device=entry.sweep.rpartition(" on ")[2],
-        sweep=entry.sweep,
+        model=entry.model,
+        device=entry.device,
         status=entry.reason,
         published_step_time_s=entry.step_time_s,
         published_memory_bytes=entry.memory_bytes,

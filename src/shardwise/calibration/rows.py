@@ -94,7 +94,8 @@ class Entry:
     row_id: str
     row: Row | None
     reason: str
-    sweep: str
+    model: str
+    device: str
     step_time_s: float | None
     memory_bytes: int | None
 
@@ -133,7 +134,8 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
         row_id=row_id,
         row=row,
         reason=reason,
-        sweep=f"{line.get('model', '').strip()} on {line.get('gpu', '').strip()}",
+        model=line.get("model", "").strip(),
+        device=line.get("gpu", "").strip(),
         step_time_s=_optional_number(line, "derived_step_time_s"),
         memory_bytes=None if memory_gib is None else round(memory_gib * 2**30),
     )

@@ -24,13 +24,17 @@ class Outcome:
     row_id: str
     model: str
     device: str
-    sweep: str
     status: str
     step_time_s: float | None = None
     memory_bytes: int | None = None
     device_memory_bytes: int | None = None
     published_step_time_s: float | None = None
     published_memory_bytes: int | None = None
+
+    @property
+    def sweep(self) -> str:
+        """The rows that it is compared with: of one model on one kind of device."""
+        return f"{self.model} on {self.device}"
 
     @property
     def error(self) -> float | None:

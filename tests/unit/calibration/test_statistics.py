@@ -14,12 +14,11 @@ from shardwise.calibration.statistics import Outcome, rank_correlation, summariz
 FEW = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12)
 
 
-def outcome(predicted: float | None, published: float | None, sweep: str = "s") -> Outcome:
+def outcome(predicted: float | None, published: float | None) -> Outcome:
     return Outcome(
         row_id="r",
         model="m",
         device="d",
-        sweep=sweep,
         status="ok",
         step_time_s=predicted,
         published_step_time_s=published,
