@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         predict_memory,
         verify,
     )
+    from shardwise.api.advise import Advice, advise
     from shardwise.cluster import Cluster, Mesh
     from shardwise.equivalence import Certificate
     from shardwise.frontend import capture
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "Advice",
     "Certificate",
     "Cluster",
     "Estimate",
@@ -46,6 +48,7 @@ __all__ = [
     "Stage",
     "Timeline",
     "__version__",
+    "advise",
     "capture",
     "capture_for_plan",
     "clip_grad_norm_",
@@ -64,6 +67,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Advice": "shardwise.api.advise",
     "Certificate": "shardwise.equivalence",
     "Cluster": "shardwise.cluster",
     "Estimate": "shardwise.simulation",
@@ -74,6 +78,7 @@ _HOME = {
     "Program": "shardwise.api",
     "Stage": "shardwise.plans",
     "Timeline": "shardwise.simulation",
+    "advise": "shardwise.api.advise",
     "capture": "shardwise.frontend",
     "capture_for_plan": "shardwise.api",
     "clip_grad_norm_": "shardwise.runtime",

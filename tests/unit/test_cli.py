@@ -116,7 +116,7 @@ def test_errors_go_to_stderr_without_traceback(
     error: errors.ShardwiseError,
     code: int,
 ) -> None:
-    def fail(_: str) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(cli, "_capture", fail)

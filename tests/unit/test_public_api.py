@@ -8,15 +8,19 @@ import pytest
 import shardwise
 
 PUBLIC = [
+    "Advice",
     "Certificate",
     "Cluster",
+    "Estimate",
     "Graph",
     "Mesh",
     "Plan",
     "Precision",
     "Program",
     "Stage",
+    "Timeline",
     "__version__",
+    "advise",
     "capture",
     "capture_for_plan",
     "clip_grad_norm_",
@@ -25,9 +29,11 @@ PUBLIC = [
     "explain",
     "optimizer",
     "parallelize",
+    "plan",
     "predict_memory",
     "register_rule",
     "schedules",
+    "simulate",
     "strategies",
     "verify",
 ]

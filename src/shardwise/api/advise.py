@@ -180,9 +180,13 @@ def _rows(
 
 
 def cluster_of_kind(kind: str, count: int) -> Cluster:
-    """`count` devices of a known kind, in as few equal nodes as its usual size allows."""
+    """`count` devices of a known kind, in as few equal nodes as its usual size allows.
+
+    Cores are in one node, however many.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ClusterError(f"{count!r} devices of {kind}", hint="1 or more")
-    usual = preset(kind).num_ranks
+    known = preset(kind)
+    usual = count if known.device(0).kind == "cpu" else known.num_ranks
     each = max(size for size in range(1, min(usual, count) + 1) if count % size == 0)
     return preset(kind, nodes=count // each, devices_per_node=each)

@@ -147,16 +147,15 @@ def explain(
 
 def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
     """From the plan's file alone."""
-    from shardwise.cli.verdict import explain_json, explain_text
+    from shardwise.cli.verdict import explain_json, explain_text, reading
     from shardwise.plans import Plan
 
     if node is not None:
         raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")
     loaded = Plan.load(path)
-    if as_json:
-        _print(explain_json(loaded))
-    else:
-        typer.echo(explain_text(loaded, terminal_width()))
+    with reading(loaded):
+        text = explain_json(loaded) if as_json else explain_text(loaded, terminal_width())
+    typer.echo(json.dumps(text, indent=2) if as_json else text)
 
 
 app.command()(simulate)

@@ -7,7 +7,8 @@ the plan's file is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.figures import Column, amount, bar, seconds, size, table, wrapped
@@ -165,9 +166,27 @@ def plan_text(plan: Plan, width: int) -> str:
 # ------------------------------------------------------------ explain
 
 
+@contextmanager
+def reading(plan: Plan) -> Iterator[None]:
+    """Figures that are not as `shardwise plan` writes them are an error that says so."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise PlanError(
+            f"the figures of the plan {plan.name!r} are damaged: {type(error).__name__}: {error}",
+            where="search",
+            hint="shardwise plan makes them again",
+        ) from error
+
+
 def explain_text(plan: Plan, width: int) -> str:
     """Why this plan and not the next, and of what time and memory are made."""
+    from shardwise.planner.search.replay import decisions
+
+    edited = searched(plan).get("decisions", decisions(plan)) != decisions(plan)
+    note = "note: the plan was changed after it was made; the figures are those of the plan as made"
     parts = [
+        wrapped(note, width, "", "  ") if edited else [],
         [*verdict(plan, width), *short(plan, width)],
         why(plan, width),
         time_by_cause(plan, width),

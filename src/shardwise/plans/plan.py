@@ -238,6 +238,8 @@ class Plan:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError:
             raise PlanError(f"there is no plan file {path}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read {path}: {error}") from None
         except json.JSONDecodeError as error:
             raise PlanError(
                 f"{path} is not JSON: {error.msg}", where=f"line {error.lineno}"

@@ -30,9 +30,11 @@ def relaxations(
     found: Found, search: Search, fixed: Fixed, again: Again | None = None
 ) -> list[dict[str, Any]]:
     """What more memory, other options, quicker links and quicker devices would buy."""
-    rows = [*_memory(found, search), *_options(found, fixed, again)]
-    rows.sort(key=lambda row: float(row["ratio"]))
-    return [*rows, *_machines(found, search)]
+    return [
+        *_memory(found, search),
+        *_options(found, fixed, again),
+        *_machines(found, search),
+    ]
 
 
 def _row(change: str, kind: str, seconds: float, time: float, **more: Any) -> dict[str, Any]:

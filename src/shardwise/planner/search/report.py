@@ -24,6 +24,7 @@ from shardwise.simulation.memory import peak_of
 from shardwise.simulation.stages import Share
 
 RUNNERS_UP = 5
+BINDS = 0.01  # of the step: what relaxing a constraint must buy for it to be the binding one
 SAME = 1e-9  # relative difference up to which figures are equal
 CAUSES = {
     "compute": "computing",
@@ -130,7 +131,7 @@ def described(candidate: Candidate) -> dict[str, Any]:
 def binding(estimate: Estimate, relaxed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What limits the plan: memory or a fixed option, where relaxing it helps; or a cause."""
     for kind in ("memory", "options"):
-        row = next((row for row in relaxed if row["kind"] == kind), None)
+        row = next((r for r in relaxed if r["kind"] == kind and r["ratio"] < 1 - BINDS), None)
         if row is not None:
             text = f"{row['change']}: -{1 - row['ratio']:.1%} step time"
             return {"what": kind, "text": text}
