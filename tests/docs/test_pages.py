@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
         ("docs/tour.md", None),
         ("docs/guides/clusters.md", None),
         pytest.param("docs/guides/pipelines.md", None, marks=pytest.mark.slow),
+        pytest.param("docs/guides/planning.md", None, marks=pytest.mark.slow),
     ],
 )
 def test_printed_output_is_real(
