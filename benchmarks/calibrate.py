@@ -7,9 +7,9 @@ memory, links) that make the simulated step times of all its rows fit the publis
 are logarithms of predicted over published, with a loss that grows linearly beyond 5%; each factor
 is held to its present value with a width of 10%, so that what the rows do not tell stays as it is.
 
-`--hold-out` instead leaves out each source in turn, fits to the others and predicts it. These fits know
-nothing of the present factors: they begin at, and are held to, the same for all kinds. Rows of
-kinds that only that source measured are not counted. Either takes about 10 minutes.
+`--hold-out` instead leaves out each source in turn, fits to the others and predicts it. These fits
+know nothing of the present factors: they begin at, and are held to, the same for all kinds. Rows
+of kinds that only that source measured are not counted. Either takes about 10 minutes.
 """
 
 from __future__ import annotations
