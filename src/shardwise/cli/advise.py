@@ -31,7 +31,8 @@ def advise(
     ] = [],  # noqa: B006  typer reads it
     precision: Annotated[str | None, typer.Option("--precision", help="bf16, fp16, …")] = None,
     memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", help="What a plan may use of each device.")
+        float | None,
+        typer.Option("--memory-gib", min=1e-6, help="What a plan may use of each device."),
     ] = None,
     no_progress: Annotated[
         bool, typer.Option("--no-progress", help="Do not show progress.")

@@ -78,7 +78,10 @@ class Wanted:
     ) = None
     precision: _option(str | None, "--precision", "bf16, fp16, bf16-autocast, …") = None  # type: ignore[valid-type]
     memory_gib: _option(  # type: ignore[valid-type]
-        float | None, "--memory-gib", "What a plan may use of each device, with --cluster."
+        float | None,
+        "--memory-gib",
+        "What a plan may use of each device, with --cluster.",
+        min=1e-6,
     ) = None
     constraint: _option(  # type: ignore[valid-type]
         list[str], "--constraint", "Fix a parameter's cut, with --cluster: 'lm_head.*=0'."
