@@ -184,10 +184,15 @@ def replace_section(structure: Structure, start: int, stop: int, part: Structure
 def choices(structure: Structure) -> tuple[Pattern, ...]:
     """The ways to cut a dim: one factor of a product, or one factor of every segment.
 
+    Segments may also be cut as if they were one: what is shifted by one position has a segment of
+    that one, which no factor divides. Only dims that are used whole can express this.
+
     >>> choices(((3, 4, 16),))
     (((1, 3, 64),), ((3, 4, 16),), ((12, 16, 1),))
     >>> choices(((8, 16), (2, 16)))
-    (((8, 16, 1), (2, 16, 1)), ((1, 8, 16), (1, 2, 16)))
+    (((8, 16, 1), (2, 16, 1)), ((1, 8, 16), (1, 2, 16)), ((1, 160, 1),))
+    >>> choices(((2047,), ()))
+    (((1, 2048, 1),),)
     """
     if len(structure) == 1:
         return tuple((cut_at(structure[0], i),) for i in range(len(structure[0])))
@@ -200,7 +205,7 @@ def choices(structure: Structure) -> tuple[Pattern, ...]:
         leading = tuple(cut_at(segment, 0) for segment in structure)
         if leading not in found:
             found.append(leading)
-    return tuple(found)
+    return (*found, ((1, length(structure), 1),))
 
 
 def cut_at(segment: Segment, index: int) -> tuple[int, int, int]:

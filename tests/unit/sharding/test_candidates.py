@@ -15,5 +15,5 @@ def cuts(axis: Axis, structure: tuple[tuple[int, ...], ...]) -> list[str]:
 def test_an_outermost_axis_is_cut_as_one_range() -> None:
     axis = Axis("v", 12, outermost=True)
     assert cuts(axis, ((3, 4),)) == ["cut v:[3]x4"]
-    assert cuts(axis, ((8,), (4,))) == []
-    assert cuts(Axis("v", 12), ((8,), (4,))) == ["cut v:[8]|[4]"]
+    assert cuts(axis, ((8,), (4,))) == ["cut v"]
+    assert cuts(Axis("v", 12), ((8,), (4,))) == ["cut v:[8]|[4]", "cut v"]
