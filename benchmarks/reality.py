@@ -2,11 +2,12 @@
 
     python -m benchmarks.reality [--ranks 2] [--models gpt,wide,vit] [--pairs 40] [--out FILE]
 
-This machine is measured (`shardwise profile`), a plan is made for it (`sw.plan`), and its predicted
-step is noted. Then DDP, FSDP2, every strategy of ours and the automatic plan train the same model
-in the same gloo processes of one thread each, taking turns step by step; who goes first changes.
-Those that a first few rounds show to be far behind are left out of the others. The ratio is that of
-medians, the automatic plan over the best of the rest, with a 90% interval from resampled rounds.
+This machine is measured (`shardwise profile`), a plan is made for it with measured times of the
+calls that it makes (`tune`), and its predicted step is noted. Then DDP, FSDP2, every strategy of
+ours and the automatic plan train the same model in the same gloo processes of one thread each,
+taking turns step by step, in another order every round. Those that a first few rounds show to be
+far behind are left out of the others. The ratio is that of medians, the automatic plan over the
+best of the rest, with a 90% interval from resampled rounds.
 
 For two ranks on two cores: `taskset -c 0,1 python -m benchmarks.reality --ranks 2`.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import socket
 import statistics
 import sys
@@ -38,13 +40,12 @@ import shardwise as sw
 from benchmarks.pipeline import machine
 from benchmarks.reality_models import MODELS, Made
 from benchmarks.run import ratio
-from shardwise.api.measured import measure_plan
-from shardwise.cost import OpTable
+from shardwise.api.measured import measure_plan, tune
 from shardwise.errors import ShardwiseError
 from shardwise.profiling import profile
 
 LIMITS = {"ratio": 1.03, "error": 0.15}
-WARM_UP, SCREENED = 2, 5  # rounds of all systems
+WARM_UP, SCREENED = 1, 3  # rounds of all systems
 BEHIND = 1.35  # of the best: those slower than this in the first rounds are not measured on
 MOST_BLOCKS = 4  # stages of the named pipelines
 THEIRS = ("DDP", "FSDP2")
@@ -58,6 +59,7 @@ class Job:
     ranks: int
     systems: tuple[tuple[str, str], ...]
     pairs: int
+    cores: tuple[int, ...] = ()  # of every rank, where each has its own
 
 
 def rivals(graph: sw.Graph, cluster: sw.Cluster) -> Iterator[tuple[str, sw.Plan]]:
@@ -125,8 +127,9 @@ def measure(job: Job) -> dict[str, list[tuple[float, float]]]:
     systems = {name: System(MODELS[job.model](), name, plan) for name, plan in job.systems}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     names = list(systems)
+    order = random.Random(0)  # the same on every rank
     for at in range(WARM_UP + SCREENED + job.pairs):
-        for name in names[at % len(names) :] + names[: at % len(names)]:
+        for name in order.sample(names, len(names)):
             took = systems[name].step()
             if at >= WARM_UP:
                 found[name].append(took)
@@ -138,7 +141,7 @@ def measure(job: Job) -> dict[str, list[tuple[float, float]]]:
 def _near(found: dict[str, list[tuple[float, float]]]) -> list[str]:
     """Systems not far behind the best, as rank 0 sees it; they begin anew."""
     medians = {name: statistics.median(t for t, _ in times) for name, times in found.items()}
-    best = min(medians.values())
+    best = min((took, name) for name, took in medians.items() if name != "auto")[0]
     near = [name for name, took in medians.items() if took <= BEHIND * best or name == "auto"]
     box = [near]
     dist.broadcast_object_list(box)
@@ -150,6 +153,8 @@ def _near(found: dict[str, list[tuple[float, float]]]) -> list[str]:
 def worker(rank: int, port: int, job: Job, queue: Any) -> None:
     """One process."""
     torch.set_num_threads(1)
+    if job.cores:
+        os.sched_setaffinity(0, {job.cores[rank]})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=job.ranks)
@@ -177,22 +182,18 @@ def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[st
     """Plan, predict and measure one model."""
     module, batch = MODELS[model]()
     graph = sw.capture(module, batch)
-    table = OpTable()
     started = time.perf_counter()
-    auto = sw.plan(graph, cluster, progress=False)
+    table = measure_plan(graph, sw.strategies.ddp(graph, cluster), cluster)
+    auto, table = tune(graph, cluster, table=table, progress=False)
     planned = time.perf_counter() - started
     plans = {n: p for n, p in rivals(graph, cluster) if not options.only or n in options.only}
     plans["auto"] = auto
     predicted = {}
     for name, plan in plans.items():
-        if options.tables:
-            table = measure_plan(graph, plan, cluster, table=table)
-        estimate = sw.simulate(graph, plan, cluster)
-        by_table = sw.simulate(graph, plan, cluster, table=table).step_time_s
+        estimate = sw.simulate(graph, plan, cluster, table=table)
+        computed_s = sw.simulate(graph, plan, cluster).step_time_s
         causes = dict(estimate.timeline.causes)
-        predicted[name] = {"s": estimate.step_time_s, "by_table_s": by_table, "causes": causes}
-    if options.tables:
-        table.save(options.tables / f"{model}-{cluster.num_ranks}.json")
+        predicted[name] = {"s": estimate.step_time_s, "computed_s": computed_s, "causes": causes}
     systems = [(name, json.dumps(plan.to_json())) for name, plan in plans.items()]
     systems += [(name, "") for name in THEIRS]
     times = launch(
@@ -250,7 +251,9 @@ def show(found: dict[str, Any]) -> None:
         if "predicted" in mine:
             told = mine["predicted"]
             shown = {k: round(v * 1e3, 1) for k, v in told["causes"].items() if v}
-            text += f"  predicted {told['s'] * 1e3:8.1f}, by table {told['by_table_s'] * 1e3:8.1f}"
+            text += (
+                f"  predicted {told['s'] * 1e3:8.1f} ({told['computed_s'] * 1e3:.1f} without table)"
+            )
             text += f"  {shown}"
         print(text, flush=True)
 
@@ -263,11 +266,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--only", type=lambda text: text.split(","), help="rivals of ours")
     parser.add_argument("--cluster", type=Path, help="a profile made before")
-    parser.add_argument("--tables", type=Path, help="measure operators too, and keep them here")
+    parser.add_argument("--quick", action="store_true", help="a shorter profile")
     parser.add_argument("--out", type=Path, default=Path("bench-results-reality.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = sw.Cluster.load(options.cluster) if options.cluster else profile(options.ranks, device="cpu")
+    if options.cluster:
+        cluster = sw.Cluster.load(options.cluster)
+    else:
+        cluster = profile(options.ranks, device="cpu", quick=options.quick)
     rows = []
     for model in options.models.split(","):
         rows.append(row(model, cluster, options))

@@ -57,10 +57,10 @@ class ViT(nn.Module):
 
 
 def gpt() -> Made:
-    """4 layers of 256, sequences of 128, a batch of 32."""
+    """4 layers of 256, sequences of 64, a batch of 32."""
     torch.manual_seed(0)
-    model = GPT(layers=4, width=256, heads=8, length=128, vocab=2048)
-    return model, tokens(32, 128, 2048)
+    model = GPT(layers=4, width=256, heads=8, length=64, vocab=2048)
+    return model, tokens(32, 64, 2048)
 
 
 def wide() -> Made:
@@ -71,9 +71,9 @@ def wide() -> Made:
 
 
 def vit() -> Made:
-    """6 layers of 192, 64 patches, a batch of 32."""
+    """4 layers of 192, 64 patches, a batch of 32."""
     torch.manual_seed(0)
-    return ViT(layers=6, width=192, heads=6, patch=4, classes=100), _images(32, 32, 100)
+    return ViT(layers=4, width=192, heads=6, patch=4, classes=100), _images(32, 32, 100)
 
 
 def _images(batch: int, size: int, classes: int) -> dict[str, Tensor]:

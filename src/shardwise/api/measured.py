@@ -30,7 +30,7 @@ from shardwise.plans import Plan
 from shardwise.simulation.simulate import plan_calls
 
 TIMEOUT_S = 600.0
-ROUNDS = 4  # of planning and measuring what was planned
+ROUNDS = 3  # of planning and measuring what was planned
 _TAIL = 6  # lines of a failed process's last words
 
 
@@ -63,18 +63,19 @@ def tune(
     *,
     table: OpTable | None = None,
     rounds: int = ROUNDS,
-    progress: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> tuple[Plan, OpTable]:
     """The best plan by measured times of its own calls, with the table of them.
 
     Plans, measures what the plan calls, and plans again with these times, until the best plan's
-    calls are all measured: others are better only if computed times flatter the best more.
+    calls are all measured: others are better only if computed times flatter the best more. Options
+    are those of `plan`.
     """
     best = plan(graph, cluster, table=table, **options)
     found = table or OpTable()
     for number in range(rounds):
-        progress(f"measuring the calls of plan {number + 1}")
+        report(f"measuring the calls of plan {number + 1}")
         known = len(found.entries)
         found = measure_plan(graph, best, cluster, table=found)
         if len(found.entries) == known:

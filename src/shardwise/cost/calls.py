@@ -21,7 +21,7 @@ import torch
 from shardwise.cluster import Curve, Device
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import UPDATE, OpTable
-from shardwise.cost.timing import measure
+from shardwise.cost.timing import measure, settle
 from shardwise.ir import Ref, TensorType
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -107,6 +107,7 @@ def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
         optimizer = torch.optim.AdamW([parameter], lr=1e-4)
         samples = []
         for _ in range(1 + UPDATE_REPEATS):
+            settle(device.kind, fresh=True)
             started = time.perf_counter()
             optimizer.step()
             samples.append(time.perf_counter() - started)
