@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 from shardwise.errors import ClusterError
 
 _RANGE = re.compile(r"^([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)$")
 
 
+@cache
 def expand(pattern: str) -> tuple[str, ...]:
     """All names, in order.
 
@@ -30,6 +32,7 @@ def expand(pattern: str) -> tuple[str, ...]:
     return tuple(f"{head}{number}{tail}" for part in inside.split(",") for number in _numbers(part))
 
 
+@cache
 def count(pattern: str) -> int:
     """How many names the pattern stands for."""
     return len(expand(pattern)) if "[" in pattern or "]" in pattern or not pattern else 1

@@ -90,12 +90,14 @@ class Evaluator:
     def __init__(self, fold: Fold, cluster: Cluster, table: OpTable | None = None) -> None:
         self.fold, self.cluster, self.clock = fold, cluster, Clock(cluster, table)
         kinds: dict[Device, int] = {}
-        devices = [cluster.device(rank) for rank in range(cluster.num_ranks)]
-        self.kind = np.array([kinds.setdefault(d, len(kinds)) for d in devices])
+        of_nodes = [
+            np.tile([kinds.setdefault(d, len(kinds)) for d in node.devices], node.copies)
+            for node in cluster.nodes
+        ]
+        self.kind = np.concatenate(of_nodes)
         self.devices = list(kinds)
-        names: dict[str, int] = {}
-        nodes = [cluster.node_of(rank).name for rank in range(cluster.num_ranks)]
-        self.node = np.array([names.setdefault(n, len(names)) for n in nodes])
+        counts = np.repeat([n.count for n in cluster.nodes], [n.copies for n in cluster.nodes])
+        self.node = np.repeat(np.arange(len(counts)), counts)
         self._times: dict[object, NodeTimes] = {}
         self._layers: dict[object, Layers] = {}
         self._shared: dict[object, dict[Key, Share]] = {}

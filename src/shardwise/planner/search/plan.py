@@ -6,7 +6,6 @@ why: its estimate, the runners-up, the gaps, what limits it and what relaxing th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -135,8 +134,7 @@ def _limits(search: Search, graph: Graph, cluster: Cluster) -> Limits:
     named = len({block for block in search.fold.blocks if block})
     modules = len({p.name.rpartition(".")[0] for p in graph.parameters})
     cuts = any(dim is not None for dim in search.bank.inputs.values())
-    names = [cluster.node_of(rank).name for rank in range(cluster.num_ranks)]
-    node = max(Counter(names).values())
+    node = max(node.count for node in cluster.nodes)
     return Limits(
         ranks=cluster.num_ranks,
         rows=search.bank.rows if cuts else 1,
