@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format docs zoo bench bench-pipeline bench-recompute demo gpu clean
+.PHONY: help setup test test-slow lint format docs zoo bench bench-pipeline bench-recompute bench-reality bench-unequal demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,12 @@ bench-recompute: setup ## Compare predicted with measured memory, with and witho
 
 bench-pipeline: setup ## Compare pipelines with torch.distributed.pipelining
 	@$(PY) -m benchmarks.pipeline $(BENCH_ARGS)
+
+bench-reality: setup ## Compare automatic plans with DDP, FSDP2 and every strategy
+	@$(PY) -m benchmarks.reality $(BENCH_ARGS)
+
+bench-unequal: setup ## Compare automatic plans with even shares on ranks of unequal speed
+	@$(PY) -m benchmarks.unequal $(BENCH_ARGS)
 
 clean: ## Remove build outputs and caches, keep .venv
 	@rm -rf build dist docs/_build out zoo-results .shardwise-cache
