@@ -29,6 +29,7 @@ DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 MIXED_SIZE = {"cpu": 256, "cuda": 4096}
+CHAIN = 64  # calls of a chain, and as many in its backward
 WINDOW_S = 0.4
 LONGEST_CALL_S = 0.15  # products that would take longer are left out: emulated dtypes
 
@@ -39,7 +40,7 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
     kept = slice(None, None, 2) if quick else slice(None)
     progress("the cost of a call")
     overhead_s = _overhead(clock)
-    found: dict[str, Any] = {"overhead_s": overhead_s, "matmul": {}, "attention": {}}
+    found: dict[str, Any] = {"overhead_s": _recorded(clock), "matmul": {}, "attention": {}}
     paces = [_pace(clock, progress)]  # the best of several: a slow rank is slow at all times
     for dtype in DTYPES[kind]:
         name = str(dtype).removeprefix("torch.")
@@ -86,6 +87,19 @@ def _overhead(clock: Clock) -> float:
     x = torch.ones(4, device=clock.device)
     out = torch.empty_like(x)
     return clock.seconds(lambda: torch.add(x, x, out=out))
+
+
+def _recorded(clock: Clock) -> float:
+    """The cost of a call as training makes it: recorded by autograd, or made by its backward."""
+    x = torch.ones(4, device=clock.device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(CHAIN):
+            y = torch.mul(y, 1.0)
+        torch.autograd.grad(y.sum(), x)
+
+    return clock.seconds(chain) / (2 * CHAIN)
 
 
 def _products(
