@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import BatchError, PlanError
+from shardwise.errors import BatchError
 from shardwise.frontend import capture, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.plans.execution import check_types
 
 
 def capture_for_plan(
@@ -50,18 +51,7 @@ def capture_for_plan(
 
 def require_precision(graph: Graph, plan: Plan) -> None:
     """Raise when the graph was not captured in the number types of the plan."""
-    precision = plan.precision
-    if not precision.compute or precision.autocast:
-        return
-    wanted = getattr(torch, precision.compute)
-    for parameter in graph.parameters:
-        found = graph.values[parameter.value].dtype
-        if found.is_floating_point and found not in (wanted, torch.float64):
-            raise PlanError(
-                f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
-                f"{str(found).removeprefix('torch.')}",
-                hint="graph = sw.capture_for_plan(model, batch, plan)",
-            )
+    check_types(graph, plan.precision)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:

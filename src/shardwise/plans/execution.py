@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
+from shardwise.ir import Graph
 from shardwise.plans.fields import read_fields
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -48,6 +51,21 @@ class Stage:
         except ShardwiseError as error:
             raise PlanError(error.message, where=where, hint=error.hint) from None
         return Stage(first=fields["first"], ranks=parse_ranks(fields["ranks"], where), mesh=mesh)
+
+
+def check_types(graph: Graph, precision: Precision) -> None:
+    """Raise when a graph was not captured in the number types that are asked for."""
+    if not precision.compute or precision.autocast:
+        return
+    wanted = getattr(torch, precision.compute)
+    for parameter in graph.parameters:
+        found = graph.values[parameter.value].dtype
+        if found.is_floating_point and found not in (wanted, torch.float64):
+            raise PlanError(
+                f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
+                f"{str(found).removeprefix('torch.')}",
+                hint="graph = sw.capture_for_plan(model, batch, plan)",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,11 +45,11 @@ class Levels:
         for table, kinds in ((forward, (0,)), (backward, (1, 2))):
             mine = np.flatnonzero(np.isin(self.kind, kinds))
             table[self.stage[mine] + 1, self.microbatch[mine]] = mine
-        here, count = self.stage + 1, self.microbatch
+        here, number = self.stage + 1, self.microbatch
         is_forward, is_weight = self.kind == 0, self.kind == 3
-        first = np.where(is_forward, forward[here - 1, count], forward[here, count])
-        first = np.where(is_weight, backward[here, count], first)
-        second = np.where(is_forward | is_weight, -1, backward[here + 1, count])
+        first = np.where(is_forward, forward[here - 1, number], forward[here, number])
+        first = np.where(is_weight, backward[here, number], first)
+        second = np.where(is_forward | is_weight, -1, backward[here + 1, number])
         return np.stack([first, second], axis=1)
 
     def _rounds(self) -> list[Ints]:

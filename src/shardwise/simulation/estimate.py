@@ -6,7 +6,7 @@ several settings of one model share: the planner asks for thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from shardwise.schedules import Schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Key, Layers, Share, StageCost, stage_cost
+from shardwise.simulation.stages import Key, Layers, Share, StageCost, stage_cost, with_offload
 from shardwise.simulation.step import Timeline, play_step
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.works import Works
@@ -103,9 +103,18 @@ class Evaluator:
         self._shared: dict[object, dict[Key, Share]] = {}
         self._stages: dict[object, tuple[StageCost, StageMemory]] = {}
         self._schedules: dict[object, Schedule] = {}
+        self._signatures: dict[int, tuple[Group, object]] = {}
 
-    def estimate(self, works: Mapping[Mesh, Works] | Works, setting: Setting) -> Estimate:
-        """The predicted step; `works` by the mesh of a group where groups differ."""
+    def estimate(
+        self,
+        works: Mapping[Mesh, Works] | Works,
+        setting: Setting,
+        watched: Collection[int] | None = None,
+    ) -> Estimate:
+        """The predicted step; `works` by the mesh of a group where groups differ.
+
+        Memory is worked out for the groups in `watched`, by default for all.
+        """
         found = [self._group(works, setting, number) for number in range(len(setting.groups))]
         bounds = [*setting.cuts, self.fold.size]
         stages: list[StageCost] = []
@@ -132,6 +141,7 @@ class Evaluator:
             memory=tuple(
                 group_memory(number, memories[number], schedule, setting, tightest[number])
                 for number in range(len(setting.groups))
+                if watched is None or number in watched
             ),
             stages=tuple(stages),
             rows=any_works.rows,
@@ -200,19 +210,21 @@ class Evaluator:
 
     def _signature(self, group: Group) -> object:
         """What the times of a group depend on: its devices, and how it lies on nodes."""
-        ranks = np.array(group.ranks)
-        nodes = self.node[ranks]
-        return (group.mesh, self.kind[ranks].tobytes(), (nodes - nodes[0]).tobytes())
+        known = self._signatures.get(id(group))
+        if known is None or known[0] is not group:
+            nodes = self.node[group.array]
+            found = (group.mesh, self.kind[group.array].tobytes(), (nodes - nodes[0]).tobytes())
+            known = self._signatures[id(group)] = (group, found)
+        return known[1]
 
     def _classes(self, group: Group, works: Works, microbatches: int) -> list[_Class]:
         """The distinct devices and shares among a group's ranks."""
         shares = _shares(group.mesh, works.batch)
         total = float(shares.sum()) or 1.0
         rows = works.rows / microbatches
-        found: dict[tuple[int, float], None] = {}
-        for rank, share in zip(group.ranks, np.broadcast_to(shares, group.mesh.shape).ravel()
-                               if group.mesh.axes else [1.0], strict=True):  # fmt: skip
-            found.setdefault((int(self.kind[rank]), float(share)))
+        wide = np.broadcast_to(shares, group.mesh.shape).ravel() if group.mesh.axes else [1.0]
+        pairs = np.stack([self.kind[group.array], wide], axis=1)
+        found = [(int(kind), float(share)) for kind, share in np.unique(pairs, axis=0)]
         ranks = _batch_ranks(group.mesh, works.batch)
         even = len(set(shares.ravel().tolist())) == 1
         classes = []
@@ -244,7 +256,11 @@ class Evaluator:
             stage_memory(first, end, most, group, setting, cuda=kind.device.kind == "cuda")
             for kind, _, most in classes
         ]
-        cost = max(costs, key=lambda c: c.forward + c.backward)
+        at = max(range(len(costs)), key=lambda i: costs[i].forward + costs[i].backward)
+        cost = costs[at]
+        if memories[at].offloaded:
+            seconds = memories[at].offloaded / classes[at][0].device.host_bytes_per_s
+            cost = with_offload(cost, seconds)
         return cost, max(memories, key=lambda m: m.need("B", "middle").total)
 
 

@@ -180,7 +180,7 @@ class Liveness:
     ) -> None:
         at, last = memory.made, max(memory.used, default=memory.made)
         if not keepers:
-            _between(found["unsaved" + mode], at, last, memory.size)
+            _between(found["unsaved" + mode], at, last + 1, memory.size)
             return
         found["saved" + mode][at] += memory.size
         found["held" + mode][min(keepers)] += memory.size
@@ -274,7 +274,7 @@ class _Gradients:
 
 def _between(array: Floats, first: int, last: int, size: float) -> None:
     """Add at the positions after `first` and before `last`, as differences."""
-    if last > first:
+    if last > first + 1:
         array[first + 1] += size
         array[last] -= size
 

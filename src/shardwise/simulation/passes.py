@@ -102,8 +102,10 @@ class StageMemory:
         self._needs: dict[tuple[str, str], Need] = {}
         self._gathered()
         self._activations()
+        self.offloaded = 0.0  # of a micro-batch, to host memory and back
         if "activations" in setting.offload and cuda:
-            self.kept *= 0.1
+            self.offloaded = 0.9 * self.kept
+            self.kept -= self.offloaded
 
     def need(self, action: str, kind: str = "") -> Need:
         """The most that an action F, B, I or W needs; `kind` says which backward of a step."""

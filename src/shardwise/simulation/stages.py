@@ -6,7 +6,7 @@ of positions in one block: what is gathered, recomputed and synchronized togethe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -233,6 +233,25 @@ def stage_cost(
         update_gather=update,
         update_s=clock.update(layers.device, numel, squares / numel if numel else 0.0, tensors),
     )
+
+
+def with_offload(cost: StageCost, seconds: float) -> StageCost:
+    """A stage whose activations go to host memory and back: what of it nothing hides.
+
+    The way there is hidden behind forward as far as that lasts; the way back is not.
+    """
+    unit = UnitCost(
+        name="",
+        first=cost.units[-1].end,
+        end=cost.units[-1].end,
+        forward=max(0.0, seconds - cost.forward),
+        backward=seconds,
+        weight=0.0,
+        forward_talk=0.0,
+        backward_talk=0.0,
+        again=0.0,
+    )
+    return replace(cost, units=(*cost.units, unit))
 
 
 def _messages(

@@ -131,7 +131,7 @@ def _send(stage: StageCost, stages: Sequence[StageCost], setting: Setting, clock
     here, there = setting.groups[stage.group], setting.groups[stages[stage.index + 1].group]
     if here is there:
         return 0.0
-    return clock.collective("send", _pairs(here.ranks, there.ranks)).seconds(stage.send_bytes)
+    return clock.collective("send", pairs(here.array, there.array)).seconds(stage.send_bytes)
 
 
 class _Play:
@@ -287,9 +287,9 @@ def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:
     return seconds
 
 
-def _pairs(here: Sequence[int], there: Sequence[int]) -> NDArray[np.int64]:
+def pairs(here: NDArray[np.int64], there: NDArray[np.int64]) -> NDArray[np.int64]:
     """Who sends to whom, where one group has more ranks than the other."""
-    count = max(len(here), len(there))
-    left = [here[i * len(here) // count] for i in range(count)]
-    right = [there[i * len(there) // count] for i in range(count)]
-    return np.array([left, right], dtype=np.int64).T
+    numbers = np.arange(max(len(here), len(there)))
+    left = here[numbers * len(here) // len(numbers)]
+    right = there[numbers * len(there) // len(numbers)]
+    return np.stack([left, right], axis=1)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, call_seconds, kernel_seconds
@@ -48,6 +50,11 @@ class Group:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @cached_property
+    def array(self) -> NDArray[np.int64]:
+        """The ranks as an array."""
+        return np.array(self.ranks, dtype=np.int64)
+
     def along(self, axes: Sequence[str]) -> np.ndarray:
         """The groups of ranks that talk along these axes, as rows; an axis of one rank is none."""
         key = tuple(axes)
@@ -57,7 +64,7 @@ class Group:
 
     def _find(self, axes: tuple[str, ...]) -> np.ndarray:
         wanted = [a for a in axes if a in self.mesh.names]
-        grid = np.array(self.ranks, dtype=np.int64).reshape(self.mesh.shape or (1,))
+        grid = self.array.reshape(self.mesh.shape or (1,))
         names = list(self.mesh.names)
         order = [names.index(a) for a in names if a not in wanted]
         order += [names.index(a) for a in wanted]

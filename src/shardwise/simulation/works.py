@@ -42,7 +42,7 @@ class Works:
 
         `exact` lowers a program for them, so that every call has its shapes.
         """
-        if not self.batch or self.rows <= 1:
+        if not self.batch or self.rows <= 1 or rows >= self.rows:
             return self._lowered(1)
         if exact:
             return self._lowered(self._division(min(self.rows, max(1, round(rows)))))
@@ -62,9 +62,9 @@ class Works:
             return one, more if one.rows < more.rows and one.alike(more) else one
         for least in (2, 1, 4):  # one row alone may be a view where more need a copy
             one, two, more = (self._lowered(-(-self.rows // (least * k))) for k in (1, 2, 4))
-            if one.rows < two.rows < more.rows and one.alike(two) and one.alike(more):
-                if all(_on_line(one, two, other) for other in (more, self._lowered(1))):
-                    return one, two
+            grows = one.rows < two.rows < more.rows and one.alike(two) and one.alike(more)
+            if grows and all(_on_line(one, two, other) for other in (more, self._lowered(1))):
+                return one, two
         return one, one
 
     def _division(self, rows: int) -> int:

@@ -24,15 +24,17 @@ from shardwise.planner.search.infeasible import infeasible
 from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Found, Search
-from shardwise.planner.search.space import Fixed, Limits, Point, points
+from shardwise.planner.search.space import Fixed, Limits, Point, divisors, points
 from shardwise.planner.search.write import write_plan
 from shardwise.plans import Plan, Precision
+from shardwise.plans.execution import check_types
 from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 
 MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
+TENSOR_AXES = ("tp", "tp1")
 SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
 
 
@@ -55,7 +57,10 @@ def plan(
     `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.
     """
     fixed = Fixed.of(options)
+    if memory_gib is not None and not memory_gib > 0:
+        raise PlanError(f"memory_gib={memory_gib!r}", hint="a number above 0: memory_gib=70")
     kinds = Precision.of(precision)
+    check_types(graph, kinds)
     with Progress("planning", shown=progress) as bar:
         search = _prepare(graph, cluster, constraints, memory_gib, kinds, table, bar.update)
         limits = _limits(search, graph, cluster)
@@ -181,6 +186,12 @@ def fixed_parameters(
         for parameter in matched:
             shape = graph.values[parameter.value].shape
             for axis, cut in cuts.items():
+                if axis not in TENSOR_AXES:
+                    near = did_you_mean(str(axis), TENSOR_AXES)
+                    raise PlanError(
+                        f"constraint {glob!r}: no mesh axis {axis!r} cuts parameters{near}",
+                        hint='{"tp": "0"}, or "0" alone',
+                    )
                 try:
                     placement = REPLICATE if cut == "whole" else parse_shard(str(cut), shape)
                 except RuleError as error:
@@ -211,7 +222,7 @@ def _check_fixed(fixed: Fixed, cluster: Cluster, limits: Limits) -> None:
         if size < 1 or total % size:
             raise InfeasiblePlan(
                 f"{axis}={size} does not divide the {total} ranks of {cluster.name}",
-                hint=f"{axis}={max(d for d in range(1, total + 1) if total % d == 0 and d <= max(size, 1))}",
+                hint=f"{axis}={max(d for d in divisors(total) if d <= max(size, 1))}",
             )
     product = 1
     for size in sizes.values():

@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.cluster import Device
-from shardwise.cost import call_seconds, call_signature, cost_of, kernel_seconds
-from shardwise.ir import Graph, Node
+from shardwise.cost import CallCost, call_cost, kernel_seconds
+from shardwise.ir import Graph, Node, Parameter, TensorType
 from shardwise.planner.layouts.task import LayoutTask, Placements
 from shardwise.program.local import local_call
 from shardwise.program.moves import plan_moves
@@ -49,27 +49,13 @@ class CallPrices:
         self.coordinate = {axis.name: (0, axis.ranks) for axis in task.axes}
         self.parameters = {p.value: p for p in graph.parameters}
         self.by_name = {p.name: p for p in graph.parameters}
-        self.whole = {s.value for s in (*graph.inputs, *graph.buffers, *graph.constants)}
+        self.whole = {i.value for i in graph.inputs} | {b.value for b in graph.buffers}
+        self.whole |= {c.value for c in graph.constants}
 
     def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
         """Forward and backward of a node on its local shapes."""
-        needs, gives = self._layouts(node, choice)
-        call = local_call(
-            node,
-            self.facts,
-            self.graph.values,
-            [(axis, c.choice) for axis, c in zip(self.names, choice, strict=True)],
-            needs,
-            gives,
-            self.coordinate,
-        )
-        signature = self._signature(node, call.fn, call.args, call.kwargs, needs, gives)
-        cost = cost_of(signature)
-        if self.clock.table is None:
-            seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
-        else:
-            took = call_seconds(signature, self.device, self.clock.table)
-            seconds = took.forward_s + took.backward_s
+        cost = self._cost(node, choice)
+        seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
         for talk in (*cost.talks, *cost.talks_backward):
             seconds += self.clock.talk(talk.op, self.group, talk.axes, talk.num_bytes)
         return seconds
@@ -114,20 +100,10 @@ class CallPrices:
 
     def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
         """What a node keeps for backward."""
-        needs, gives = self._layouts(node, choice)
-        call = local_call(
-            node,
-            self.facts,
-            self.graph.values,
-            [(axis, c.choice) for axis, c in zip(self.names, choice, strict=True)],
-            needs,
-            gives,
-            self.coordinate,
-        )
-        cost = cost_of(self._signature(node, call.fn, call.args, call.kwargs, needs, gives))
+        cost = self._cost(node, choice)
         return float(sum(s.num_bytes for s in cost.saved if s.operand is None))
 
-    def _parameter(self, name: str) -> object:
+    def _parameter(self, name: str) -> Parameter:
         return self.by_name.get(name) or self.parameters[name]
 
     def _layouts(
@@ -148,26 +124,33 @@ class CallPrices:
         kind = self.graph.values[value]
         return float(prod(local_shape(layout, kind.shape, self.coordinate)) * kind.dtype.itemsize)
 
-    def _signature(self, node, fn, args, kwargs, needs, gives):  # type: ignore[no-untyped-def]
-        types = self.graph.values
+    def _cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
+        """The cost of a node's call on its local shapes."""
+        needs, gives = self._layouts(node, choice)
+        call = local_call(
+            node,
+            self.facts,
+            self.graph.values,
+            [(axis, c.choice) for axis, c in zip(self.names, choice, strict=True)],
+            needs,
+            gives,
+            self.coordinate,
+        )
         grads = self.facts.carries_grad
         trained = node.grad_enabled and any(o in grads for o in node.outputs)
-        operands = [
-            type(types[n])(local_shape(layout, types[n].shape, self.coordinate), types[n].dtype)
-            for n, layout in zip(node.inputs, needs, strict=True)
-        ]
-        results = [
-            type(types[n])(local_shape(layout, types[n].shape, self.coordinate), types[n].dtype)
-            for n, layout in zip(node.outputs, gives, strict=True)
-        ]
-        return call_signature(
-            fn,
-            args,
-            kwargs,
-            operands,
+        return call_cost(
+            call.fn,
+            call.args,
+            call.kwargs,
+            [self._local(n, layout) for n, layout in zip(node.inputs, needs, strict=True)],
             frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads),
             frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
-            results=results,
+            results=[self._local(n, layout) for n, layout in zip(node.outputs, gives, strict=True)],
             autocast=node.autocast,
-            function=self.graph.functions.get(fn),
+            function=self.graph.functions.get(call.fn),
+            device=self.device.kind,
         )
+
+    def _local(self, value: str, layout: Layout) -> TensorType:
+        kind = self.graph.values[value]
+        return TensorType(local_shape(layout, kind.shape, self.coordinate), kind.dtype)

@@ -25,7 +25,7 @@ from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.play import play_forward
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import StageCost, UnitCost
-from shardwise.simulation.step import _pairs, play_step
+from shardwise.simulation.step import pairs, play_step
 from shardwise.simulation.times import Clock, Group
 
 TIMES = (
@@ -103,8 +103,8 @@ def send_seconds(
     here, there = (setting.groups[s.group] for s in stages[stage.index : stage.index + 2])
     if here is there:
         return 0.0
-    pairs = cast("Any", _pairs(here.ranks, there.ranks))
-    return clock.collective("send", pairs).seconds(stage.send_bytes)
+    ranks = pairs(here.array, there.array)
+    return clock.collective("send", ranks).seconds(stage.send_bytes)
 
 
 def _known(units: list[dict[str, float]], unit: UnitCost) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.cluster import Device
 from shardwise.errors import ShardwiseError
@@ -29,6 +30,8 @@ from shardwise.simulation.memory import stage_memory
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.times import Group
+
+Ints = NDArray[np.int64]
 
 MOST_SIMULATED = 400
 RUNNERS_UP = 5
@@ -88,7 +91,7 @@ class _Core:
     """What points that differ in zero and offload share: when the work of each group ends."""
 
     setting: Setting
-    bounds: np.ndarray
+    bounds: Ints
     layers: Sequence[Layers]
     ends: dict[int, float]
     seconds: float
@@ -170,6 +173,11 @@ class Search:
             if tried % 20 == 0:
                 self.report(f"simulated {tried} points")
         feasible.sort(key=lambda c: (c.estimate.step_time_s, str(c.point)))
+        while feasible:  # the first of them with the memory of every group
+            feasible[0] = self.simulate(feasible[0].point, whole=True)
+            if feasible[0].estimate.fits:
+                break
+            infeasible.append(feasible.pop(0))
         return Found(
             feasible=tuple(feasible),
             infeasible=tuple(infeasible),
@@ -178,12 +186,15 @@ class Search:
             points=sum(map(len, families.values())),
         )
 
-    def simulate(self, point: Point) -> Candidate:
-        """The simulated step of a point."""
-        if point not in self._simulated:
+    def simulate(self, point: Point, *, whole: bool = False) -> Candidate:
+        """The simulated step of a point; with `whole` the memory of all groups of ranks."""
+        if whole or point not in self._simulated:
             layouts = self.bank.get(point.tp, point.layout)
             setting = self.setting(point, layouts)
-            estimate = self._limited(self.evaluator.estimate(layouts.works, setting))
+            watched = None
+            if len(self.evaluator.devices) == 1 and not whole:  # mostly the first or the last
+                watched = {0, 1, point.pp - 1}
+            estimate = self._limited(self.evaluator.estimate(layouts.works, setting, watched))
             self._simulated[point] = Candidate(
                 point=point, setting=setting, estimate=estimate, layouts=layouts
             )
@@ -264,7 +275,7 @@ class Search:
         )
 
     def _times(
-        self, layers: Sequence[Layers], bounds: np.ndarray, placement: Sequence[int], alike: bool
+        self, layers: Sequence[Layers], bounds: Ints, placement: Sequence[int], alike: bool
     ) -> np.ndarray:
         """Forward and backward of one micro-batch, of every stage."""
         if alike:
@@ -278,9 +289,7 @@ class Search:
             ]
         )
 
-    def _tail(
-        self, stages: Sequence[int], bounds: Sequence[int], layers: Layers, setting: Setting
-    ) -> float:
+    def _tail(self, stages: Sequence[int], bounds: Ints, layers: Layers, setting: Setting) -> float:
         """The optimizer's reading and writing, at least."""
         device = self._device(setting.groups[setting.placement[stages[0]]])
         numel = 0.0
@@ -295,7 +304,7 @@ class Search:
         point: Point,
         group: int,
         stages: Sequence[int],
-        bounds: Sequence[int],
+        bounds: Ints,
         layers: Layers,
         setting: Setting,
     ) -> float:
@@ -325,8 +334,9 @@ class Search:
     # ------------------------------------------------------------ parts
 
     def _device(self, group: Group) -> Device:
-        kinds = {int(self.evaluator.kind[rank]) for rank in group.ranks}
-        return min((self.evaluator.devices[k] for k in kinds), key=lambda d: d.usable_bytes)
+        kinds: list[int] = np.unique(self.evaluator.kind[group.array]).tolist()
+        found: list[Device] = [self.evaluator.devices[kind] for kind in kinds]
+        return min(found, key=lambda device: device.usable_bytes)
 
     def _layers(self, layouts: Layouts, setting: Setting, group: int) -> Layers:
         found = self.evaluator.group_layers(layouts.works, setting, group)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.errors import InfeasiblePlan, did_you_mean
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.plans.execution import OFFLOADS
+from shardwise.schedules import NAMES
 
 RECOMPUTES = ("none", "selective", "full")
 MOST_STAGES = 128
@@ -88,7 +90,7 @@ class Fixed:
         known = Fixed.__slots__
         for name in options:
             if name not in known:
-                raise InfeasiblePlan(
+                raise PlanError(
                     f"plan() has no option {name!r}{did_you_mean(name, list(known))}",
                     hint=", ".join(known),
                 )
@@ -97,7 +99,30 @@ class Fixed:
             options = {**options, "offload": (offload,)}
         elif offload is not None:
             options = {**options, "offload": tuple(offload)}  # type: ignore[arg-type]
-        return Fixed(**options)  # type: ignore[arg-type]
+        made = Fixed(**options)  # type: ignore[arg-type]
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise where a value is none that the option can have."""
+        for name in ("dp", "tp", "pp", "virtual_stages", "microbatches"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not whole or value < 1):
+                raise PlanError(f"{name}={value!r}", hint="a whole number of at least 1")
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero!r}", hint="0, 1, 2 or 3")
+        known = {"schedule": NAMES, "recompute": RECOMPUTES}
+        for name, values in known.items():
+            value = getattr(self, name)
+            if value is not None and value not in values:
+                near = did_you_mean(str(value), values)
+                raise PlanError(f"{name}={value!r}{near}", hint=", ".join(values))
+        for what in self.offload or ():
+            if what not in OFFLOADS:
+                raise PlanError(
+                    f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
+                )
 
 
 def divisors(number: int) -> list[int]:

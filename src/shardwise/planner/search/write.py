@@ -38,7 +38,7 @@ def write_plan(
     stages = tuple(
         Stage(
             first=places[first] if first else "",
-            ranks=_numbered(setting.groups, group),
+            ranks=setting.groups[group].ranks,
             mesh=meshes[group],
         )
         for first, group in zip(setting.cuts, setting.placement, strict=True)
@@ -63,10 +63,6 @@ def write_plan(
         offload=point.offload,
         search=search,
     )
-
-
-def _numbered(groups: object, group: int) -> tuple[int, ...]:
-    return groups[group].ranks  # type: ignore[index]
 
 
 def _parameters(
