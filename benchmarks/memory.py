@@ -67,9 +67,9 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any], str]] = {
         "hybrid", 1024, 256, 8192,
         {"dp": 16, "tp": 8, "pp": 8, "zero": 1, "num_microbatches": 16}, "last",
     ),
-    "dp 64 x tp 4 x pp 4 on 1,024, recomputed": (
-        "hybrid", 1024, 1024, 8192,
-        {"dp": 64, "tp": 4, "pp": 4, "zero": 2, "num_microbatches": 8, "recompute": "full"},
+    "dp 32 x tp 8 x pp 4 on 1,024, recomputed": (
+        "hybrid", 1024, 256, 8192,
+        {"dp": 32, "tp": 8, "pp": 4, "zero": 2, "num_microbatches": 8, "recompute": "full"},
         "first",
     ),
 }  # fmt: skip

@@ -69,6 +69,7 @@ class Moment:
     results: tuple[tuple[str, str], ...]  # value, memory
     keeps: frozenset[str] = frozenset()  # memory of operands or results that backward needs
     own_bytes: float = 0.0  # kept beside them
+    result_bytes: float = 0.0  # of these, what a product itself makes, not what it is made from
     made_bytes: float = 0.0  # of results with memory of their own, with what is temporary
     gradients: tuple[tuple[str, float], ...] = ()  # value, new bytes
     backward_temporary_bytes: float = 0.0
@@ -150,10 +151,12 @@ class Liveness:
         found |= {f"unsaved{m}": np.zeros(self.count + 1) for m in MODES}
         found["shared"] = np.zeros(self.count + 1)
         for moment in self.moments:
-            modes = ["", "_selective"] if moment.product else [""]
-            for mode in MODES if not self.blocks[moment.node] else modes:
-                found["saved" + mode][moment.node] += moment.own_bytes
-                found["held" + mode][moment.node] += moment.own_bytes
+            inside = bool(self.blocks[moment.node])
+            again = moment.result_bytes if moment.product else 0.0
+            kept = (moment.own_bytes, again, 0.0) if inside else (moment.own_bytes,) * 3
+            for mode, size in zip(MODES, kept, strict=True):
+                found["saved" + mode][moment.node] += size
+                found["held" + mode][moment.node] += size
         for memory in self.memory.values():
             for mode, keepers in zip(MODES, self._keepers(memory), strict=True):
                 self._place(found, mode, memory, keepers)

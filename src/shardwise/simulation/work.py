@@ -258,14 +258,14 @@ class _Reader:
     def _moment(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> Moment:
         memory = [self.root.get(out, out) for out in step.outputs]
         keeps: set[str] = set()
-        own = 0.0
+        own: list[float] = []
         for saved in cost.saved:
             if saved.operand is not None:
                 keeps.add(roots[saved.operand])
             elif saved.result is not None:
                 keeps.add(memory[saved.result])
             else:
-                own += saved.num_bytes
+                own.append(float(saved.num_bytes))
         made = sum(self._bytes(o) for o, m in zip(step.outputs, memory, strict=True) if o == m)
         trained = [(step.inputs[i], float(size)) for i, size in cost.gradients]
         return Moment(
@@ -273,8 +273,9 @@ class _Reader:
             operands=step.inputs,
             results=tuple(zip(step.outputs, memory, strict=True)),
             keeps=frozenset(keeps),
-            own_bytes=own,
-            made_bytes=made + own + cost.forward_temporary_bytes,
+            own_bytes=sum(own),
+            result_bytes=own[0] if own else 0.0,
+            made_bytes=made + sum(own) + cost.forward_temporary_bytes,
             gradients=tuple((n, size) for n, size in trained if n not in self.parameters),
             backward_temporary_bytes=float(cost.backward_temporary_bytes),
             product=any(k.kind != "memory" and not is_cheap(k) for k in cost.forward),
