@@ -75,6 +75,7 @@ class Moment:
     backward_temporary_bytes: float = 0.0
     product: bool = False  # selective recomputation keeps its results
     waits: bool = False  # its weight's gradient may be computed later
+    is_move: bool = False
     passing: bool = False  # its backward needs no values: the second forward may end before it
 
 
@@ -84,7 +85,8 @@ class _Memory:
 
     size: float
     made: int
-    used: list[int] = field(default_factory=list)
+    home: str = ""  # the block that makes it
+    used: list[tuple[int, str]] = field(default_factory=list)  # nodes and their blocks
     keepers: list[int] = field(default_factory=list)
     product: bool = False
     trained: bool = False
@@ -108,20 +110,34 @@ class Liveness:
     def _read(self) -> None:
         roots: dict[str, str] = {}
         kept_products = self._kept_products()
+        around = self._around()
         for number, moment in enumerate(self.moments):
+            block = "" if number in around else self.blocks[moment.node]
             for name in moment.operands:
                 found = self.memory.get(roots.get(name, name))
                 if found is not None:
-                    found.used.append(moment.node)
+                    found.used.append((moment.node, block))
             for name, memory in moment.results:
                 roots[name] = memory
                 if memory == name:
-                    self.memory[name] = _Memory(self.sizes[name], moment.node)
+                    self.memory[name] = _Memory(self.sizes[name], moment.node, block)
                     self.memory[name].trained = name in self.trained
                     self.memory[name].product = number in kept_products
             for memory in moment.keeps:
                 if memory in self.memory:
                     self.memory[memory].keepers.append(moment.node)
+
+    def _around(self) -> set[int]:
+        """Moves whose results several blocks use: they run before the first of these."""
+        users: dict[str, set[str]] = {}
+        for moment in self.moments:
+            for name in moment.operands:
+                users.setdefault(name, set()).add(self.blocks[moment.node])
+        return {
+            number
+            for number, moment in enumerate(self.moments)
+            if moment.is_move and any(len(users.get(name, ())) > 1 for name, _ in moment.results)
+        }
 
     def _kept_products(self) -> set[int]:
         """Steps whose results selective recomputation puts aside (`runtime.recompute`).
@@ -168,9 +184,9 @@ class Liveness:
 
     def _keepers(self, memory: _Memory) -> tuple[list[int], list[int], list[int]]:
         """The nodes for whose backward a value is kept: plainly, selectively, with full blocks."""
-        home = self.blocks[memory.made]
+        home = memory.home
         outside = [k for k in memory.keepers if not self.blocks[k]]
-        entered = [u for u in memory.used if self.blocks[u] and self.blocks[u] != home]
+        entered = [u for u, block in memory.used if block and block != home]
         full = sorted({*outside, *entered})
         selective = full
         if home and memory.product:
@@ -181,14 +197,19 @@ class Liveness:
     def _place(
         self, found: Mapping[str, Floats], mode: str, memory: _Memory, keepers: list[int]
     ) -> None:
-        at, last = memory.made, max(memory.used, default=memory.made)
+        at = memory.made
+        last = max((node for node, _ in memory.used), default=at)
         if not keepers:
             _between(found["unsaved" + mode], at, last + 1, memory.size)
             return
         found["saved" + mode][at] += memory.size
-        found["held" + mode][min(keepers)] += memory.size
+        # What one block gives to the next is counted where that needs it. What many use is counted
+        # once, where it is made: a folded node would count it for every layer.
+        many = len({block for _, block in memory.used} | {memory.home}) > 2
+        first = at if many else min(keepers)
+        found["held" + mode][first] += memory.size
         if not mode and not memory.trained:  # a later stage computes it again, for its own
-            _between(found["shared"], min(keepers), max(keepers) + 1, memory.size)
+            _between(found["shared"], first, max(keepers) + 1, memory.size)
 
     def _forward(self) -> dict[str, Floats]:
         extra = np.zeros(self.count)

@@ -227,6 +227,8 @@ class _Reader:
         if backward and self._has_grad(source):
             self.talks.append(Talk(at, BACKWARD, backward, step.axes, whole))
         gave, back = MOVED[step.fn]
+        if step.fn in ("rt.shard", "rt.take") and self._is_outermost(step):
+            gave = 0  # a part of the whole's memory
         if not gave:
             self.root[target] = self.root.get(source, source)
             del self.made[target]
@@ -239,9 +241,16 @@ class _Reader:
                 made_bytes=size * min(gave, 1) + max(size, from_size) * max(gave - 1, 0),
                 gradients=((source, from_size * min(back, 1)),) if self._has_grad(source) else (),
                 backward_temporary_bytes=max(size, from_size) * max(back - 1, 0),
+                is_move=True,
                 passing=True,
             )
         )
+
+    def _is_outermost(self, step: Step) -> bool:
+        """Whether the dim that a move cuts has nothing but dims of one element before it."""
+        dim = next((arg for arg in step.args if isinstance(arg, int)), 0)
+        shape = self.program.values[step.inputs[0]].type.shape
+        return all(size == 1 for size in shape[: dim % max(len(shape), 1)])
 
     def _call(self, step: Step, at: int) -> None:
         call = self._signature(step)
