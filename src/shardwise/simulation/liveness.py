@@ -212,9 +212,13 @@ class Liveness:
             _between(found["shared"], first, max(keepers) + 1, memory.size)
 
     def _forward(self) -> dict[str, Floats]:
-        extra = np.zeros(self.count)
+        """The most that a node's steps have made, with what they need for a moment."""
+        extra, made = np.zeros(self.count), np.zeros(self.count)
         for moment in self.moments:
-            extra[moment.node] = max(extra[moment.node], moment.made_bytes)
+            at = moment.node
+            extra[at] = max(extra[at], made[at] + moment.made_bytes)
+            made[at] += moment.own_bytes
+            made[at] += sum(self.sizes[name] for name, memory in moment.results if name == memory)
         return {"forward_extra": extra}
 
     def _waiting(self) -> Floats:

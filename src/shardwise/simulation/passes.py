@@ -261,8 +261,9 @@ class StageMemory:
             start, last = np.maximum(starts, 0), np.maximum(ends - 1, 0)
             whole = np.cumsum(plain)
             kept_again = kept[start] - held[start] + whole - whole[start] + plain[start]
-            made = np.cumsum(np.maximum(self.cut("saved") - self.cut("saved" + self.mode), 0.0))
-            fresh = made - made[start] + self.cut("saved")[start]
+            new = np.maximum(self.cut("saved") - self.cut("saved" + self.mode), 0.0)
+            made = np.cumsum(new) - new  # before each position
+            fresh = made - made[start]
             extra = self.cut("unsaved") + self.cut("forward_extra")
             again = kept[last] + fresh + extra + self.cut("gradients")[last]
             self.again = np.where(inside, again, 0.0)
@@ -270,7 +271,8 @@ class StageMemory:
         self.kept_at = self.entered + kept
 
     def _forward(self) -> Need:
-        kept = np.cumsum(self.cut("saved" + self.mode))
+        saved = self.cut("saved" + self.mode)
+        kept = np.cumsum(saved) - saved
         rest = self.cut("unsaved" + self.mode) + self.cut("forward_extra") + self.whole_forward
         entered = self.entered + min(self.received, float(self.kept))
         return _most(np.zeros_like(kept), kept + entered, rest)

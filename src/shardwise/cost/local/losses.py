@@ -34,10 +34,14 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (result,) = ctx.saved_tensors
         grad = grads[0].to(wide(grads[0].dtype))
-        weighted = grad if ctx.log else grad * result
-        total = all_reduce(weighted.sum(ctx.dim, keepdim=True), ctx.axis)
-        factor = result.to(grad.dtype).exp() if ctx.log else result
-        return (weighted - factor * total).to(ctx.dtype), None, None, None, None
+        if ctx.log:  # in one expression, as the runtime: nothing lives longer than there
+            total = all_reduce(grad.sum(ctx.dim, keepdim=True), ctx.axis)
+            found = grad - result.to(grad.dtype).exp() * total
+        else:
+            weighted = grad * result
+            total = all_reduce(weighted.sum(ctx.dim, keepdim=True), ctx.axis)
+            found = weighted - result * total
+        return found.to(ctx.dtype), None, None, None, None
 
 
 def softmax(
