@@ -85,6 +85,8 @@ class Works:
         for assignment in self.assignments:
             ranks = assignment.ranks
             if self.roles[assignment.axis] == "batch":
+                if parts == 1:  # nothing is cut: a plan's mesh has no such axis
+                    continue
                 ranks = parts if assignment.axis == self.batch[0] else 1
             found.append(replace(assignment, ranks=ranks))
         graph = self.fold.graph

@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Mesh
 from shardwise.cost import OpTable
-from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
+from shardwise.errors import InfeasiblePlan, PlanError, RuleError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
@@ -26,12 +26,15 @@ from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Found, Search
 from shardwise.planner.search.space import Fixed, Limits, Point, divisors, points
 from shardwise.planner.search.write import write_plan
-from shardwise.plans import Plan, Precision
+from shardwise.planner.strategies.fields import batch_inputs
+from shardwise.plans import Plan, Precision, model_fingerprint
 from shardwise.plans.execution import check_types
+from shardwise.program.pipeline import check_micro_batches
 from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
+from shardwise.simulation.times import Group
 
 MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
 TENSOR_AXES = ("tp", "tp1")
@@ -63,7 +66,7 @@ def plan(
     check_types(graph, kinds)
     with Progress("planning", shown=progress) as bar:
         search = _prepare(graph, cluster, constraints, memory_gib, kinds, table, bar.update)
-        limits = _limits(search, graph, cluster)
+        limits = _limits(search, graph, cluster, fixed)
         _check_fixed(fixed, cluster, limits)
         again = partial(_run, search, limits)
         found = again(fixed)
@@ -134,8 +137,11 @@ def _may_mix(point: Point, limits: Limits) -> bool:
     return few and each > 0 and rest == 0
 
 
-def _limits(search: Search, graph: Graph, cluster: Cluster) -> Limits:
-    """One stage per block, or per module with parameters; tensor parallelism inside a node."""
+def _limits(search: Search, graph: Graph, cluster: Cluster, fixed: Fixed) -> Limits:
+    """One stage per block, or per module with parameters; tensor parallelism inside a node.
+
+    More stages where they are asked for; one micro-batch where more would change the result.
+    """
     named = len({block for block in search.fold.blocks if block})
     modules = len({p.name.rpartition(".")[0] for p in graph.parameters})
     cuts = any(dim is not None for dim in search.bank.inputs.values())
@@ -143,9 +149,31 @@ def _limits(search: Search, graph: Graph, cluster: Cluster) -> Limits:
     return Limits(
         ranks=cluster.num_ranks,
         rows=search.bank.rows if cuts else 1,
-        stages=max(1, named if named > 1 else min(modules, 16)),
+        stages=max(
+            named if named > 1 else min(modules, 16),
+            (fixed.pp or 1) * (fixed.virtual_stages or 1),
+        ),
+        microbatches=search.bank.rows if _may_split(graph) else 1,
         tensor_ranks=max(node, min(cluster.num_ranks, SMALL_CLUSTER)),
     )
+
+
+def _may_split(graph: Graph) -> bool:
+    """Whether a batch may be computed in parts: batch norm and some losses couple its rows."""
+    draft = Plan(
+        name="draft",
+        model=graph.name,
+        fingerprint=model_fingerprint(graph),
+        mesh=Mesh(),
+        roles={},
+        inputs=batch_inputs(graph, None),
+        microbatches=2,
+    )
+    try:
+        check_micro_batches(graph, draft)
+    except ShardwiseError:
+        return False
+    return True
 
 
 def _rates(bank: Bank, evaluator: Evaluator) -> list[float]:
@@ -153,9 +181,6 @@ def _rates(bank: Bank, evaluator: Evaluator) -> list[float]:
     if len(evaluator.devices) == 1:
         return [1.0] * len(evaluator.kind)
     works = bank.get(1, 0).works
-    from shardwise.cluster import Mesh
-    from shardwise.simulation.times import Group
-
     alone = Group(mesh=Mesh(), ranks=(0,))
     seconds = []
     for device in evaluator.devices:

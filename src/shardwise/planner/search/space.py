@@ -66,6 +66,7 @@ class Limits:
 
     ranks: int
     rows: int  # 1 where the batch cannot be cut
+    microbatches: int
     stages: int
     tensor_ranks: int
 
@@ -132,10 +133,10 @@ def divisors(number: int) -> list[int]:
 
 def points(limits: Limits, fixed: Fixed, *, offloads: bool = False) -> Iterator[Point]:
     """All points; `offloads` adds those that keep something in host memory."""
-    rows, most_stages = limits.rows, limits.stages
+    most_stages = limits.stages
     for dp, tp, pp in meshes(limits, fixed):
         for virtual, schedule in _schedules(pp, most_stages, fixed):
-            for count in _microbatches(rows, dp, pp, fixed):
+            for count in _microbatches(limits, dp, fixed):
                 if virtual > 1 and schedule == "interleaved" and count < pp:
                     continue
                 yield from _savings(dp, tp, pp, virtual, schedule, count, fixed, offloads)
@@ -176,8 +177,9 @@ def _schedules(pp: int, most_stages: int, fixed: Fixed) -> list[tuple[int, str]]
     return found
 
 
-def _microbatches(rows: int, dp: int, pp: int, fixed: Fixed) -> list[int]:
+def _microbatches(limits: Limits, dp: int, fixed: Fixed) -> list[int]:
     """Counts that leave every rank whole rows; any count where that is impossible."""
+    rows = limits.rows
     if fixed.microbatches is not None:
         return [fixed.microbatches] if fixed.microbatches * dp <= rows else []
     each = rows // dp
@@ -187,7 +189,7 @@ def _microbatches(rows: int, dp: int, pp: int, fixed: Fixed) -> list[int]:
     if len(counts) > MICROBATCH_COUNTS:
         keep = len(counts) / MICROBATCH_COUNTS
         counts = sorted({counts[int(i * keep)] for i in range(MICROBATCH_COUNTS)} | {counts[-1]})
-    return counts
+    return [count for count in counts if count <= limits.microbatches]
 
 
 def _savings(

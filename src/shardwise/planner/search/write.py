@@ -70,12 +70,17 @@ def _parameters(
 ) -> dict[str, ParameterEntry]:
     """The entry of every parameter: that of the one which stands for it."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
-    by_star: dict[str, dict[str, str]] = {}
-    for name in cuts:
-        by_star[starred(name)] = cuts[name]  # the last block of a kind stands for those after it
+    names = {p.value: p.name for p in fold.graph.parameters}
+    stands: dict[str, str] = {}  # parameter -> the one of the small graph that is used in its place
+    for node, at in zip(graph.nodes, fold.order, strict=True):
+        if at >= 0:
+            pairs = zip(node.inputs, fold.graph.nodes[at].inputs, strict=True)
+            for value, other in pairs:
+                if other in names:
+                    stands.setdefault(value, names[other])
     found = {}
     for parameter in graph.parameters:
-        mine = cuts.get(parameter.name) or by_star.get(starred(parameter.name)) or {}
+        mine = cuts.get(stands.get(parameter.value, parameter.name), {})
         layout = {axis: mine.get(axis, "whole") for axis in axes}
         found[parameter.name] = ParameterEntry(layout=layout, zero=zero)
     return fold_entries(found)
