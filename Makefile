@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format docs zoo bench bench-pipeline bench-recompute bench-reality bench-unequal demo gpu clean
+.PHONY: help setup test test-slow lint format docs zoo bench bench-pipeline bench-quality bench-recompute bench-reality bench-unequal demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench: setup ## Compare step time and memory with DDP and FSDP2
 
 bench-recompute: setup ## Compare predicted with measured memory, with and without recomputation
 	@$(PY) -m benchmarks.recompute $(BENCH_ARGS)
+
+bench-quality: setup ## Compare automatic plans with a grid of configurations, in simulation
+	@$(PY) -m benchmarks.quality $(BENCH_ARGS)
 
 bench-pipeline: setup ## Compare pipelines with torch.distributed.pipelining
 	@$(PY) -m benchmarks.pipeline $(BENCH_ARGS)
