@@ -1,0 +1,134 @@
+"""The automatic plan: correct, deterministic, as its estimate says, and told what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import InfeasiblePlan, PlanError
+from tests.support import zoo
+
+UNEQUAL = """
+version: 2
+name: two
+devices:
+  fast: {kind: cpu, memory_gib: 8, matmul_flops_per_s: {float64: 2.0e+10, float32: 4.0e+10},
+         memory_bytes_per_s: 8.0e+9, overhead_s: 5.0e-6}
+  slow: {kind: cpu, memory_gib: 8, matmul_flops_per_s: {float64: 1.0e+10, float32: 2.0e+10},
+         memory_bytes_per_s: 4.0e+9, overhead_s: 5.0e-6}
+nodes:
+  - {name: a, devices: {fast: 2}, link: {bandwidth_gb_per_s: 5, latency_us: 20},
+     nic: {count: 1, bandwidth_gbit_per_s: 10, latency_us: 50}}
+  - {name: b, devices: {slow: 1}, link: {bandwidth_gb_per_s: 5, latency_us: 20},
+     nic: {count: 1, bandwidth_gbit_per_s: 10, latency_us: 50}}
+network: {latency_us: 30}
+"""
+
+
+@pytest.fixture(scope="module")
+def gpt() -> tuple[object, object, sw.Graph]:
+    model, batch = zoo.build("fused_gpt")
+    return model, batch, sw.capture(model, batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tp": 2, "pp": 2, "microbatches": 2},
+        {"tp": 4},
+        {"dp": 4, "zero": 3},
+        {"pp": 2, "microbatches": 2, "recompute": "full", "schedule": "1f1b"},
+    ],
+    ids=str,
+)
+def test_the_plan_computes_the_model_and_takes_what_it_says(gpt, options) -> None:
+    model, batch, graph = gpt
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
+    plan = sw.plan(graph, cluster, progress=False, **options)
+    assert plan.num_ranks == 4
+    estimate = sw.simulate(graph, plan, cluster)
+    assert estimate.step_time_s == pytest.approx(plan.search["best"]["step_time_s"], rel=1e-6)
+    for other in plan.search["runners_up"]:
+        assert other["step_time_s"] >= estimate.step_time_s
+    for name, value in options.items():
+        if name in ("microbatches", "recompute", "schedule"):
+            assert getattr(plan, name) == value
+    certificate = sw.verify(model, batch, plan)
+    assert certificate.ok, str(certificate)
+
+
+def test_unequal_devices_take_unequal_shares(gpt) -> None:
+    model, batch, graph = gpt
+    cluster = sw.Cluster.from_yaml(UNEQUAL)
+    plan = sw.plan(graph, cluster, progress=False, pp=1, tp=1)
+    assert "2:2:1" in str(plan.mesh) or ":" in str(plan.mesh)
+    assert sw.verify(model, batch, plan).ok
+    free = sw.plan(graph, cluster, progress=False)
+    assert free.search["best"]["step_time_s"] <= plan.search["best"]["step_time_s"] * (1 + 1e-9)
+    assert sw.verify(model, batch, free).ok
+
+
+def test_the_same_question_has_the_same_answer(gpt) -> None:
+    _, _, graph = gpt
+    cluster = sw.Cluster.preset("a100", nodes=2, devices_per_node=2)
+    first, second = (sw.plan(graph, cluster, progress=False).to_json() for _ in range(2))
+    assert json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+
+
+def test_constraints_are_kept(gpt) -> None:
+    _, _, graph = gpt
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
+    name = "blocks.*.up.weight"
+    for cut in ("whole", "0"):
+        plan = sw.plan(graph, cluster, constraints={name: cut}, tp=2, pp=1, progress=False)
+        assert plan.entry("blocks.1.up.weight").layout["tp"] == cut
+
+
+def test_batch_norm_is_not_cut_into_micro_batches() -> None:
+    model, batch = zoo.build("resnet")
+    graph = sw.capture(model, batch)
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
+    plan = sw.plan(graph, cluster, progress=False)
+    assert plan.microbatches == 1
+    assert sw.verify(model, batch, plan).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_gib": 0}, "memory_gib"),
+        ({"tpp": 2}, "tpp"),
+        ({"zero": 5}, "zero=5"),
+        ({"schedule": "1f1"}, "did you mean"),
+        ({"recompute": "ful"}, "did you mean"),
+        ({"offload": "optimiser"}, "did you mean"),
+        ({"constraints": {"nothing.*": "0"}}, "matches none"),
+        ({"constraints": {"*": {"xx": "0"}}}, "mesh axis"),
+        ({"precision": "bf16"}, "capture_for_plan"),
+        ({"tp": 3}, "does not divide"),
+        ({"dp": 64}, "does not divide"),
+        ({"microbatches": 10**6}, "rows"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_is_told_at_once(gpt, options, message) -> None:
+    _, _, graph = gpt
+    graph32 = graph
+    if "precision" in options:
+        model, batch = zoo.build("mlp", dtype=torch.float32)
+        graph32 = sw.capture(model, batch)
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
+    with pytest.raises((PlanError, InfeasiblePlan), match=message):
+        sw.plan(graph32, cluster, progress=False, **options)
+
+
+def test_too_little_memory_says_how_much_is_needed(gpt) -> None:
+    _, _, graph = gpt
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
+    with pytest.raises(InfeasiblePlan, match=r"too much|GiB|MiB") as caught:
+        sw.plan(graph, cluster, memory_gib=1e-5, progress=False)
+    assert caught.value.hint

@@ -1,0 +1,45 @@
+"""Schedules as arrays replay exactly as lists do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.schedules import make, replay
+from shardwise.schedules.levels import KINDS, Levels, levels_of
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+@given(groups=st.integers(2, 5), rounds=st.integers(1, 3), seed=st.integers(0, 999))
+@settings(max_examples=12, deadline=None)
+def test_arrays_replay_as_lists_do(name: str, groups: int, rounds: int, seed: int) -> None:
+    schedule = make(name, groups=groups, microbatches=rounds * groups)
+    random = np.random.default_rng(seed)
+    seconds = random.random((4, schedule.num_stages))
+    levels = Levels(schedule)
+    starts, ends = levels.play(
+        seconds[levels.kind, levels.stage], np.full(schedule.num_stages, 0.3)
+    )
+    durations = {
+        (kind, stage): float(seconds[KINDS.index(kind), stage])
+        for kind in KINDS
+        for stage in range(schedule.num_stages)
+    }
+    spans = [s for row in replay(schedule, durations, transfer=0.3).spans for s in row]
+    np.testing.assert_allclose(starts, [s.start for s in spans], atol=1e-12)
+    np.testing.assert_allclose(ends, [s.end for s in spans], atol=1e-12)
+
+
+def test_waiting_counts_micro_batches_of_every_stage() -> None:
+    levels = levels_of(make("1f1b", groups=3, microbatches=6))
+    waiting, stages = levels.waiting(0)
+    assert stages.tolist() == [0]
+    assert waiting.max() == 3  # as many as there are groups
+    assert waiting[0].tolist() == [0]
+
+
+def test_the_arrays_of_a_schedule_are_made_once() -> None:
+    schedule = make("gpipe", groups=2, microbatches=2)
+    assert levels_of(schedule) is levels_of(schedule)

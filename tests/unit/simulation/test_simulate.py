@@ -1,0 +1,149 @@
+"""A simulated step: folds, equal figures however they are asked for, what changes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.plans import resolve
+from shardwise.sharding.factors import analyze
+from shardwise.simulation import Evaluator, Fold, Group, Setting, Works
+from tests.support import zoo
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def deep(layers: int, rows: int = 32) -> sw.Graph:
+    with torch.device("meta"):
+        model = Deep(layers)
+        batch = {"x": torch.zeros(rows, 256), "y": torch.zeros(rows, dtype=torch.long)}
+    return sw.capture(model, batch)
+
+
+def whole(graph: sw.Graph, fold: Fold, cluster: sw.Cluster) -> sw.Estimate:
+    """One rank that runs the whole model."""
+    plan = sw.strategies.ddp(fold.graph, sw.Cluster.local(1))
+    facts = analyze(fold.graph)
+    works = Works(fold, facts, resolve(fold.graph, plan, facts).assignments, dict(plan.roles))
+    setting = Setting(groups=(Group(mesh=sw.Mesh(), ranks=(0,)),), cuts=(0,), placement=(0,))
+    return Evaluator(fold, cluster).estimate(works, setting)
+
+
+def test_a_few_layers_stand_for_many() -> None:
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=1)
+    full, few = deep(9), deep(2)
+    fold = Fold.of(full)
+    assert len(fold.graph.nodes) < len(full.nodes) == fold.size
+    assert fold.copies.sum() == fold.size
+    a, b = whole(full, fold, cluster), whole(few, Fold.repeated(few, 9), cluster)
+    assert a.step_time_s == pytest.approx(b.step_time_s, rel=1e-9)
+    assert a.peak.peak_bytes == pytest.approx(b.peak.peak_bytes, rel=0.01)
+    unfolded = Fold.of(full, keep=[node.name for node in full.nodes])
+    assert len(unfolded.graph.nodes) == len(full.nodes)
+    c = whole(full, unfolded, cluster)
+    assert a.step_time_s == pytest.approx(c.step_time_s, rel=1e-9)
+    assert a.peak.peak_bytes == pytest.approx(c.peak.peak_bytes, rel=0.01)
+
+
+def test_runs_of_blocks_cover_every_range() -> None:
+    fold = Fold.of(deep(5))
+    for first in range(0, fold.size, 3):
+        for end in range(first + 1, fold.size + 1, 4):
+            runs = fold.runs(first, end)
+            assert runs[0][1] == first
+            assert runs[-1][2] == end
+            assert all(a[2] == b[1] for a, b in pairwise(runs))
+            assert all(set(fold.blocks[a:b]) == {name} for name, a, b in runs)
+
+
+def test_half_the_speed_takes_at_least_as_long() -> None:
+    graph = deep(4)
+    cluster = sw.Cluster.preset("a100", nodes=1, devices_per_node=2)
+    plan = sw.strategies.ddp(graph, cluster)
+    node = cluster.nodes[0]
+    slow = dataclasses.replace(
+        cluster,
+        nodes=(
+            dataclasses.replace(
+                node,
+                devices=(node.devices[0], dataclasses.replace(node.devices[1], speed=0.5)),
+            ),
+        ),
+    )
+    fast_time = sw.simulate(graph, plan, cluster).step_time_s
+    slow_time = sw.simulate(graph, plan, slow).step_time_s
+    assert fast_time <= slow_time <= 2.5 * fast_time
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_step_is_what_its_causes_are(schedule: str) -> None:
+    graph = deep(6, rows=64)
+    cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2)
+    plan = sw.strategies.hybrid(
+        graph, cluster, dp=2, tp=1, pp=2, num_microbatches=4, schedule=schedule, zero=2
+    )
+    estimate = sw.simulate(graph, plan, cluster)
+    timeline = estimate.timeline
+    assert sum(timeline.causes.values()) == pytest.approx(estimate.step_time_s, rel=1e-9)
+    assert max(span.end for span in timeline.spans) == pytest.approx(estimate.step_time_s)
+    assert 0 < timeline.bubble_fraction < 1
+    names = {span.name for span in timeline.spans}
+    assert {"0F0", "1F3", "optimizer"} <= names
+    events = timeline.trace()["traceEvents"]
+    assert isinstance(events, list)
+    assert len(events) >= len(timeline.spans)
+    assert all(use.fits for use in estimate.memory)
+    assert sum(estimate.peak.parts.values()) == pytest.approx(estimate.peak.peak_bytes, rel=1e-6)
+
+
+def test_gpipe_holds_more_than_1f1b_and_recomputation_less() -> None:
+    graph = deep(8, rows=65536)
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
+
+    def peak(**options: object) -> float:
+        plan = sw.strategies.pipeline(graph, cluster, stages=2, num_microbatches=8, **options)
+        return sw.simulate(graph, plan, cluster).memory[0].peak_bytes
+
+    assert peak(schedule="gpipe") > peak(schedule="1f1b") > peak(schedule="1f1b", recompute="full")
+
+
+def test_another_number_of_ranks_is_told() -> None:
+    graph = deep(2)
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
+    with pytest.raises(PlanError, match=r"2 ranks, .* has 4"):
+        sw.simulate(graph, plan, sw.Cluster.local(4))
+
+
+def test_more_layers_and_smaller_links_take_longer() -> None:
+    model, batch = zoo.build("fused_gpt")
+    graph = sw.capture(model, batch)
+    fast = sw.Cluster.preset("h100", nodes=2, devices_per_node=1)
+    slow = sw.Cluster.preset("h100", nodes=2, devices_per_node=1, nic_gbit_per_s=1)
+    plan = sw.strategies.ddp(graph, fast)
+    assert sw.simulate(graph, plan, slow).step_time_s > sw.simulate(graph, plan, fast).step_time_s
