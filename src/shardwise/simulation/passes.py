@@ -116,11 +116,14 @@ class StageMemory:
             self._needs[action, kind] = found
         return self._needs[action, kind]
 
-    def least(self, flying: float) -> float:
-        """What a rank needs at least, with this many micro-batches under way."""
+    def least(self, flying: float, gradients: bool) -> float:
+        """What a rank needs at least, with this many micro-batches under way.
+
+        With `gradients` those of parameters are there then: a forward follows a backward.
+        """
         static = self.static
-        gradients = static["gradients"] if self.setting.microbatches > 1 else 0.0
-        return static["parameters"] + static["optimizer"] + gradients + flying * self.kept
+        always = static["parameters"] + static["optimizer"]
+        return always + (static["gradients"] if gradients else 0.0) + flying * self.kept
 
     def whole(self, name: str) -> Floats:
         """An array of the work at every position of the model."""

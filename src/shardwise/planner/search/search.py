@@ -23,6 +23,7 @@ from shardwise.ir import Graph
 from shardwise.planner.balance import Costs, Cutter
 from shardwise.planner.search.bank import Bank, Layouts
 from shardwise.planner.search.grouping import Grouping
+from shardwise.planner.search.least import least_end, least_wire
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
 from shardwise.simulation.estimate import Estimate, Evaluator
@@ -232,8 +233,12 @@ class Search:
         setting = replace(core.setting, zero=point.zero, offload=point.offload)
         seconds, fullest = core.seconds, 0.0
         for group, stages in core.watched.items():
-            tail = self._tail(stages, core.bounds, core.layers[group], setting)
-            seconds = max(seconds, core.ends[group] + tail)
+            layers, members = core.layers[group], setting.groups[group]
+            ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
+            wire = least_wire(ranges, layers, members, setting, self.evaluator.clock)
+            end = least_end(core.ends[group], ranges, layers, point.microbatches, wire)
+            tail = self._tail(stages, core.bounds, layers, setting) + wire.update
+            seconds = max(seconds, end + tail)
             full = self._fullest(point, group, stages, core.bounds, core.layers[group], setting)
             fullest = max(fullest, full)
         self._bounds[point] = Bound(point=point, seconds=seconds, memory=fullest)
@@ -259,7 +264,10 @@ class Search:
         stages: dict[int, list[int]] = {}
         for stage, group in enumerate(setting.placement):
             stages.setdefault(group, []).append(stage)
-        before = np.concatenate([[0.0], np.cumsum(times)])
+        first_times = times
+        if point.schedule.startswith("zb"):  # a group need not wait for others' backward
+            first_times = self._times(layers, bounds, setting.placement, alike, ("forward",))
+        before = np.concatenate([[0.0], np.cumsum(first_times)])
         ends = {
             g: float(before[mine[0]] + point.microbatches * times[mine].sum())
             for g, mine in stages.items()
@@ -275,16 +283,19 @@ class Search:
         )
 
     def _times(
-        self, layers: Sequence[Layers], bounds: Ints, placement: Sequence[int], alike: bool
+        self,
+        layers: Sequence[Layers],
+        bounds: Ints,
+        placement: Sequence[int],
+        alike: bool,
+        names: Sequence[str] = ("forward", "backward"),
     ) -> np.ndarray:
         """Forward and backward of one micro-batch, of every stage."""
         if alike:
-            sums = layers[0].sums["forward"] + layers[0].sums["backward"]
-            return np.diff(sums[bounds])
+            return np.diff(np.sum([layers[0].sums[name][bounds] for name in names], axis=0))
         return np.array(
             [
-                layers[group].total("forward", bounds[s], bounds[s + 1])
-                + layers[group].total("backward", bounds[s], bounds[s + 1])
+                sum(layers[group].total(name, bounds[s], bounds[s + 1]) for name in names)
                 for s, group in enumerate(placement)
             ]
         )
@@ -311,11 +322,12 @@ class Search:
         """The least memory that a group's rank needs, as a part of its device's."""
         members = setting.groups[group]
         waiting = min(point.microbatches, max(1, point.pp - group))
+        again = point.microbatches > (waiting if len(stages) == 1 else point.pp)
         total = 0.0
         for stage in stages:
             first, end = bounds[stage], bounds[stage + 1]
             memory = stage_memory(first, end, layers, members, setting)
-            total += memory.least(waiting / len(stages) if len(stages) > 1 else waiting)
+            total += memory.least(waiting / len(stages), again)
         return total / self._limit(self._device(members))
 
     def _limit(self, device: Device) -> float:

@@ -1,0 +1,41 @@
+"""No simulated step is quicker than its bound, nor needs less memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import shardwise as sw
+from benchmarks.models import GPT
+from shardwise.cluster import Cluster
+from shardwise.planner.search.plan import _limits, _prepare
+from shardwise.planner.search.space import Fixed, points
+from shardwise.plans import Precision
+
+CLUSTERS = {
+    "quick links": Cluster.preset("h100", nodes=2, devices_per_node=4),
+    "slow links": Cluster.preset("a100", nodes=4, devices_per_node=2, nic_gbit_per_s=10),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_bounds_are_below_what_is_simulated(name: str) -> None:
+    cluster = CLUSTERS[name]
+    with torch.device("meta"):
+        model = GPT(layers=8, width=256, heads=8, length=64, vocab=512)
+    ids = torch.zeros(16, 64, dtype=torch.long, device="meta")
+    graph = sw.capture(model, {"input_ids": ids, "labels": ids})
+    search = _prepare(graph, cluster, None, None, Precision.of("bf16"), None, lambda _: None)
+    fixed = Fixed()
+    every = list(points(_limits(search, graph, cluster, fixed), fixed))
+    tried = 0
+    for point in random.Random(0).sample(every, 150):
+        if search._core(point) is not None:
+            bound, found = search._bound(point), search.simulate(point)
+            assert bound.seconds <= found.estimate.step_time_s * (1 + 1e-9), str(point)
+            peak = found.estimate.peak
+            assert bound.memory <= peak.peak_bytes / peak.limit_bytes * (1 + 1e-9), str(point)
+            tried += 1
+    assert tried > 100
