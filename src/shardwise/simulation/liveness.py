@@ -199,13 +199,15 @@ class Liveness:
     ) -> None:
         at = memory.made
         last = max((node for node, _ in memory.used), default=at)
+        # What one block gives to the next is counted where that needs it. What many use is counted
+        # once, where it is made: a folded node would count it for every layer. The function that
+        # calls the blocks has it until it returns.
+        many = len({block for _, block in memory.used} | {memory.home}) > 2
+        last = self.count - 1 if many else last
         if not keepers:
             _between(found["unsaved" + mode], at, last + 1, memory.size)
             return
         found["saved" + mode][at] += memory.size
-        # What one block gives to the next is counted where that needs it. What many use is counted
-        # once, where it is made: a folded node would count it for every layer.
-        many = len({block for _, block in memory.used} | {memory.home}) > 2
         first = at if many else min(keepers)
         found["held" + mode][first] += memory.size
         if not mode and not memory.trained:  # a later stage computes it again, for its own
