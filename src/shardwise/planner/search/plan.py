@@ -37,6 +37,7 @@ from shardwise.simulation.fold import Fold
 from shardwise.simulation.times import Group
 
 MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
+ZERO_LEVELS = (0, 1, 2, 3)
 TENSOR_AXES = ("tp", "tp1")
 SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
 
@@ -124,7 +125,7 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
         found = search.run([*wanted, *lean])
     if not found.feasible and fixed.offload is None:
         found = search.run(points(limits, fixed, offloads=True))
-    return found
+    return found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
 
 
 def _may_mix(point: Point, limits: Limits) -> bool:

@@ -36,6 +36,8 @@ Ints = NDArray[np.int64]
 
 MOST_SIMULATED = 400
 RUNNERS_UP = 5
+REFINED = 2  # points whose parameters outside of blocks are tried at other zero levels
+WORTHWHILE = 0.005  # gain for which a plan gets a second zero level
 ROOM = 1e-9
 
 
@@ -117,6 +119,7 @@ class Search:
         self.memory_limit = memory_limit
         self.fold = evaluator.fold
         self.cutter = Cutter(graph)
+        self.outside, self.count = self._outside(graph), len(graph.parameters)
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._bounds: dict[Point, Bound] = {}
         self._cores: dict[Point, _Core | None] = {}
@@ -187,6 +190,33 @@ class Search:
             points=sum(map(len, families.values())),
         )
 
+    def _outside(self, graph: Graph) -> tuple[str, ...]:
+        """The parameters that no block uses: embeddings, a head."""
+        inside = {
+            name
+            for node, block in zip(graph.nodes, self.fold.blocks, strict=True)
+            if block
+            for name in node.inputs
+        }
+        return tuple(p.name for p in graph.parameters if p.value not in inside)
+
+    def refined(self, found: Found, levels: Sequence[int]) -> Found:
+        """The best points with another zero level for parameters outside of blocks."""
+        trials = []
+        for candidate in found.feasible[:REFINED]:
+            point = candidate.point
+            if point.dp > 1 and 0 < len(self.outside) < self.count:
+                trials += [replace(point, outer=z) for z in levels if z != point.zero]
+        better = [self.simulate(point, whole=True) for point in trials]
+        best = found.best.estimate.step_time_s * (1 - WORTHWHILE) if found.feasible else 0.0
+        better = [c for c in better if c.estimate.fits and c.estimate.step_time_s < best]
+        if not better:
+            return found
+        ranked = sorted(
+            (*better, *found.feasible), key=lambda c: (c.estimate.step_time_s, str(c.point))
+        )
+        return replace(found, feasible=tuple(ranked))
+
     def simulate(self, point: Point, *, whole: bool = False) -> Candidate:
         """The simulated step of a point; with `whole` the memory of all groups of ranks."""
         if whole or point not in self._simulated:
@@ -218,6 +248,7 @@ class Search:
             schedule=schedule,
             microbatches=point.microbatches,
             zero=point.zero,
+            zeros={} if point.outer is None else dict.fromkeys(self.outside, point.outer),
             recompute=point.recompute,
             offload=point.offload,
             precision=self.precision,

@@ -30,6 +30,7 @@ class Point:
     schedule: str = ""
     microbatches: int = 1
     zero: int = 0
+    outer: int | None = None  # the zero level of parameters outside of blocks, where it differs
     recompute: str = "none"
     offload: tuple[str, ...] = ()
     layout: int = 0  # which of the layouts that were solved for `tp`: see `Bank.get`
@@ -46,7 +47,8 @@ class Point:
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} micro-batches")
         if self.dp > 1 or self.zero:
-            parts.append(f"zero {self.zero}")
+            other = f" (outside of blocks {self.outer})" if self.outer is not None else ""
+            parts.append(f"zero {self.zero}{other}")
         if self.recompute != "none":
             parts.append(f"recompute {self.recompute}")
         if self.offload:

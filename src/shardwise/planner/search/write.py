@@ -6,7 +6,7 @@ for all layers that a node stands for; equal entries of numbered modules become 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph, node_keys
@@ -52,7 +52,7 @@ def write_plan(
         mesh=meshes[0],
         roles=roles or {},
         inputs=batch_inputs(graph, None) if splits else {},
-        parameters=_parameters(graph, fold, parameters, roles, point.zero),
+        parameters=_parameters(graph, fold, parameters, roles, setting.level),
         nodes=_nodes(graph, fold, nodes, roles),
         units=blocks(graph),
         stages=stages if len(stages) > 1 else (),
@@ -66,7 +66,7 @@ def write_plan(
 
 
 def _parameters(
-    graph: Graph, fold: Fold, cuts: Choices, roles: Mapping[str, str], zero: int
+    graph: Graph, fold: Fold, cuts: Choices, roles: Mapping[str, str], zero: Callable[[str], int]
 ) -> dict[str, ParameterEntry]:
     """The entry of every parameter: that of the one which stands for it."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
@@ -82,7 +82,7 @@ def _parameters(
     for parameter in graph.parameters:
         mine = cuts.get(stands.get(parameter.value, parameter.name), {})
         layout = {axis: mine.get(axis, "whole") for axis in axes}
-        found[parameter.name] = ParameterEntry(layout=layout, zero=zero)
+        found[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
     return fold_entries(found)
 
 
