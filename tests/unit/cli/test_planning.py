@@ -230,7 +230,7 @@ def test_corrupt_files_are_told(
     path.write_bytes(content)
     code, out, err = run(capsys, verb, str(path))
     assert (code, out) == (1, "")
-    assert err.startswith("PlanError: ")
+    assert err.startswith("PlanError:")
 
 
 def test_damaged_figures_are_told(
