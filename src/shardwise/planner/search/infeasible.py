@@ -12,10 +12,11 @@ from math import ceil
 from typing import Any
 
 from shardwise.errors import InfeasiblePlan
+from shardwise.planner.search.found import Candidate, Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.larger import Fewer, copied
 from shardwise.planner.search.relax import Again
-from shardwise.planner.search.search import Candidate, Found, Search
+from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed, Limits, Point, points
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of

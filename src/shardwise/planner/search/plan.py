@@ -19,11 +19,12 @@ from shardwise.ir import Graph
 from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
+from shardwise.planner.search.found import Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
 from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
-from shardwise.planner.search.search import Found, Search
+from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed, Limits, Point, divisors, points
 from shardwise.planner.search.write import write_plan
 from shardwise.planner.strategies.fields import batch_inputs

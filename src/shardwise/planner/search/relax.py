@@ -12,7 +12,8 @@ from typing import Any
 
 from shardwise.cluster import Cluster, Device
 from shardwise.cluster.links import Link, Network
-from shardwise.planner.search.search import Candidate, Found, Search
+from shardwise.planner.search.found import Candidate, Found
+from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import peak_of

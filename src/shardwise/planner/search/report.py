@@ -14,9 +14,10 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph
+from shardwise.planner.search.found import Candidate, Found
 from shardwise.planner.search.relax import Again, relaxations
 from shardwise.planner.search.replay import step_json
-from shardwise.planner.search.search import Candidate, Found, Search
+from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed
 from shardwise.plans.choices import starred
 from shardwise.simulation.estimate import Estimate

@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.planner.balance import Costs, Cutter
 from shardwise.planner.search.bank import Bank, Layouts
+from shardwise.planner.search.found import Bound, Candidate, Found
 from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.least import least_end, least_wire
 from shardwise.planner.search.space import Point
@@ -38,55 +39,6 @@ MOST_SIMULATED = 400
 RUNNERS_UP = 5
 REFINED = 2  # points whose parameters outside of blocks are tried at other zero levels
 WORTHWHILE = 0.005  # gain for which a plan gets a second zero level
-ROOM = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A simulated point."""
-
-    point: Point
-    setting: Setting
-    estimate: Estimate
-    layouts: Layouts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """A point with its bounds: no step is quicker, no rank needs less memory."""
-
-    point: Point
-    seconds: float
-    memory: float  # of the fullest rank, as a part of its device's
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the search came to, best first."""
-
-    feasible: tuple[Candidate, ...]
-    infeasible: tuple[Candidate, ...]
-    bounds: tuple[Bound, ...]  # of all points
-    next_bound_s: float  # of the first point that was not simulated
-    points: int
-
-    @property
-    def best(self) -> Candidate:
-        return self.feasible[0]
-
-    @property
-    def limited_by_memory(self) -> bool:
-        """Whether a point that does not fit might be quicker than the best that does."""
-        best = self.best.estimate.step_time_s if self.feasible else float("inf")
-        return any(bound.memory > 1 and bound.seconds < best for bound in self.bounds) or any(
-            other.estimate.step_time_s < best for other in self.infeasible
-        )
-
-    @property
-    def gap(self) -> float:
-        """How much quicker, as a part of the step, a point that was not simulated could be."""
-        time = self.best.estimate.step_time_s
-        return max(0.0, 1 - self.next_bound_s / time)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph, node_keys
-from shardwise.planner.search.search import Candidate
+from shardwise.planner.search.found import Candidate
 from shardwise.planner.strategies.fields import batch_inputs, blocks, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
 from shardwise.plans.choices import starred
