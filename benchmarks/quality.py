@@ -7,7 +7,7 @@ For every case of `quality_cases`: all of dp x tp x pp x micro-batches x ZeRO x 
 `sw.strategies.hybrid`, simulated; the best that fits in memory next to `sw.plan`'s. The best of the
 grid is made once more by `hybrid` itself and simulated by `sw.simulate`, which must agree.
 
-The grid is Megatron's tensor parallelism (four all-reduces a block) without its sequence parallelism
+The grid is Megatron's tensor parallelism (four all-reduces a block), without sequence parallelism
 and without scattering what stages send: with tp > 1 every rank sends the whole activation. Where tp
 and pp are both above 1, a ratio below 1 is in part this, not the search: on 64 A100 with 100 Gbit/s
 a node, tp=4 x pp=8 is 0.53 of the grid's for the same configuration, tp=4 without stages 0.99.
