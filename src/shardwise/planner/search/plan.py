@@ -122,7 +122,9 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
     wanted += [replace(point, layout=MIXED) for point in wanted if _may_mix(point, limits)]
     found = search.run(wanted)
     if found.limited_by_memory:
-        lean = [replace(p, layout=LEANEST) for p in wanted if p.tp > 1 and p.layout == QUICKEST]
+        best = found.best.estimate.step_time_s if found.feasible else float("inf")
+        quick = [p for p in wanted if p.tp > 1 and p.layout == QUICKEST]
+        lean = [replace(p, layout=LEANEST) for p in quick if search.may_beat(p, best)]
         found = search.run([*wanted, *lean])
     if not found.feasible and fixed.offload is None:
         found = search.run(points(limits, fixed, offloads=True))

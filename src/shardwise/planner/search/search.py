@@ -142,6 +142,11 @@ class Search:
             points=sum(map(len, families.values())),
         )
 
+    def may_beat(self, point: Point, seconds: float) -> bool:
+        """Whether a point's work, which no other layouts do in less time, takes less than that."""
+        core = self._core(replace(point, zero=0, outer=None, offload=()))
+        return core is not None and core.seconds < seconds
+
     def _outside(self, graph: Graph) -> tuple[str, ...]:
         """The parameters that no block uses: embeddings, a head."""
         inside = {
