@@ -30,7 +30,10 @@ def model() -> tuple[Any, Any, sw.Graph]:
     return found, batch, sw.capture(found, batch)
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "options"), PLANS)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "options"),
+    [*PLANS[:2], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[2:])],
+)
 def test_the_peak_is_that_of_the_program(
     strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:

@@ -39,8 +39,8 @@ def gpt() -> tuple[object, object, sw.Graph]:
     [
         {},
         {"tp": 2, "pp": 2, "microbatches": 2},
-        {"tp": 4},
-        {"dp": 4, "zero": 3},
+        pytest.param({"tp": 4}, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "zero": 3}, marks=pytest.mark.slow),
         {"pp": 2, "microbatches": 2, "recompute": "full", "schedule": "1f1b"},
     ],
     ids=str,
