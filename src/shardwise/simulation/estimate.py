@@ -7,7 +7,7 @@ several settings of one model share: the planner asks for thousands.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,7 +101,6 @@ class Evaluator:
         self._times: dict[object, NodeTimes] = {}
         self._layers: dict[object, Layers] = {}
         self._shared: dict[object, dict[Key, Share]] = {}
-        self._stages: dict[object, tuple[StageCost, StageMemory]] = {}
         self._schedules: dict[object, Schedule] = {}
         self._signatures: dict[int, tuple[Group, object]] = {}
 
@@ -125,21 +124,19 @@ class Evaluator:
             )
             stages.append(cost)
             memories[number][index] = memory
+        name = "1f1b" if len(stages) == len(setting.groups) else "interleaved"
         schedule = setting.schedule or self.schedule(
-            "1f1b" if len(stages) == len(setting.groups) else "interleaved",
-            len(setting.groups), setting.microbatches, len(stages),
-        )  # fmt: skip
-        slowest = [max(classes, key=lambda c: c[0].rows / c[0].device.speed)[0].device
-                   for classes in found]  # fmt: skip
-        tightest = [min((c.device for c, _, _ in classes), key=lambda d: d.usable_bytes)
-                    for classes in found]  # fmt: skip
-        if setting.schedule is None:
-            setting = _with_schedule(setting, schedule)
+            name, len(setting.groups), setting.microbatches, len(stages)
+        )
+        setting = replace(setting, schedule=schedule)
+        kinds = [[kind for kind, _, _ in classes] for classes in found]
+        slowest = [max(mine, key=lambda c: c.rows / c.device.speed).device for mine in kinds]
+        tightest = [min(mine, key=lambda c: c.device.usable_bytes).device for mine in kinds]
         any_works = works if isinstance(works, Works) else next(iter(works.values()))
         return Estimate(
             timeline=play_step(stages, setting, self.clock, slowest),
             memory=tuple(
-                group_memory(number, memories[number], schedule, setting, tightest[number])
+                group_memory(number, memories[number], schedule, tightest[number])
                 for number in range(len(setting.groups))
                 if watched is None or number in watched
             ),
@@ -262,12 +259,6 @@ class Evaluator:
             seconds = memories[at].offloaded / classes[at][0].device.host_bytes_per_s
             cost = with_offload(cost, seconds)
         return cost, max(memories, key=lambda m: m.need("B", "middle").total)
-
-
-def _with_schedule(setting: Setting, schedule: Schedule) -> Setting:
-    from dataclasses import replace
-
-    return replace(setting, schedule=schedule)
 
 
 def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
 from shardwise.simulation.passes import PARTS, Need, StageMemory, stage_memory
-from shardwise.simulation.setting import Setting
 
 __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
 
@@ -53,7 +52,6 @@ def group_memory(
     number: int,
     stages: Mapping[int, StageMemory],
     schedule: Schedule,
-    setting: Setting,
     device: Device,
 ) -> MemoryUse:
     """The peak of a group's rank over its list of actions, then over the optimizer's step."""

@@ -75,7 +75,7 @@ def plan(
         if not found.feasible:
             raise infeasible(found, search, fixed, limits, again)
         report = search_report(found, search, fixed, cluster, memory_gib, again)
-    return sealed(write_plan(graph, search.fold, cluster, found.best, report, kinds))
+    return sealed(write_plan(graph, search.fold, found.best, report, kinds))
 
 
 def _prepare(

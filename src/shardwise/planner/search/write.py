@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardwise.cluster import Cluster
 from shardwise.ir import Graph, node_keys
 from shardwise.planner.search.found import Candidate
 from shardwise.planner.strategies.fields import batch_inputs, blocks, fold_entries
@@ -22,7 +21,6 @@ Choices = dict[str, dict[str, str]]
 def write_plan(
     graph: Graph,
     fold: Fold,
-    cluster: Cluster,
     candidate: Candidate,
     search: Mapping[str, object],
     precision: Precision,

@@ -147,7 +147,7 @@ def test_written_plans_cost_what_was_planned(name: str) -> None:
             recompute="selective", layout=layout, schedule=schedule,
         )  # fmt: skip
         found = search.simulate(point)
-        plan = write_plan(graph, search.fold, cluster, found, {}, Precision.of("bf16"))
+        plan = write_plan(graph, search.fold, found, {}, Precision.of("bf16"))
         again = sw.simulate(graph, plan, cluster)
         assert again.step_time_s == pytest.approx(found.estimate.step_time_s, rel=1e-6)
         assert again.peak.peak_bytes == pytest.approx(found.estimate.peak.peak_bytes, rel=1e-6)
