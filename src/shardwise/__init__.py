@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
     from shardwise.simulation import Estimate, Timeline, simulate
+    from shardwise.training.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 
 
 __all__ = [
     "Advice",
     "Certificate",
+    "Checkpoints",
     "Cluster",
     "Estimate",
     "Graph",
@@ -55,11 +57,13 @@ __all__ = [
     "compile",
     "errors",
     "explain",
+    "load_checkpoint",
     "optimizer",
     "parallelize",
     "plan",
     "predict_memory",
     "register_rule",
+    "save_checkpoint",
     "schedules",
     "simulate",
     "strategies",
@@ -69,6 +73,7 @@ __all__ = [
 _HOME = {
     "Advice": "shardwise.api.advise",
     "Certificate": "shardwise.equivalence",
+    "Checkpoints": "shardwise.training.checkpoint",
     "Cluster": "shardwise.cluster",
     "Estimate": "shardwise.simulation",
     "Graph": "shardwise.ir",
@@ -84,11 +89,13 @@ _HOME = {
     "clip_grad_norm_": "shardwise.runtime",
     "compile": "shardwise.api",
     "explain": "shardwise.api",
+    "load_checkpoint": "shardwise.training.checkpoint",
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api",
     "plan": "shardwise.planner.search",
     "predict_memory": "shardwise.api",
     "register_rule": "shardwise.sharding",
+    "save_checkpoint": "shardwise.training.checkpoint",
     "simulate": "shardwise.simulation",
     "verify": "shardwise.api",
 }

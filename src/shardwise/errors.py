@@ -12,6 +12,7 @@ ShardwiseError
 ├── VerifyError       the check itself could not run (a difference is a Certificate, not an error)
 ├── BatchError        a batch the program cannot take, or batches that differ between ranks
 ├── OptimizerError    an optimizer that would be wrong on shards
+├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
 └── RankError         ranks disagree, are missing, or died
 
 A message has numbers, the place (user's file:line or parameter name) and a hint one can type.
@@ -26,6 +27,7 @@ from typing import Any
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "ClusterError",
     "InfeasiblePlan",
     "LossError",
@@ -107,6 +109,10 @@ class BatchError(ShardwiseError):
 
 class OptimizerError(ShardwiseError):
     """An optimizer that would be wrong on shards."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint is damaged, incomplete or for another model, or cannot be written."""
 
 
 class RankError(ShardwiseError):
