@@ -20,7 +20,7 @@ from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.scheduled import ScheduledStep, input_dtypes, offloading
 from shardwise.api.weights import load_weights
 from shardwise.emit import LoadedPipeline, build, load
-from shardwise.errors import BatchError, ProgramError
+from shardwise.errors import BatchError, LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
@@ -230,6 +230,13 @@ class _Step:
     def evaluate(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Any:
         with store.forward():
             return self._forward(batch, True, local)[1]
+
+    def loss(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> torch.Tensor:
+        with store.forward():
+            loss, _ = self._forward(batch, False, local)
+        if loss is None:
+            raise LossError("the model gives no loss in eval mode", hint="labels in the batch")
+        return loss
 
     def finish(self) -> None:
         """One program has all gradients."""

@@ -53,6 +53,9 @@ class ScheduledStep:
         leaves = self.executor.evaluate(self._tensors(batch), whole=not local)
         return rebuild_output(self.spec, leaves)
 
+    def loss(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Tensor:
+        return self.executor.evaluate_loss(self._tensors(batch), whole=not local)
+
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use."""
         self.executor.tied.sum_gradients()

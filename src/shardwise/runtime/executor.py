@@ -109,6 +109,14 @@ class Executor:
                 self._forward(step, action, outputs=True, training=False)
             return self._share_outputs(step)
 
+    def evaluate_loss(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> Tensor:
+        """The forwards alone: the loss."""
+        step = _Step(inputs, whole)
+        with self._running(step):
+            for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
+                self._forward(step, action, outputs=False, training=False)
+            return self._share_loss(step)
+
     @contextlib.contextmanager
     def _running(self, step: _Step) -> Iterator[None]:
         """Around a step: all sends are done at its end; nothing is left of one that fails."""

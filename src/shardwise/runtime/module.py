@@ -44,6 +44,10 @@ class StepProgram(Protocol):
         """The model's outputs, inside `store.evaluate`."""
         ...
 
+    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
+        """The loss alone, inside `store.evaluate`."""
+        ...
+
     def finish(self) -> None:
         """What is left to do once the gradients of a step are complete."""
         ...
@@ -105,6 +109,13 @@ class ParallelModule(nn.Module):
             with self.store.evaluate(key):
                 return program.evaluate(batch, self.store, local=local)
 
+    def eval_loss(self, batch: Any, *, local: bool = False) -> Tensor:
+        """The whole batch's loss in eval mode, without gradients, the same on every rank."""
+        with self._naming_failures():
+            key, program = self._program(batch, training=False, local=local)
+            with self.store.evaluate(key):
+                return program.loss(batch, self.store, local=local).detach()
+
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Between processes, a rank that fails is named by the others."""
         if isinstance(self.mesh.transport, ProcessGroupTransport):
@@ -113,7 +124,11 @@ class ParallelModule(nn.Module):
 
     def local_batch(self, batch: Any, training: bool = True) -> Any:
         """This rank's part of a whole batch, for `train_step(…, local=True)`."""
-        return self._get(("whole", training, signature(batch)), batch, training).local_batch(batch)
+        return self.program(batch, training).local_batch(batch)
+
+    def program(self, batch: Any, training: bool = True) -> StepProgram:
+        """The compiled step for whole batches like this one; all ranks call it for a new one."""
+        return self._get(("whole", training, signature(batch)), batch, training)
 
     def _program(self, batch: Any, *, training: bool, local: bool) -> tuple[Hashable, StepProgram]:
         if local:
