@@ -12,6 +12,8 @@ ShardwiseError
 ├── VerifyError       the check itself could not run (a difference is a Certificate, not an error)
 ├── BatchError        a batch the program cannot take, or batches that differ between ranks
 ├── OptimizerError    an optimizer that would be wrong on shards
+├── ConfigError       a training's settings are wrong: a file, a key or a value of one
+├── TrainingError     training cannot go on: the loss is no number, data ended or changed
 ├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
 └── RankError         ranks disagree, are missing, or died
 
@@ -29,6 +31,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ClusterError",
+    "ConfigError",
     "InfeasiblePlan",
     "LossError",
     "OptimizerError",
@@ -38,6 +41,7 @@ __all__ = [
     "RankError",
     "RuleError",
     "ShardwiseError",
+    "TrainingError",
     "VerifyError",
     "did_you_mean",
 ]
@@ -117,6 +121,14 @@ class CheckpointError(ShardwiseError):
 
 class RankError(ShardwiseError):
     """Ranks disagree, are missing, or died."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A training's settings are wrong: a file, a key or a value of one."""
+
+
+class TrainingError(ShardwiseError):
+    """Training cannot go on: the loss is no number, or data ended or changed."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,0 +1,221 @@
+"""What a training is, as data: the fields of a config file and of `sw.Trainer(…)`.
+
+Enters: values that `reading.py` checked against these types. Leaves: `TrainConfig`, frozen.
+What is found by name (a model, a dataset, an optimizer, a strategy, a callback) is a `Named`:
+a name or import path, and the arguments of its call. In Python the object itself may stand there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EarlyStopConfig",
+    "EmaConfig",
+    "EvaluationConfig",
+    "GroupConfig",
+    "LogConfig",
+    "Named",
+    "OptimizerConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "config_to_json",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least value of a number in a config."""
+
+    value: float
+
+
+Count = Annotated[int, Least(1)]
+Number = Annotated[int, Least(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """`name` is `package.module:function` or `file.py:function`, called with `args`."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+Part = Annotated[Any, Named]  # or in Python the object itself: a model, a dataset, a function
+Class = Annotated[Any, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """`auto`, the name of a strategy, a plan's file, or the import path of an own strategy."""
+
+    name: str = "auto"
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Options of the parameters whose names match a glob."""
+
+    params: tuple[str, ...]
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """A class of `torch.optim` by name, or any by import path; `elementwise` as `sw.optimizer`."""
+
+    name: Class = "AdamW"
+    args: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[GroupConfig, ...] = ()
+    elementwise: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """A class of `torch.optim.lr_scheduler`, stepped each step, epoch or evaluation.
+
+    Several make a chain: each but the last is for `steps` of them. In `args`, the texts
+    `total_steps` and `total_epochs` stand for these numbers.
+    """
+
+    name: Class
+    args: Mapping[str, Any] = field(default_factory=dict)
+    steps: Count | None = None
+    each: Literal["step", "epoch", "evaluation"] = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Samples, and how they become batches; `batch_size` is that of all ranks together.
+
+    With an own `collate`, `rowwise` says that each sample is one row of every tensor, so that a
+    rank may read its rows alone; the default collation is so.
+    """
+
+    train: Part
+    evaluation: Part = None
+    batch_size: Count = 8
+    evaluation_batch_size: Count | None = None
+    collate: Part = None
+    rowwise: bool = False
+    shuffle: bool = True
+    drop_last: bool = True
+    workers: Number = 0
+    prefetch: Count = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """When the evaluation data is gone through, and how many of its batches."""
+
+    every_steps: Count | None = None
+    every_epochs: Count | None = None
+    batches: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopConfig:
+    """Stop after `patience` evaluations without a metric better by more than `min_delta`."""
+
+    patience: Count
+    min_delta: Annotated[float, Least(0)] = 0.0
+    metric: str = "evaluation_loss"
+    mode: Literal["min", "max"] = "min"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaConfig:
+    """A moving average of the parameters, by which evaluations go where `evaluate` says so."""
+
+    decay: Annotated[float, Least(0)] = 0.999
+    evaluate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When the state is saved, and what is kept of it."""
+
+    every_steps: Count | None = None
+    every_epochs: Count | None = None
+    keep_last: Count = 3
+    keep_best: Number = 0
+    metric: str = "evaluation_loss"
+    mode: Literal["min", "max"] = "min"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Where figures go: `console` is a bar on a terminal and lines elsewhere, if `auto`."""
+
+    every_steps: Count = 1
+    console: Literal["auto", "bar", "lines", "off"] = "auto"
+    jsonl: bool = True
+    tensorboard: bool = False
+    wandb: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A training. `folder` is where all of its files go; without one, none are written.
+
+    `accumulate` computes a batch in so many micro-batches; the loss stays the whole batch's.
+    `resume` is `auto` (the newest checkpoint in the folder, if there is one), `never`, or a path.
+    """
+
+    model: Part
+    data: DataConfig
+    loss: Part = None
+    steps: Count | None = None
+    epochs: Count | None = None
+    plan: Annotated[Any, PlanConfig] = field(default_factory=PlanConfig)
+    cluster: Annotated[Any, str] = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: tuple[ScheduleConfig, ...] = ()
+    clip_norm: Annotated[float, Least(0)] | None = None
+    accumulate: Count = 1
+    ema: EmaConfig | None = None
+    precision: str | None = None
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    early_stop: EarlyStopConfig | None = None
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str = "auto"
+    nonfinite: Literal["stop", "skip"] = "stop"
+    callbacks: tuple[Part, ...] = ()
+    logs: LogConfig = field(default_factory=LogConfig)
+    folder: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    compile: bool = False
+    timeout_s: Annotated[float, Least(1)] = 300.0
+
+
+SHORT_FORMS: Mapping[type, str] = {  # the field that a plain value stands for
+    Named: "name",
+    PlanConfig: "name",
+    OptimizerConfig: "name",
+    ScheduleConfig: "name",
+    EmaConfig: "decay",
+    EarlyStopConfig: "patience",
+}
+
+
+def config_to_json(value: Any) -> Any:
+    """The config as JSON; an object that has no other form is its type's name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: config_to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): config_to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [config_to_json(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"<{named.__module__}:{named.__qualname__}>"
