@@ -16,6 +16,7 @@ from shardwise.plans.plan import Plan
 from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATE, Layout, Placement, Shard, parse_shard
+from shardwise.sharding.tables import cut_tables
 from shardwise.sharding.time import Timed
 
 
@@ -69,6 +70,7 @@ def resolve_part(graph: Graph, plan: Plan, facts: Facts, timed: Timed | None = N
         if plan.roles[axis] != "time":
             task = axis_task(graph, plan, axis, ranks)
             done = (*done, assign(graph, facts, task, done))
+    done = cut_tables(graph, facts, done, plan.choices(graph))
     return Resolved(graph=graph, plan=plan, facts=facts, assignments=done, timed=timed)
 
 

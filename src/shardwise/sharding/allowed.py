@@ -56,26 +56,7 @@ class Allowed:
 
     def _fits(self, node: Node, candidate: Candidate) -> bool:
         """Whether the cuts of earlier mesh axes leave room for this one."""
-        for other in self.earlier:
-            theirs = other.nodes[node.name]
-            if isinstance(candidate.choice, Cut) and isinstance(theirs.choice, Cut):
-                axis = self.facts.rules[node.name].axes[candidate.choice.axis]
-                twice = theirs.choice.axis == axis.name
-                nested = grain(self.task.ranks) * grain(other.ranks)
-                if twice and axis.once:
-                    return False
-                if twice and axis.outermost and axis.size % nested:
-                    return False  # offsets of nested uneven parts
-            pairs = (
-                *zip(candidate.operands, theirs.operands, strict=True),
-                *zip(candidate.results, theirs.results, strict=True),
-            )
-            for mine, its in pairs:
-                if not (isinstance(mine, Shard) and isinstance(its, Shard)):
-                    continue
-                if mine.dim == its.dim and not compatible(mine.of, its.of):
-                    return False
-        return True
+        return leaves_room(node, candidate, self.task.ranks, self.facts, self.earlier)
 
     def _holds(self, node: Node, candidate: Candidate) -> bool:
         """Whether a cut is of the kind this axis is for.
@@ -118,6 +99,35 @@ class Allowed:
         if name in self.tables:
             return node.outputs[0] not in self.tables
         return not self.task.split or node.name in self.products
+
+
+def leaves_room(
+    node: Node,
+    candidate: Candidate,
+    ranks: int,
+    facts: Facts,
+    others: tuple[Assignment, ...],
+) -> bool:
+    """Whether what other mesh axes cut of a node leaves room for a candidate on `ranks` more."""
+    for other in others:
+        theirs = other.nodes[node.name]
+        if isinstance(candidate.choice, Cut) and isinstance(theirs.choice, Cut):
+            axis = facts.rules[node.name].axes[candidate.choice.axis]
+            twice = theirs.choice.axis == axis.name
+            if twice and axis.once:
+                return False
+            if twice and axis.outermost and axis.size % (grain(ranks) * grain(other.ranks)):
+                return False  # offsets of nested uneven parts
+        pairs = (
+            *zip(candidate.operands, theirs.operands, strict=True),
+            *zip(candidate.results, theirs.results, strict=True),
+        )
+        for mine, its in pairs:
+            if not (isinstance(mine, Shard) and isinstance(its, Shard)):
+                continue
+            if mine.dim == its.dim and not compatible(mine.of, its.of):
+                return False
+    return True
 
 
 def constant_values(graph: Graph) -> frozenset[str]:
