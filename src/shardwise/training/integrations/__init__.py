@@ -1,0 +1,1 @@
+"""Shardwise inside other trainers; each is an extra, `pip install shardwise[huggingface]`."""
