@@ -72,13 +72,13 @@ def check_arguments(
                     hint=", ".join(named) or "no arguments",
                 )
     for parameter in parameters:
-        if parameter.name in named and parameter.default is parameter.empty:
-            if parameter.name not in args:
-                raise ConfigError(
-                    f"{name} needs {parameter.name!r}",
-                    where=f"{key}.args",
-                    hint=f"{key}: {{name: {name}, args: {{{parameter.name}: …}}}}",
-                )
+        needed = parameter.name in named and parameter.default is parameter.empty
+        if needed and parameter.name not in args:
+            raise ConfigError(
+                f"{name} needs {parameter.name!r}",
+                where=f"{key}.args",
+                hint=f"{key}: {{name: {name}, args: {{{parameter.name}: …}}}}",
+            )
 
 
 def resolved(args: Mapping[str, Any], key: str, base: Path | None = None) -> dict[str, Any]:

@@ -1,0 +1,317 @@
+"""Batches from a dataset, read ahead: by position, or as a stream.
+
+Enters: a dataset and where to begin. Leaves: `Fetched`s, each with the position after it; what is
+saved is the position of batches that were used, not of those read ahead. A map-style dataset
+(`__len__`, `__getitem__`) is read by position, this rank's rows alone. Of an iterable one every
+rank reads all samples; it continues by its own `state_dict` or, without one, by skipping.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, default_collate
+
+from shardwise.errors import TrainingError
+from shardwise.training.config import DataConfig
+from shardwise.training.positions import BatchPositions, Position, batch_positions
+from shardwise.training.random_state import seeded
+
+__all__ = ["Fetched", "MapLoader", "Source", "StreamLoader", "is_map_style", "make_source"]
+
+Rows = Callable[[int], tuple[int, ...] | None]  # of a batch's count; None: the whole batch
+Collate = Callable[[list[Any]], Any]
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A batch, or this rank's rows of it; `count` is the whole's number of rows."""
+
+    batch: Any
+    count: int
+    rows: tuple[int, ...] | None
+    epoch: int
+    after: Position
+    ends_epoch: bool
+    state: Any = None  # of an iterable dataset, after this batch
+
+
+class Source(Protocol):
+    """Where batches come from."""
+
+    def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
+        """All batches from a position on, epoch after epoch."""
+        ...
+
+    def epoch_batches(self) -> int | None:
+        """The batches of an epoch, where that is known."""
+        ...
+
+    def example(self) -> Any:
+        """A batch to capture the model with: of one row, or whole where rows do not stack."""
+        ...
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples can be asked for by number."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def make_source(
+    dataset: Any, config: DataConfig, collate: Collate | None, seed: int, *, training: bool
+) -> MapLoader | StreamLoader:
+    """The loader that fits a dataset."""
+    kind = MapLoader if is_map_style(dataset) else StreamLoader
+    return kind(dataset, config, collate, seed, training=training)
+
+
+class _Loader:
+    """What both ways of loading have."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        config: DataConfig,
+        collate: Collate | None,
+        seed: int,
+        *,
+        training: bool,
+    ) -> None:
+        self.dataset, self.config, self.seed, self.training = dataset, config, seed, training
+        self.collate: Collate = collate or default_collate
+        self.stacks = collate is None or config.rowwise  # whether samples are rows
+        size = config.batch_size
+        self.batch_size = size if training else config.evaluation_batch_size or size
+        self.drop_last = config.drop_last and training
+        self.shuffle = config.shuffle and training
+        self.rows: Rows = lambda count: None
+        self.pinned = False
+
+
+class MapLoader(_Loader):
+    """Reads samples by number; `rows` says which of a batch this rank needs."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
+        """All batches from a position on, read ahead by processes or by a thread."""
+        if self.config.workers:
+            return self._by_processes(start)
+        return ahead(self._one_by_one(start), self.config.prefetch)
+
+    def epoch_batches(self) -> int:
+        whole, rest = divmod(len(self), self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that batches have."""
+        size, rest = self.batch_size, len(self) % self.batch_size
+        full = (size,) if len(self) >= size else ()
+        return (*full, rest) if rest and not self.drop_last else full
+
+    def example(self) -> Any:
+        first = next(self._positions(Position()))
+        keys = [(0, sample) for sample in first.samples[: 1 if self.stacks else None]]
+        samples = _Samples(self.dataset, self.seed)
+        return self.collate([samples[key] for key in keys])
+
+    def _positions(self, start: Position) -> Iterator[BatchPositions]:
+        return batch_positions(
+            len(self),
+            self.batch_size,
+            start,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+        )
+
+    def _wanted(
+        self, start: Position
+    ) -> Iterator[tuple[BatchPositions, tuple[int, ...] | None, list[tuple[int, int]]]]:
+        """Every batch, which of its rows are read here, and their keys."""
+        for batch in self._positions(start):
+            rows = self.rows(len(batch.samples))
+            chosen = batch.samples if rows is None else [batch.samples[row] for row in rows]
+            yield batch, rows, [(batch.epoch, sample) for sample in chosen]
+
+    def _one_by_one(self, start: Position) -> Iterator[Fetched]:
+        samples = _Samples(self.dataset, self.seed)
+        for batch, rows, keys in self._wanted(start):
+            yield _fetched(self.collate([samples[key] for key in keys]), batch, rows)
+
+    def _by_processes(self, start: Position) -> Iterator[Fetched]:
+        waiting: collections.deque[tuple[BatchPositions, Any]] = collections.deque()
+
+        def keys() -> Iterator[list[tuple[int, int]]]:
+            for batch, rows, wanted in self._wanted(start):
+                waiting.append((batch, rows))
+                yield wanted
+
+        loader: DataLoader[Any] = DataLoader(
+            _Samples(self.dataset, self.seed),  # type: ignore[arg-type]
+            batch_sampler=_Once(keys()),
+            num_workers=self.config.workers,
+            prefetch_factor=self.config.prefetch,
+            collate_fn=self.collate,
+            pin_memory=self.pinned,
+        )
+        for data in loader:
+            yield _fetched(data, *waiting.popleft())
+
+
+class StreamLoader(_Loader):
+    """Reads samples as they come."""
+
+    def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
+        """All batches from a position on; `state` is that of the dataset at this position."""
+        return ahead(self._one_by_one(start, state), self.config.prefetch)
+
+    def epoch_batches(self) -> None:
+        """Unknown."""
+
+    def sizes(self) -> tuple[int, ...]:
+        """Rows are not chosen."""
+        return ()
+
+    def example(self) -> Any:
+        """The first batch; its samples come again."""
+        if iter(self.dataset) is self.dataset:
+            raise TrainingError(
+                f"the data is an iterator ({type(self.dataset).__name__}), which can be read once",
+                hint="an object whose __iter__ begins anew, such as an IterableDataset",
+            )
+        before = self._state()
+        found = next(self._one_by_one(Position(), None))
+        if before is not None:
+            self.dataset.load_state_dict(before)
+        return found.batch
+
+    def _one_by_one(self, start: Position, state: Any) -> Iterator[Fetched]:
+        epoch, taken = start.epoch, start.sample
+        skip = taken
+        if state is not None and hasattr(self.dataset, "load_state_dict"):
+            self.dataset.load_state_dict(copy.deepcopy(state))
+            skip = 0
+        while True:
+            held: Fetched | None = None  # until it is known whether it is the epoch's last
+            for samples in self._groups(epoch, skip):
+                taken += len(samples)
+                made = self._fetched(samples, Position(epoch=epoch, sample=taken))
+                if held is not None:
+                    yield held
+                held = made
+            if held is not None:
+                yield replace(held, after=Position(epoch=epoch + 1), ends_epoch=True, state=None)
+            if not taken:
+                raise TrainingError(
+                    f"epoch {epoch} of the data has no batch of {self.batch_size} samples",
+                    hint="an iterable dataset gives its samples again to every new iterator",
+                )
+            epoch, taken, skip = epoch + 1, 0, 0
+
+    def _fetched(self, samples: list[Any], after: Position) -> Fetched:
+        return Fetched(
+            batch=self.collate(samples),
+            count=len(samples),
+            rows=None,
+            epoch=after.epoch,
+            after=after,
+            ends_epoch=False,
+            state=self._state(),
+        )
+
+    def _groups(self, epoch: int, skip: int) -> Iterator[list[Any]]:
+        """The samples of an epoch in groups, after the first `skip`."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        group: list[Any] = []
+        for sample in itertools.islice(self.dataset, skip, None):
+            group.append(sample)
+            if len(group) == self.batch_size:
+                yield group
+                group = []
+        if group and not self.drop_last:
+            yield group
+
+    def _state(self) -> Any:
+        state = getattr(self.dataset, "state_dict", None)
+        return copy.deepcopy(state()) if state is not None else None
+
+
+class _Samples:
+    """Samples by epoch and number, each with its own random numbers."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, sample = key
+        with seeded(self.seed, epoch, sample):
+            return self.dataset[sample]
+
+
+class _Once:
+    """An iterator as an iterable without a length."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
+
+
+def _fetched(data: Any, batch: BatchPositions, rows: Sequence[int] | None) -> Fetched:
+    return Fetched(
+        batch=data,
+        count=len(batch.samples),
+        rows=None if rows is None else tuple(rows),
+        epoch=batch.epoch,
+        after=batch.after,
+        ends_epoch=batch.ends_epoch,
+    )
+
+
+def ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
+    """The items, of which up to `depth` are made by a thread before they are asked for."""
+    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Any, error: BaseException | None = None) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put((item, error), timeout=_POLL_S)
+                return
+
+    def work() -> None:
+        try:
+            for item in items:
+                put(item)
+                if stop.is_set():
+                    return
+            put(None, StopIteration())
+        except BaseException as error:
+            put(None, error)
+
+    thread = threading.Thread(target=work, name="shardwise-loading", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stop.set()
+        thread.join(timeout=5.0)

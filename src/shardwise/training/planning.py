@@ -1,0 +1,229 @@
+"""The machines and the plan that a config asks for.
+
+Enters: a config, a model and an example of its batches. Leaves: `Cluster`, `Graph` and `Plan`; no
+process is needed, so that a plan for machines that are not here can be made and judged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.api import capture_for_plan
+from shardwise.api.clusters import SUFFIXES, cluster_of
+from shardwise.cluster import Cluster, Mesh
+from shardwise.cluster.presets import preset, preset_names
+from shardwise.errors import ConfigError, RankError, did_you_mean
+from shardwise.ir import Graph
+from shardwise.planner import strategies
+from shardwise.planner.search import plan as search
+from shardwise.planner.strategies.make import make_plan as any_strategy
+from shardwise.plans import Plan, Precision
+from shardwise.training.config import PlanConfig, TrainConfig
+from shardwise.training.imports import find_file, load_object, make
+
+__all__ = ["Planned", "find_cluster", "make_planned"]
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What will run: the graph, its plan, and the machines it was made for."""
+
+    graph: Graph
+    plan: Plan
+    cluster: Cluster
+    known_machines: bool  # whether the cluster's rates are these machines'
+
+
+def find_cluster(
+    config: TrainConfig, ranks: int | None, device: str, base: Path | None
+) -> tuple[Cluster, bool]:
+    """The machines, and whether their rates are known rather than assumed.
+
+    `ranks` are those that were started, None where nothing runs.
+    """
+    if config.cluster is None:
+        return _this_machine(ranks or 1, device)
+    found = config.cluster
+    if isinstance(found, str):
+        is_file = Path(found).suffix in SUFFIXES
+        found = cluster_of(str(find_file(found, base)) if is_file else found)
+    if not isinstance(found, Cluster):
+        raise ConfigError(f"a {type(found).__name__} is no cluster", where="cluster")
+    if ranks is not None and found.num_ranks != ranks:
+        raise RankError(
+            f"cluster {found.name} has {found.num_ranks} ranks, {ranks} are started",
+            hint=f"shardwise train … --ranks {found.num_ranks}, torchrun with as many processes, "
+            "or no cluster for this machine; --dry-run judges machines that are not here",
+        )
+    return found, True
+
+
+def _this_machine(ranks: int, device: str) -> tuple[Cluster, bool]:
+    if device != "cuda" or not torch.cuda.is_available():
+        return Cluster.local(ranks), False
+    name = torch.cuda.get_device_name().lower()
+    total = torch.cuda.get_device_properties(0).total_memory
+    kinds = [kind for kind in preset_names() if kind.partition("-")[0] in name]
+    sized = {kind: abs(preset(kind).device(0).memory_bytes - total) for kind in kinds}
+    if not sized:
+        return Cluster.local(ranks), False
+    here = min(torch.cuda.device_count(), ranks)
+    nodes, rest = divmod(ranks, here)
+    shape = {"nodes": nodes, "devices_per_node": here} if not rest else {"devices_per_node": ranks}
+    return preset(min(sized, key=lambda kind: sized[kind]), **shape), True
+
+
+def make_planned(
+    config: TrainConfig,
+    model: nn.Module,
+    batch: Any,
+    loss: Any,
+    *,
+    ranks: int | None,
+    device: str,
+    base: Path | None,
+) -> Planned:
+    """Capture the model and make the plan; every rank comes to the same one."""
+    wanted = config.plan
+    given = _given_plan(wanted, base)
+    if given is not None and ranks is None and config.cluster is None:
+        ranks = given.num_ranks
+    cluster, known = find_cluster(config, ranks, device, base)
+    kinds = given or _draft(Precision.of(config.precision))
+    if given is not None and config.precision is not None:
+        _require(given.precision == Precision.of(config.precision), "precision", config.precision)
+    if given is not None and config.accumulate > 1:
+        _require(given.microbatches == config.accumulate, "accumulate", config.accumulate)
+    graph = capture_for_plan(model, batch, kinds, loss)
+    if given is None:
+        _require_known(config, known, device)
+        plan = _made(config, graph, cluster, base)
+    else:
+        given.check(graph)
+        plan = given
+    if plan.num_ranks != cluster.num_ranks:
+        raise RankError(
+            f"the plan {plan.name!r} is for {plan.num_ranks} ranks, there are {cluster.num_ranks}",
+            hint=f"shardwise train … --ranks {plan.num_ranks}, or plan: auto",
+        )
+    return Planned(graph=graph, plan=plan, cluster=cluster, known_machines=known)
+
+
+def _given_plan(wanted: Any, base: Path | None) -> Plan | None:
+    if isinstance(wanted, Plan):
+        return wanted
+    if isinstance(wanted, PlanConfig) and wanted.name.endswith(".json"):
+        if wanted.args:
+            raise ConfigError("a plan's file takes no arguments", where="plan.args")
+        path = find_file(wanted.name, base)
+        if not path.is_file():
+            raise ConfigError(
+                f"no plan {wanted.name}", where="plan", hint="shardwise plan … -o plan.json"
+            )
+        return Plan.load(path)
+    return None
+
+
+def _draft(precision: Precision) -> Plan:
+    """A plan that says number types alone."""
+    return Plan(name="none", model="", fingerprint="", mesh=Mesh(), roles={}, precision=precision)
+
+
+def _require(same: bool, field: str, value: Any) -> None:
+    if not same:
+        raise ConfigError(
+            f"{field}: {value!r} is not what the plan's file says",
+            where=field,
+            hint=f"leave {field} out, or make the plan with it",
+        )
+
+
+def _require_known(config: TrainConfig, known: bool, device: str) -> None:
+    automatic = isinstance(config.plan, PlanConfig) and config.plan.name == "auto"
+    if automatic and device == "cuda" and not known:
+        raise ConfigError(
+            f"plan: auto needs the rates of {torch.cuda.get_device_name()}, which has no preset",
+            where="cluster",
+            hint="shardwise profile --out cluster.yaml, then cluster: cluster.yaml; or plan: fsdp",
+        )
+
+
+def _made(config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None) -> Plan:
+    """The plan of a search, of a named strategy, or of the user's own function."""
+    wanted = config.plan
+    if not isinstance(wanted, PlanConfig):
+        wanted, own = PlanConfig(name=getattr(wanted, "__name__", "plan")), wanted
+    else:
+        own = load_object(wanted.name, "plan", base) if ":" in wanted.name else None
+    args = dict(wanted.args)
+    if own is not None:
+        return _own(own, wanted.name, graph, cluster, args)
+    if wanted.name == "auto":
+        if config.accumulate > 1:
+            args.setdefault("microbatches", config.accumulate)
+        return _called(
+            search, {"progress": False, "precision": config.precision, **args}, graph, cluster
+        )
+    if wanted.name not in STRATEGIES:
+        known = ("auto", *STRATEGIES)
+        raise ConfigError(
+            f"no strategy {wanted.name!r}{did_you_mean(wanted.name, known)}",
+            where="plan",
+            hint=f"{', '.join(known)}, plan.json, or file.py:function",
+        )
+    return _called(
+        getattr(strategies, wanted.name),
+        _strategy_args(wanted.name, args, config, cluster.num_ranks),
+        graph,
+        cluster,
+    )
+
+
+def _strategy_args(
+    name: str, args: Mapping[str, Any], config: TrainConfig, ranks: int
+) -> dict[str, Any]:
+    """Arguments with what follows from the rest: they need not change with the ranks."""
+    found = {"seed": config.seed, "precision": config.precision, **args}
+    if config.accumulate > 1:
+        found.setdefault("num_microbatches", config.accumulate)
+    if name == "pipeline" and not {"stages", "stage_ranks", "cuts", "schedule"} & set(args):
+        found["stages"] = ranks
+    if name == "hybrid" and "dp" not in args:
+        found["dp"] = max(1, ranks // (int(args.get("tp", 1)) * int(args.get("pp", 1))))
+    return found
+
+
+def _called(function: Any, args: Mapping[str, Any], graph: Graph, cluster: Cluster) -> Plan:
+    if function is not search:  # `sw.plan` names unknown options itself
+        known = [
+            *inspect.signature(function).parameters,
+            *inspect.signature(any_strategy).parameters,
+        ]
+        for name in args:
+            if name not in known or name in ("graph", "cluster", "options"):
+                raise ConfigError(
+                    f"{function.__name__} has no option {name!r}{did_you_mean(name, known)}",
+                    where="plan.args",
+                )
+    found: Plan = function(graph, cluster, **args)
+    return found
+
+
+def _own(function: Any, name: str, graph: Graph, cluster: Cluster, args: dict[str, Any]) -> Plan:
+    found = make(lambda **given: function(graph, cluster, **given), args, "plan", name)
+    if not isinstance(found, Plan):
+        raise ConfigError(
+            f"{name} returned a {type(found).__name__}, not a Plan",
+            where="plan",
+            hint="def strategy(graph, cluster, **options) -> sw.Plan",
+        )
+    return found

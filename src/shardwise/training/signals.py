@@ -1,0 +1,74 @@
+"""Requests to stop, from the system or from a callback, that all ranks follow together.
+
+SIGTERM, or SIGINT once, asks for a stop after the step under way; a second SIGINT ends at once. A
+request on one rank becomes that of all by a maximum over ranks, once a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+from types import FrameType
+
+import torch
+
+from shardwise.runtime.mesh import Axis
+
+__all__ = ["EXIT_STOPPED", "Stop", "StopRequests"]
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved; run the same command again to continue
+_SAME_S = 2.0  # a terminal and torchrun both pass one Ctrl-C on
+
+
+class Stop(IntEnum):
+    """Why to stop; a larger one wins."""
+
+    NO = 0
+    CALLBACK = 1
+    SIGNAL = 2
+
+
+class StopRequests:
+    """What this rank was asked, and what all have agreed on."""
+
+    def __init__(self) -> None:
+        self.asked = Stop.NO
+        self._interrupted: float | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, signals are requests; only the main thread can listen."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in before:
+            signal.signal(number, self._heard)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted is not None and now - self._interrupted > _SAME_S:
+                raise KeyboardInterrupt
+            self._interrupted = self._interrupted or now
+        self.asked = Stop.SIGNAL
+
+    def ask(self) -> None:
+        """A callback wants to stop."""
+        self.asked = max(self.asked, Stop.CALLBACK)
+
+    def agreed(self, everyone: Axis, device: torch.device) -> Stop:
+        """The largest request of any rank; all ranks call it."""
+        if everyone.size == 1:
+            return self.asked
+        mine = torch.tensor([int(self.asked)], device=device)
+        return Stop(int(everyone.all_reduce(mine, "max").wait()))
