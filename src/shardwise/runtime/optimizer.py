@@ -89,7 +89,8 @@ def _group(
 ) -> list[tuple[dict[str, Any], list[Entry]]]:
     """Options and entries of each group; an entry goes to the first group that matches."""
     rest = [entry for entry in store.entries if entry.trained]
-    known = [name for e in rest for name in (e.spec.name, *e.spec.aliases)]
+    here = [e for e in store.entries if e.trained or e.spec.borrowed]  # borrowed: trained elsewhere
+    known = [name for e in here for name in (e.spec.name, *e.spec.aliases)]
     known += sorted(store.elsewhere)
     found: list[tuple[dict[str, Any], list[Entry]]] = []
     for group in groups:
@@ -127,6 +128,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.skipped_steps = 0
+
+    @property
+    def grouped_entries(self) -> list[list[Entry]]:
+        """The parameters of every group on this rank."""
+        return [list(group) for group in self._entries]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. A closure runs `pm.train_step` and returns the loss.
