@@ -25,6 +25,7 @@ from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import require_ranks, starting
 
@@ -55,6 +56,7 @@ def parallelize(
         factory = _Factory(model, plan, loss_fn, device, timeout, compile)
         graph, program = factory.compile(batch, True)
         agree(program.fingerprint)
+    grow_segments(factory.device)
     mesh = factory.mesh()
     factory.recorder = _recorder(record, mesh, factory.device)
     rng = rt.Rng(plan.seed, plan.rng, mesh)

@@ -2,8 +2,8 @@
 
 Enters: a graph and where its stages begin. Leaves: one `Part` per stage, a graph of its own. Values
 of earlier stages are received from where they are computed; or computed again, if they depend on
-the batch alone and that is cheaper (masks, position tables). A parameter that several stages use
-has its home in the first of them, and the others borrow it.
+nothing (position tables), or on the batch alone and that is cheaper (masks). A parameter that
+several stages use has its home in the first of them, and the others borrow it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.ir import Buffer, Graph, Input, Node, Parameter, Ref, iter_refs, node_keys
 from shardwise.ir.interpret import is_random
 from shardwise.plans import Plan
+from shardwise.sharding.allowed import constant_values
 from shardwise.sharding.costs import PER_BYTE, PER_TRANSFER, work
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.time import values_of_inputs
@@ -76,6 +77,7 @@ class _Partition:
         self.producer = self.graph.producers
         self.order = {node.name: i for i, node in enumerate(graph.nodes)}
         self.repeatable = self._repeatable()
+        self.tables = constant_values(graph)
 
     def run(self) -> tuple[Part, ...]:
         nodes, receives = [], []
@@ -121,7 +123,7 @@ class _Partition:
             if source >= stage or name in receives:
                 continue
             again = self._closure(name, mine) if name in self.repeatable else None
-            if again is not None and self._effort(again) <= self._transfer(name):
+            if again is not None and (name in self.tables or self._is_cheaper(again, name)):
                 mine |= {node.name: node for node in again}
             else:
                 receives[name] = source
@@ -144,11 +146,10 @@ class _Partition:
                 waiting += node.inputs
         return list(found.values())
 
-    def _effort(self, nodes: list[Node]) -> float:
-        return sum(work(self.facts.calls[n.name], self.facts.rules[n.name]) for n in nodes)
-
-    def _transfer(self, name: str) -> float:
-        return self.graph.values[name].num_bytes * PER_BYTE + PER_TRANSFER
+    def _is_cheaper(self, nodes: list[Node], name: str) -> bool:
+        """Whether the nodes take less than to receive the value that they compute."""
+        effort = sum(work(self.facts.calls[n.name], self.facts.rules[n.name]) for n in nodes)
+        return effort <= self.graph.values[name].num_bytes * PER_BYTE + PER_TRANSFER
 
     def _leaves(self) -> list[list[int]]:
         """Positions of the output leaves that each stage gives; sources come from the first."""

@@ -25,7 +25,7 @@ class Masked(nn.Module):
         self.whole = whole
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
+        rows, length = x.shape[:2]
         at = torch.arange(length).unsqueeze(0).expand(rows, -1)
         kind = at.cumsum(1) % 2
         row = torch.arange(rows)[:, None, None]

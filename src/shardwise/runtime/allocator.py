@@ -1,0 +1,25 @@
+"""How a GPU's memory is handed out: in segments that grow.
+
+By default torch's allocator takes memory from the device in pieces that stay as they are, and what
+is left over in them fits nothing else: a step of many sizes takes 5 to 25% more than its tensors
+have. Segments that grow (`expandable_segments`) leave nearly nothing over; plans count on them
+(`simulation.budget`). Settings of the user (`PYTORCH_ALLOC_CONF`) stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["grow_segments"]
+
+GROWING = "expandable_segments:True"
+
+
+def grow_segments(device: torch.device) -> bool:
+    """Have new segments of a CUDA device grow, where nothing else is set; whether that was done."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if torch._C._accelerator_getAllocatorSettings():
+        return False
+    torch._C._accelerator_setAllocatorSettings(GROWING)
+    return True
