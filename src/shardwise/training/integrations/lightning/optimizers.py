@@ -1,0 +1,145 @@
+"""The user's optimizer on this rank's part of the model.
+
+`configure_optimizers` makes an optimizer of the module's own parameters before there is a plan.
+When training starts, that same object is given this rank's pieces instead, so that learning-rate
+schedulers, which hold it, stay as they are.
+
+Enters: the optimizer, and later the parallel module. Leaves: a `StepOptimizer`, and states in the
+form that plain Lightning saves, where parameters are numbered.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import runtime as rt
+from shardwise.errors import OptimizerError
+from shardwise.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
+from shardwise.training.integrations.lightning.library import MockOptimizer
+
+__all__ = ["GroupNames", "StepOptimizer", "adopt", "only_optimizer"]
+
+
+def only_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """The one optimizer of a training, or why there cannot be another."""
+    if len(optimizers) != 1 or isinstance(optimizers[0], MockOptimizer):
+        raise OptimizerError(
+            f"configure_optimizers returns {_number(optimizers)}; a step has one",
+            hint="one optimizer with parameter groups: AdamW([{'params': …, 'lr': …}, …])",
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS evaluates the model several times in a step", hint="AdamW, SGD or another"
+        )
+    return optimizers[0]
+
+
+def _number(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    real = [o for o in optimizers if not isinstance(o, MockOptimizer)]
+    return f"{len(real)} optimizers" if real else "no optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNames:
+    """The names of the parameters in each group of an optimizer, in its order."""
+
+    names: tuple[tuple[str, ...], ...]
+    trained: frozenset[str]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, module: nn.Module) -> GroupNames:
+        known = {id(p): name for name, p in module.named_parameters()}
+        groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            strange = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+            if strange:
+                raise OptimizerError(
+                    f"group {index} of the optimizer has tensors that are no parameters of "
+                    f"{type(module).__name__}: shapes {strange[:3]}",
+                    hint="make them parameters: self.name = nn.Parameter(…)",
+                )
+            groups.append(tuple(known[id(p)] for p in group["params"]))
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        return GroupNames(names=tuple(groups), trained=frozenset(trained))
+
+    @property
+    def optimized(self) -> tuple[tuple[str, ...], ...]:
+        """Those of each group that are trained."""
+        return tuple(tuple(n for n in group if n in self.trained) for group in self.names)
+
+    def numbered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state by names as plain torch has it: by the parameters' numbers."""
+        numbers = {n: i for i, n in enumerate(name for group in self.names for name in group)}
+        groups = [
+            {**options, "params": [numbers[name] for name in names]}
+            for options, names in zip(state["param_groups"], self.names, strict=True)
+        ]
+        values = {numbers[name]: state["state"][name] for name in numbers if name in state["state"]}
+        return {"state": values, "param_groups": groups}
+
+    def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of `numbered`; refuses the state of another optimizer."""
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if saved != [len(group) for group in self.names]:
+            raise OptimizerError(
+                f"the saved optimizer has groups of {saved} parameters, this one of "
+                f"{[len(group) for group in self.names]}",
+                hint="resume with the configure_optimizers of the checkpoint",
+            )
+        names = {
+            number: name
+            for group, mine in zip(state["param_groups"], self.names, strict=True)
+            for number, name in zip(group["params"], mine, strict=True)
+        }
+        groups = [
+            {**options, "params": list(mine)}
+            for options, mine in zip(state["param_groups"], self.optimized, strict=True)
+        ]
+        return {
+            "state": {names[number]: values for number, values in state["state"].items()},
+            "param_groups": groups,
+        }
+
+
+class StepOptimizer(ShardedOptimizer):
+    """A sharded optimizer in Lightning's order of calls: step, zero_grad, backward.
+
+    A step here has made its gradients when Lightning asks to forget the earlier ones; while they
+    are `fresh`, `zero_grad` is a request that has been met.
+    """
+
+    fresh = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients but those of the step under way."""
+        if not self.fresh:
+            super().zero_grad(set_to_none)
+
+
+def adopt(
+    optimizer: torch.optim.Optimizer,
+    names: GroupNames,
+    pm: rt.ParallelModule,
+    elementwise: bool | None = None,
+) -> StepOptimizer:
+    """The user's optimizer, from now on of this rank's pieces."""
+    kind = type(optimizer)
+
+    def with_pieces(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for own, new in zip(optimizer.param_groups, groups, strict=True):
+            own["params"] = new["params"]
+        optimizer.state = defaultdict(dict)
+        return optimizer
+
+    with_pieces.__name__ = kind.__name__
+    groups = [{"params": [glob.escape(name) for name in group]} for group in names.optimized]
+    known = kind in ELEMENTWISE if elementwise is None else elementwise
+    made = rt.optimizer(pm, with_pieces, groups, elementwise=known)
+    return StepOptimizer(pm.store, made.inner, made._entries)
