@@ -15,6 +15,7 @@ ShardwiseError
 ├── ConfigError       a training's settings are wrong: a file, a key or a value of one
 ├── TrainingError     training cannot go on: the loss is no number, data ended or changed
 ├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
+├── LaunchError       a node cannot be reached, or cannot start its ranks
 └── RankError         ranks disagree, are missing, or died
 
 A message has numbers, the place (user's file:line or parameter name) and a hint one can type.
@@ -33,6 +34,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "InfeasiblePlan",
+    "LaunchError",
     "LossError",
     "OptimizerError",
     "PlanError",
@@ -117,6 +119,10 @@ class OptimizerError(ShardwiseError):
 
 class CheckpointError(ShardwiseError):
     """A checkpoint is damaged, incomplete or for another model, or cannot be written."""
+
+
+class LaunchError(ShardwiseError):
+    """A node cannot be reached, or cannot start its ranks."""
 
 
 class RankError(ShardwiseError):

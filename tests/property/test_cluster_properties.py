@@ -16,6 +16,7 @@ from shardwise.cluster import (
     Network,
     Nic,
     Ssh,
+    Start,
     Switch,
     Trunk,
 )
@@ -68,7 +69,18 @@ devices = st.builds(
     overlap_loss=latency,
     speed=positive,
 )
-ssh = st.builds(Ssh, user=words, key=words, port=st.integers(1, 65535))
+ssh = st.builds(
+    Ssh,
+    user=words,
+    key=words,
+    port=st.integers(1, 65535),
+    program=words,
+    options=st.lists(words, max_size=2).map(tuple),
+)
+variables = st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]*", fullmatch=True), words, max_size=2)
+starts = st.builds(
+    Start, folder=words, python=words, environment=variables.map(lambda v: tuple(v.items()))
+)
 
 
 @st.composite
@@ -83,6 +95,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             link=draw(links),
             nic=draw(nics),
             ssh=draw(ssh | st.none()),
+            start=draw(starts | st.just(Start())),
         )
         for name in names
     )
@@ -107,7 +120,13 @@ def clusters(draw: st.DrawFn) -> Cluster:
         switches=(draw(switch),) if draw(st.booleans()) else (),
         trunks=(draw(trunk),) if len(names) > 1 and draw(st.booleans()) else (),
     )
-    return Cluster(name=draw(words), nodes=nodes, network=network, port=draw(st.integers(1, 65535)))
+    return Cluster(
+        name=draw(words),
+        nodes=nodes,
+        network=network,
+        port=draw(st.integers(1, 65535)),
+        start=draw(starts | st.just(Start())),
+    )
 
 
 @given(meshes)

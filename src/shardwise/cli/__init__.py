@@ -20,6 +20,8 @@ import typer
 
 from shardwise.cli.advise import advise
 from shardwise.cli.figures import NARROWEST, terminal_width
+from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
+from shardwise.cli.launch import launch
 from shardwise.cli.options import Wanted, with_plan_options
 from shardwise.cli.predict import predict
 from shardwise.cli.profile import profile
@@ -162,6 +164,7 @@ app.command()(simulate)
 app.command()(advise)
 app.command()(profile)
 app.command()(predict)
+app.command(context_settings=LAUNCH_CONTEXT)(launch)
 
 
 @app.command()
@@ -220,13 +223,15 @@ def fit(text: str) -> str:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # What follows `--` is another program's.
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
         app(arguments, prog_name="shardwise")
     except ShardwiseError as error:
-        if "--debug" in arguments:
+        if "--debug" in own:
             raise
         typer.echo(fit(f"{type(error).__name__}: {error}"), err=True)
-        if isinstance(error, InfeasiblePlan) and "--json" in arguments:
+        if isinstance(error, InfeasiblePlan) and "--json" in own:
             told = {"error": "InfeasiblePlan", "message": error.message, "try": error.hint}
             typer.echo(json.dumps({**told, **error.report}, indent=2))
         sys.exit(INFEASIBLE if isinstance(error, InfeasiblePlan) else FAILURE)

@@ -1,8 +1,7 @@
 """The machines a plan is for, and the mesh of named axes its ranks form."""
 
-from shardwise.cluster.cluster import Cluster, ClusterNode, Ssh
+from shardwise.cluster.cluster import Cluster, ClusterNode, Ssh, Start
 from shardwise.cluster.device import Curve, Device
-from shardwise.cluster.launch import NodeCommand, launch_commands
 from shardwise.cluster.links import Domain, Factor, Link, Network, Nic, Switch, Trunk
 from shardwise.cluster.mesh import Mesh
 from shardwise.cluster.presets import preset_device, preset_names
@@ -19,13 +18,12 @@ __all__ = [
     "Mesh",
     "Network",
     "Nic",
-    "NodeCommand",
     "Path",
     "Ssh",
+    "Start",
     "Switch",
     "Topology",
     "Trunk",
-    "launch_commands",
     "preset_device",
     "preset_names",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,17 +27,50 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500  # torchrun's
 SSH_PORT = 22
+SSH_PROGRAM = "ssh"
 NO_NETWORK = Network()
 _FALLBACK_MEMORY_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ssh:
-    """How a node is reached to start its ranks."""
+    """How a node is reached to start its ranks: `program -o OPTION -i KEY -p PORT user@address`."""
 
     user: str = ""
     key: str = ""
     port: int = SSH_PORT
+    program: str = SSH_PROGRAM
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where and with what a node's ranks start; what is empty is as on the launching machine."""
+
+    folder: str = ""
+    python: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ClusterError(
+                    f"{name!r} is no name of an environment variable", hint="NCCL_DEBUG: INFO"
+                )
+            if "\0" in value:
+                raise ClusterError(f"the value of {name} has a zero byte")
+
+    def over(self, base: Start) -> Start:
+        """These settings, and those of `base` where they say nothing."""
+        environment = dict(base.environment) | dict(self.environment)
+        return Start(
+            folder=self.folder or base.folder,
+            python=self.python or base.python,
+            environment=tuple(environment.items()),
+        )
+
+
+AS_HERE = Start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +86,7 @@ class ClusterNode:
     nic: Nic | None = None
     address: str = ""
     ssh: Ssh | None = None
+    start: Start = AS_HERE
 
     def __post_init__(self) -> None:
         where = f"node {self.name}"
@@ -97,6 +132,8 @@ class ClusterNode:
 class Cluster:
     """Nodes, and the network between them; `port` is where the ranks meet, on the first node.
 
+    `start` holds for every node that does not say otherwise.
+
     >>> Cluster.local(4).num_ranks
     4
     >>> Cluster.preset("h100", nodes=8, devices_per_node=8).num_ranks
@@ -107,6 +144,7 @@ class Cluster:
     nodes: tuple[ClusterNode, ...]
     network: Network = NO_NETWORK
     port: int = DEFAULT_PORT
+    start: Start = AS_HERE
 
     def __post_init__(self) -> None:
         if not self.nodes:

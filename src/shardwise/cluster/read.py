@@ -11,7 +11,16 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwise.cluster.cluster import DEFAULT_PORT, SSH_PORT, Cluster, ClusterNode, Ssh
+from shardwise.cluster.cluster import (
+    AS_HERE,
+    DEFAULT_PORT,
+    SSH_PORT,
+    SSH_PROGRAM,
+    Cluster,
+    ClusterNode,
+    Ssh,
+    Start,
+)
 from shardwise.cluster.device import Curve, Device, Rates
 from shardwise.cluster.entries import Entry, parse
 from shardwise.cluster.links import ONE, Domain, Factor, Factors, Link, Network, Nic, Switch, Trunk
@@ -48,7 +57,7 @@ LINK_FIELDS = (
 def read(text: str, file: str) -> Cluster:
     """The cluster that `text` describes."""
     whole = parse(text, file)
-    known = ("version", "name", "port", "devices", "nodes", "network")
+    known = ("version", "name", "port", "start", "devices", "nodes", "network")
     if whole.is_mapping:
         version = whole.pairs().get("version")
         if version is None or version.text() != str(FORMAT_VERSION):
@@ -66,6 +75,7 @@ def read(text: str, file: str) -> Cluster:
             nodes=nodes,
             network=read_network(top["network"]) if "network" in top else Network(),
             port=top["port"].whole() if "port" in top else DEFAULT_PORT,
+            start=_start(top["start"]) if "start" in top else AS_HERE,
         )
     except ClusterError as error:
         place = f"{file} ({error.where})" if error.where else file
@@ -176,7 +186,7 @@ def _latency(found: dict[str, Entry]) -> float:
 
 
 def _node(entry: Entry, devices: dict[str, Device]) -> ClusterNode:
-    known = ("name", "devices", "link", "nic", "address", "ssh")
+    known = ("name", "devices", "link", "nic", "address", "ssh", "start")
     found = entry.fields(known, ("name", "devices"))
     return _located(
         entry,
@@ -187,6 +197,7 @@ def _node(entry: Entry, devices: dict[str, Device]) -> ClusterNode:
         nic=read_nic(found["nic"]) if "nic" in found else None,
         address=found["address"].text() if "address" in found else "",
         ssh=_ssh(found["ssh"]) if "ssh" in found else None,
+        start=_start(found["start"]) if "start" in found else AS_HERE,
     )
 
 
@@ -219,6 +230,20 @@ def _ssh(entry: Entry) -> Ssh:
         user=found["user"].text() if "user" in found else "",
         key=found["key"].text() if "key" in found else "",
         port=found["port"].whole() if "port" in found else SSH_PORT,
+        program=found["program"].text() if "program" in found else SSH_PROGRAM,
+        options=found["options"].texts() if "options" in found else (),
+    )
+
+
+def _start(entry: Entry) -> Start:
+    found = entry.fields(tuple(field.name for field in fields(Start)))
+    environment = found["environment"].pairs() if "environment" in found else {}
+    return _located(
+        entry,
+        Start,
+        folder=found["folder"].text() if "folder" in found else "",
+        python=found["python"].text() if "python" in found else "",
+        environment=tuple((name, value.text()) for name, value in environment.items()),
     )
 
 

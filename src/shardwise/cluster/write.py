@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from shardwise.cluster.cluster import AS_HERE, SSH_PROGRAM, Ssh, Start
 from shardwise.cluster.device import Curve, Device, Rates
 from shardwise.cluster.links import Domain, Factors, Link, Network, Nic, Switch, Trunk
 from shardwise.cluster.read import FORMAT_VERSION, GIB
@@ -52,12 +53,14 @@ def to_yaml(cluster: Cluster) -> str:
         "version": FORMAT_VERSION,
         "name": cluster.name,
         "port": cluster.port,
+        "start": _start(cluster.start),
         "devices": bases,
         "nodes": [_node(node, bases) for node in cluster.nodes],
         "network": _network(cluster.network),
     }
-    if not document["network"]:
-        del document["network"]
+    for name in ("start", "network"):
+        if not document[name]:
+            del document[name]
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
 
 
@@ -122,8 +125,30 @@ def _node(node: ClusterNode, bases: dict[str, dict[str, Any]]) -> dict[str, Any]
     if node.address:
         found["address"] = node.address
     if node.ssh is not None:
-        found["ssh"] = {"user": node.ssh.user, "key": node.ssh.key, "port": node.ssh.port}
+        found["ssh"] = _ssh(node.ssh)
+    if node.start != AS_HERE:
+        found["start"] = _start(node.start)
     return found
+
+
+def _ssh(ssh: Ssh) -> dict[str, Any]:
+    return {
+        "user": ssh.user,
+        "key": ssh.key,
+        "port": ssh.port,
+        **_optional(
+            program=(ssh.program, SSH_PROGRAM, ssh.program),
+            options=(ssh.options, (), list(ssh.options)),
+        ),
+    }
+
+
+def _start(start: Start) -> dict[str, Any]:
+    return _optional(
+        folder=(start.folder, "", start.folder),
+        python=(start.python, "", start.python),
+        environment=(start.environment, (), dict(start.environment)),
+    )
 
 
 def _node_devices(node: ClusterNode, bases: dict[str, dict[str, Any]]) -> Any:

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import yaml
 
-from shardwise.cluster import Cluster, launch_commands
+from shardwise.cluster import Cluster
 from shardwise.cost import collective_model
 from shardwise.errors import ClusterError
+from shardwise.launch import launch_commands
 
 SAMPLE = """
 version: 2
 name: sample
 port: 29400
+start: {folder: /work, python: ~/env/bin/python, environment: {NCCL_DEBUG: INFO}}
 devices:
   quick:
     kind: cuda
@@ -38,7 +40,8 @@ nodes:
   - name: big[0-3]
     devices: {quick: 4}
     address: 10.0.0.[1-4]
-    ssh: {user: train, key: ~/.ssh/id, port: 2222}
+    ssh: {user: train, key: ~/.ssh/id, port: 2222, program: slogin, options: [Compression=yes]}
+    start: {folder: /big, python: /usr/bin/python3, environment: {NCCL_DEBUG: WARN}}
     link:
       bandwidth_gb_per_s: 450
       latency_us: 1.5
@@ -127,7 +130,9 @@ def changed(value: Any, path: tuple[Any, ...]) -> Any:
         "small": "rack[0-3]",
         "rack[0-3]": "rack[0,2,1,3]",
     }
-    if path[-1] == "name" or path[-1] in ("user", "key"):
+    if path[0] == "start" or ({"ssh", "start"} & set(path) and isinstance(value, str)):
+        return f"other-{value}"
+    if path[-1] == "name":
         return f"other-{value}"
     if "between" in path:
         return value.replace("-3", "-1")
@@ -254,7 +259,7 @@ def test_an_error_names_the_line() -> None:
     text = SAMPLE.replace("overhead_s:", "overhead_seconds:")
     with pytest.raises(ClusterError) as caught:
         Cluster.from_yaml(text, "c.yaml")
-    assert caught.value.where == "c.yaml:13 (devices.quick.overhead_seconds)"
+    assert caught.value.where == "c.yaml:14 (devices.quick.overhead_seconds)"
     assert "did you mean 'overhead_s'" in caught.value.message
 
 

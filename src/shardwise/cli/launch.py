@@ -1,0 +1,130 @@
+"""`shardwise launch`: starts a command on every node of a cluster, or writes a job file.
+
+Enters: what was typed. Leaves: the nodes' output with their names; the exit code of the launch.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.errors import ClusterError
+
+CONTEXT = {"allow_interspersed_args": False}  # what follows the program is the program's
+
+
+class To(StrEnum):
+    """Who starts the nodes."""
+
+    ssh = "ssh"
+    slurm = "slurm"
+    kubernetes = "kubernetes"
+    ray = "ray"
+
+
+def launch(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- train.py … | -- -m MODULE … | -- shardwise train config.yaml",
+            help="What every rank runs.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="A cluster file; or cpu:4 for this machine.")
+    ] = "cluster.yaml",
+    to: Annotated[To, typer.Option("--to", help="Start by ssh, or write a job file.")] = To.ssh,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The job file.")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="Where ranks meet; 0: any that is free."),
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to start in.")] = 60,
+    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds to end in.")] = 20,
+    ssh_program: Annotated[
+        str | None, typer.Option("--ssh-program", help="Instead of ssh or the file's.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", "-e", help="NAME=VALUE for every node; NAME: its value here."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="NAME=VALUE of sbatch, Kubernetes (image, …) or Ray."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of the job.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only.")] = False,
+) -> None:
+    """Start a command on every node of a cluster, or write a job file that does."""
+    from shardwise import launch as launching
+    from shardwise.cli.clusters import cluster_of
+    from shardwise.launch.commands import Settings
+
+    machines = cluster_of(cluster)
+    words, environment = command or [], _environment(env or [])
+    if to is not To.ssh:
+        write = {
+            To.slurm: launching.slurm_script,
+            To.kubernetes: launching.pytorch_job,
+            To.ray: launching.ray_driver,
+        }[to]
+        chosen = dict(_pair(text, "--option partition=gpu") for text in option or [])
+        text = write(
+            machines, words, name=name, port=port or 0, environment=environment, options=chosen
+        )
+        _write(text, out)
+        return
+    if out is not None or option or name is not None:
+        raise typer.BadParameter("--out, --option and --name are for --to slurm|kubernetes|ray")
+    settings = Settings(timeout_s=timeout, grace_s=grace)
+    if dry_run:
+        for line in launching.launch_commands(
+            machines,
+            words,
+            port=port,
+            ssh_program=ssh_program,
+            environment=environment,
+            settings=settings,
+        ):
+            typer.echo(str(line))
+        return
+    code = launching.launch(
+        machines,
+        words,
+        port=port,
+        ssh_program=ssh_program,
+        environment=environment,
+        settings=settings,
+    )
+    raise typer.Exit(code)
+
+
+def _environment(given: list[str]) -> tuple[tuple[str, str], ...]:
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals and name not in os.environ:
+            raise ClusterError(f"--env {name}: no such variable here", hint=f"--env {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return tuple(found.items())
+
+
+def _pair(text: str, example: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ClusterError(f"--option {text!r} has no value", hint=example)
+    return name, value
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(str(out))

@@ -1,0 +1,183 @@
+"""Clusters for tests of launches: nodes that are this machine, reached by a stand-in for ssh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = (
+    "a b",
+    "it's",
+    'say "x"',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "; touch pwned",
+    "& touch pwned",
+    "$HOME",
+    "${HOME}",
+    "line\nbreak",
+    "tab\there",
+    "back\\slash",
+    "*",
+    "!!",
+    "#x",
+    "~",
+    "--nnodes",
+    "--",
+    "",
+    "-",
+    "é中",
+)
+# ssh gives its last argument to a shell; so does this.
+SSH = """#!/bin/sh
+for last; do :; done
+exec sh -c "$last"
+"""
+# A torchrun that starts one plain process per node at once: the launcher is tested, not torch.
+TORCHRUN = """
+import argparse, os, subprocess, sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+def main(arguments):
+    parser = argparse.ArgumentParser()
+    for name in ("nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--rdzv-conf")
+    parser.add_argument("--no-python", action="store_true")
+    parser.add_argument("-m", action="store_true")
+    parser.add_argument("script")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    given = parser.parse_args(arguments)
+    argv = [] if given.no_python else [sys.executable]
+    argv += ["-m"] if given.m else []
+    env = {**os.environ, "NODE": given.node_rank, "PORT": given.master_port}
+    code = subprocess.run([*argv, given.script, *given.rest], env=env).returncode
+    if code:
+        raise ChildFailedError(code)
+"""
+ERRORS = """
+class Failure:
+    pid = 1
+    def __init__(self, code): self.exitcode = code
+
+class ChildFailedError(Exception):
+    def __init__(self, code): self.code = code
+    def get_first_failure(self): return 0, Failure(self.code)
+"""
+
+
+def write(path: Path, text: str, mode: int = 0o644) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def stand_in_for_torch(folder: Path) -> Path:
+    """A folder for PYTHONPATH, with a `torch` that only has a simple torchrun."""
+    package = folder / "fake" / "torch"
+    errors = "distributed/elastic/multiprocessing/errors.py"
+    files = {
+        "distributed/run.py": TORCHRUN,
+        errors: ERRORS,
+        "distributed/elastic/multiprocessing/api.py": "class SignalException(Exception): pass\n",
+    }
+    for name, text in files.items():
+        write(package / name, text)
+    return package.parent
+
+
+def stand_in_for_ssh(folder: Path, text: str = SSH) -> Path:
+    return write(folder / "fake ssh", text, 0o755)
+
+
+def cluster_file(
+    folder: Path,
+    counts: tuple[int, ...] = (1, 1),
+    *,
+    addresses: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    ssh: dict[str, object] | None = None,
+    port: int = 29500,
+) -> Path:
+    """A file of CPU nodes `a`, `b`, …, all of them this machine unless addresses are given."""
+    names = "abcdefgh"[: len(counts)]
+    settings = {"program": str(folder / "fake ssh")} if ssh is None else ssh
+    nodes = [
+        {
+            "name": name,
+            "devices": {"cpu": count},
+            "link": {"bandwidth_gb_per_s": 5, "latency_us": 10},
+            "nic": {"bandwidth_gbit_per_s": 10},
+            "address": addresses[i] if addresses else "127.0.0.1",
+            "ssh": settings,
+        }
+        for i, (name, count) in enumerate(zip(names, counts, strict=True))
+    ]
+    start = {"folder": str(folder), "python": sys.executable, "environment": environment or {}}
+    document = {
+        "version": 2,
+        "name": "test",
+        "port": port,
+        "start": start,
+        "devices": {"cpu": {"preset": "cpu"}},
+        "nodes": nodes,
+    }
+    return write(folder / "cluster.yaml", yaml.safe_dump(document))
+
+
+def start_launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`shardwise launch`, under way."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise.cli", "launch", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def run_launch(folder: Path, *arguments: str, timeout_s: float = 60) -> tuple[int, str, str]:
+    """Its exit code, output and errors."""
+    process = start_launch(folder, *arguments)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def processes_with(mark: str) -> list[str]:
+    """The command lines of living processes that hold `mark`, but for this one's."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in words and entry.name != str(os.getpid()):
+            found.append(words)
+    return found
+
+
+def wait_until_gone(mark: str, timeout_s: float = 15) -> list[str]:
+    """What is left of `processes_with` when it is empty or the time is over."""
+    end = time.monotonic() + timeout_s
+    while (left := processes_with(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def wait_for(path: Path, timeout_s: float = 60) -> None:
+    """Until a process has written the file."""
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.05)
