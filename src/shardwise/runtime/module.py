@@ -88,6 +88,11 @@ class ParallelModule(nn.Module):
         self._checked: dict[Hashable, int] = {}
         self._check_batches = check_batches
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the whole model's state dict, in its order."""
+        return tuple(self._place_of)
+
     def train_step(self, batch: Any, outputs: bool = False, *, local: bool = False) -> Any:
         """Forward and backward of the whole batch: its loss, the same on every rank.
 

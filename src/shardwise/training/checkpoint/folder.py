@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.errors import CheckpointError
+from shardwise.training.checkpoint.manifest import Manifest
+from shardwise.training.checkpoint.opening import is_complete, located
 from shardwise.training.checkpoint.saving import Saving, save_checkpoint
 
 __all__ = ["Checkpoints"]
 
+_STEP = re.compile(r"(?:\.(?=.*\.replaced))?step-(\d{8,})(?:\.replaced)?")
+_LEFT_OVER = re.compile(r"\.step-\d+\.partial-[0-9a-f]+")
+METRICS = "metrics"
+
 
 class Checkpoints:
-    """The checkpoints of one training run."""
+    """The checkpoints of one training run.
+
+    The last `keep_last` are kept, and the `keep_best` with the lowest (`mode="max"`: highest)
+    `metric`. One is removed only after a newer one is complete.
+    """
 
     def __init__(
         self,
@@ -29,9 +41,20 @@ class Checkpoints:
         metric: str | None = None,
         mode: Literal["min", "max"] = "min",
     ) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise CheckpointError(f"keep_last={keep_last}, keep_best={keep_best}: at least 1 and 0")
+        if mode not in ("min", "max"):
+            raise CheckpointError(f"mode {mode!r} is neither 'min' nor 'max'")
+        if keep_best and metric is None:
+            raise CheckpointError("keep_best needs a metric", hint='metric="loss"')
         self.folder = Path(folder)
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
+        self._saving: Saving | None = None
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after a step is, or would be."""
+        return self.folder / f"step-{step:08d}"
 
     def save(
         self,
@@ -39,45 +62,83 @@ class Checkpoints:
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        extra: Mapping[str, Any] = {},
-        copies: Mapping[str, Mapping[str, Tensor]] = {},
-        metrics: Mapping[str, float] = {},
+        extra: Mapping[str, Any] | None = None,
+        copies: Mapping[str, Mapping[str, Tensor]] | None = None,
+        metrics: Mapping[str, float] | None = None,
         wait: bool = False,
+        timeout: float = 3600.0,
     ) -> Saving:
-        """Write the state after `step`; all ranks call it."""
-        saving = save_checkpoint(
-            self.folder / f"step-{step:08d}",
+        """Write the state after `step`; all ranks call it. Waits for the saving under way first.
+
+        `metrics` are kept in `extra["metrics"]`.
+        """
+        self.wait()
+        given = dict(extra or {})
+        if metrics:
+            given[METRICS] = {**given.get(METRICS, {}), **{k: float(v) for k, v in metrics.items()}}
+        saving = self._saving = save_checkpoint(
+            self.path(step),
             module,
             optimizer,
             step=step,
-            extra={**extra, "metrics": dict(metrics)},
+            extra=given,
             copies=copies,
             wait=wait,
+            timeout=timeout,
         )
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            kept = {*self.all()[-self.keep_last :], self.best()}
-            for path in self.all():
-                if path not in kept:
-                    shutil.rmtree(path)
+        if wait:
+            self.wait()
         return saving
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the saving under way, and remove what is not kept; raises what failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait(timeout)
+            self._remove_old()
+
     def all(self) -> list[Path]:
-        """All complete ones, oldest first."""
-        return sorted(p.parent for p in self.folder.glob("step-*/checkpoint.json"))
+        """All complete ones, by step; their tensors are not read."""
+        return [path for path in self._named() if is_complete(path)]
 
     def latest(self) -> Path | None:
         """The newest complete one."""
-        found = self.all()
-        return found[-1] if found else None
+        return next((path for path in reversed(self._named()) if is_complete(path)), None)
 
     def best(self) -> Path | None:
-        """The one with the best metric."""
-        scores = {}
-        for path in self.all():
-            metrics = json.loads((path / "checkpoint.json").read_text())["extra"].get("metrics", {})
-            if self.metric in metrics:
-                scores[path] = metrics[self.metric] * (1 if self.mode == "min" else -1)
-        return min(scores, key=lambda p: scores[p]) if scores else None
+        """The complete one with the best metric; of equals, the newest."""
+        ranked = self._ranked(self.all())
+        return ranked[0] if ranked else None
 
-    def wait(self) -> None:
-        """Wait for the saving under way."""
+    def _named(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        steps = {int(found[1]) for p in self.folder.iterdir() if (found := _STEP.fullmatch(p.name))}
+        return [self.path(step) for step in sorted(steps)]
+
+    def _ranked(self, paths: list[Path]) -> list[Path]:
+        """Those with a metric, best first."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        scores: list[tuple[float, int, Path]] = []
+        for place, path in enumerate(paths):
+            metrics = Manifest.read(located(path)).extra.get(METRICS)
+            value = metrics.get(self.metric) if isinstance(metrics, dict) else None
+            if isinstance(value, (int, float)) and not math.isnan(value):
+                scores.append((sign * value, -place, path))
+        return [path for *_, path in sorted(scores)]
+
+    def _remove_old(self) -> None:
+        """Remove checkpoints that are not to be kept, and what killed saves have left."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        complete = self.all()
+        kept = set(complete[-self.keep_last :]) | set(self._ranked(complete)[: self.keep_best])
+        for path in self._named():
+            if path not in kept and (path in complete or path.name < complete[-1].name):
+                # Renamed first: a removal that is killed leaves nothing that looks complete.
+                doomed = path.with_name(f".{path.name}.partial-0")
+                located(path).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+        for path in self.folder.iterdir():
+            if _LEFT_OVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)

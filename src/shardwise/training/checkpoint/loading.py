@@ -1,29 +1,50 @@
-"""A first, simple form: every rank reads full tensors."""
+"""Reading a checkpoint: `load_checkpoint(path, module, optimizer)`, into any plan.
+
+Each rank reads the boxes that overlap what it holds. Names and shapes are those of the single
+device, whatever plan the checkpoint was written under.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-__all__ = ["Loaded", "load_checkpoint"]
+from shardwise.errors import CheckpointError
+from shardwise.training.checkpoint.boxes import Box, Placed
+from shardwise.training.checkpoint.contents import held_copies
+from shardwise.training.checkpoint.held import Held, State, state_of
+from shardwise.training.checkpoint.manifest import MODEL, Manifest, StoredTensor, full_name
+from shardwise.training.checkpoint.meeting import Meeting, open_meeting
+from shardwise.training.checkpoint.names import Match, match_names
+from shardwise.training.checkpoint.opening import Opened, open_checkpoint, with_previous
+from shardwise.training.checkpoint.optimizers import load_optimizer
+from shardwise.training.checkpoint.reading import Reader, Request
+
+__all__ = ["Loaded", "load_checkpoint", "read_section"]
+
+TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held beside the tensors that went into module and optimizer."""
+    """What a checkpoint held beside what went into module and optimizer.
+
+    `state_dict` is the whole model's if no module was given. `missing` and `unexpected` are names
+    that only the module, or only the checkpoint, has.
+    """
 
     path: Path
     step: int | None
     extra: Mapping[str, Any]
     names: tuple[str, ...]
     state_dict: Mapping[str, Tensor] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def load_checkpoint(
@@ -31,44 +52,143 @@ def load_checkpoint(
     module: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    copies: Mapping[str, Mapping[str, Tensor]] = {},
+    copies: Mapping[str, Mapping[str, Tensor]] | None = None,
     strict: bool = True,
+    timeout: float = TIMEOUT_S,
 ) -> Loaded:
-    """Fill a module, its optimizer and copies from a checkpoint; all ranks call it.
+    """Fill a module, its optimizer and further `copies` from the folder `path`.
 
-    `copies` are filled in place. Without a module, the whole state dict is in the result.
+    The folder is one that `save_checkpoint` wrote, under whatever plan, or one of Hugging Face with
+    safetensors files. `module` is a parallel module, and then all ranks call this, or a plain one.
+    Without a module the result has the whole `state_dict`. With `strict`, all that module and
+    optimizer have must be there.
+
+    Nothing is executed, and a file that is damaged is named, with the previous checkpoint to try.
+    A module may be half filled then.
     """
-    path = Path(path)
-    text = json.loads((path / "checkpoint.json").read_text())
-    tensors = load_file(path / "all.safetensors")
-    saved: dict[str, dict[str, Any]] = {}
-    model: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, key, param = name.split(".", 2)
-            saved.setdefault(param, {})[key] = value
-        elif name.split(".")[0] not in copies:
-            model[name] = value
-    if module is not None:
-        module.load_state_dict(model)
-    if optimizer is not None:
-        for name, values in text["optimizer"]["state"].items():
-            saved.setdefault(name, {}).update(values)
-        state: dict[Any, Any] = saved
-        if not hasattr(optimizer, "store"):
-            state = {int(k): v for k, v in saved.items()}
-        optimizer.load_state_dict({"state": state, "param_groups": text["optimizer"]["groups"]})
-    for label, values in copies.items():
-        for name, value in values.items():
-            full = tensors[f"{label}.{name}"]
-            if module is not None and hasattr(module, "store"):
-                store: Any = module.store
-                full = store.piece_of(store.entry(name), full)
-            value.copy_(full)
-    return Loaded(
-        path=path,
-        step=text["step"],
-        extra=text["extra"],
-        names=tuple(tensors),
-        state_dict=model if module is None else {},
+    if module is None and (optimizer is not None or copies):
+        raise CheckpointError(
+            "optimizer state and copies belong to a module", hint="load_checkpoint(path, module, …)"
+        )
+    if module is None:
+        opened = open_checkpoint(path)
+        return _loaded(opened, state_dict=read_section(opened))
+    state = state_of(module)
+    meeting = open_meeting(timeout) if state.collective else Meeting()
+    found: Loaded = meeting.agree(
+        lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout
     )
+    return found
+
+
+def _load(
+    path: Path,
+    state: State,
+    optimizer: torch.optim.Optimizer | None,
+    copies: Mapping[str, Mapping[str, Tensor]],
+    strict: bool,
+) -> Loaded:
+    opened = open_checkpoint(path)
+    manifest = opened.manifest
+    targets = state.targets()
+    names = [held.name for held in targets]
+    match = match_names(names, state.aliases, state.elsewhere, manifest, foreign=opened.foreign)
+    if strict:
+        match.require(str(path), foreign=opened.foreign)
+    requests = [
+        _request(manifest, MODEL, held, match) for held in targets if held.name in match.stored
+    ]
+    if optimizer is not None:
+        requests += _optimizer_requests(opened, state, optimizer, match, strict)
+    for label, held_list in held_copies(state, copies, borrowed=True).items():
+        if label not in manifest.sections:
+            raise CheckpointError(f"the checkpoint has no set {label!r}", where=str(path))
+        requests += [_request(manifest, label, held, match) for held in held_list]
+    try:
+        with Reader(opened.folder, manifest) as reader:
+            reader.fill(requests)
+    except CheckpointError as error:
+        raise with_previous(error, path) from error
+    finally:
+        state.filled()
+    state.take_facts(manifest.module)
+    return _loaded(opened, match=match)
+
+
+def _request(manifest: Manifest, section: str, held: Held, match: Match) -> Request:
+    name = match.stored.get(held.name, held.name)
+    stored = manifest.sections.get(section, {}).get(name)
+    if stored is None:
+        raise CheckpointError(f"the checkpoint has no {full_name(section, name)}")
+    if stored.shape != held.shape:
+        raise CheckpointError(
+            f"{full_name(section, held.name)} has shape {held.shape} here and {stored.shape} in "
+            "the checkpoint",
+            hint="the model with the sizes it had when it was saved",
+        )
+    return Request(section=section, name=name, wanted=held.placed)
+
+
+def _optimizer_requests(
+    opened: Opened,
+    state: State,
+    optimizer: torch.optim.Optimizer,
+    match: Match,
+    strict: bool,
+) -> list[Request]:
+    manifest = opened.manifest
+    if manifest.optimizer is None:
+        raise CheckpointError(
+            "the checkpoint has no optimizer's state",
+            where=str(opened.folder),
+            hint="load_checkpoint(path, module)",
+        )
+    shapes = {
+        section: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        for section, tensors in manifest.sections.items()
+    }
+    canonical = {**manifest.aliases, **match.stored}
+    wanted = load_optimizer(optimizer, state, manifest.optimizer, shapes, canonical, strict=strict)
+    return [_request(manifest, section, held, match) for section, held in wanted]
+
+
+def _loaded(
+    opened: Opened,
+    match: Match | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> Loaded:
+    manifest = opened.manifest
+    return Loaded(
+        path=opened.folder,
+        step=manifest.step,
+        extra=manifest.extra,
+        names=manifest.names,
+        state_dict=state_dict or {},
+        missing=match.missing if match else (),
+        unexpected=match.unexpected if match else (),
+    )
+
+
+def read_section(
+    opened: Opened, section: str = MODEL, names: tuple[str, ...] | None = None
+) -> dict[str, Tensor]:
+    """Whole tensors by name, aliases of the model's included; all of a section, or some."""
+    stored = opened.manifest.sections.get(section)
+    if stored is None:
+        known = ", ".join(opened.manifest.sections)
+        raise CheckpointError(f"no section {section!r} in the checkpoint, which has {known}")
+    chosen = {name: stored[name] for name in (stored if names is None else names)}
+    made = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in chosen.items()}
+    requests = [_whole(section, name, made[name], chosen[name]) for name in chosen]
+    try:
+        with Reader(opened.folder, opened.manifest) as reader:
+            reader.fill(requests)
+    except CheckpointError as error:
+        raise with_previous(error, opened.folder) from error
+    aliases = {a: n for a, n in opened.manifest.aliases.items() if n in made}
+    return {**made, **{alias: made[name] for alias, name in aliases.items()}}
+
+
+def _whole(section: str, name: str, made: Tensor, stored: StoredTensor) -> Request:
+    wanted = [Placed(Box.whole(stored.shape), made)] if made.numel() else []
+    return Request(section=section, name=name, wanted=wanted)

@@ -1,36 +1,132 @@
-"""A first, simple form: rank 0 writes full tensors."""
+"""Writing a checkpoint: `save_checkpoint(path, module, optimizer)`, on all ranks together.
+
+Every rank writes the boxes that fall to it into a hidden folder beside the final one, and a report
+of what it wrote. The first rank joins the reports, writes `checkpoint.json` and renames the folder.
+Until then, nothing under the final name has changed. Each file and folder is on the disk before
+the next stage begins.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import contextlib
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from shardwise.errors import CheckpointError
+from shardwise.training.checkpoint.contents import Contents, collect
+from shardwise.training.checkpoint.meeting import Meeting, open_meeting
+from shardwise.training.checkpoint.plan import portions
+from shardwise.training.checkpoint.staging import Staging
+from shardwise.training.checkpoint.writing import Writer
 
 __all__ = ["Saving", "save_checkpoint"]
 
+TIMEOUT_S = 3600.0
+
+_log = logging.getLogger("shardwise")
+
 
 class Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    `blocked_s` is how long training was held up so far, `duration_s` how long all of it took.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.blocked_s = 0.0
+        self.duration_s = 0.0
+        self._begin = time.monotonic()
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._told = False
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Wait until it is complete; raises what failed."""
+        """Wait until the checkpoint is complete on all ranks; raises what failed."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise CheckpointError(f"{self.path} is not complete after {timeout:g} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
         return self.path
 
     def staged(self, timeout: float | None = None) -> None:
-        """Wait until the state is copied aside, and may be changed."""
+        """Wait until the state is copied aside; from then on anyone may change it."""
+        if self._staging is not None and not self._staging.finished.is_set():
+            with self._blocking():
+                if not self._staging.finished.wait(timeout):
+                    raise CheckpointError(f"the state for {self.path} is not copied in time")
 
     def done(self) -> bool:
         """Whether `wait` would take no time."""
-        return True
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What failed, once it is done."""
+        return self._error
+
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.blocked_s += time.monotonic() - begin
+
+    def _run(self, writer: Writer, staging: Staging) -> None:
+        try:
+            if staging is self._staging:
+                staging.copy()
+            writer.write(staging)
+        except BaseException as error:
+            staging.finished.set()
+            writer.meeting.fail(error)
+            self._error = error
+            if writer.meeting.rank == 0 and self._thread is not None:
+                _log.error("checkpoint %s failed: %s", self.path, error)
+        finally:
+            self.duration_s = time.monotonic() - self._begin
+
+    def _start(self, writer: Writer, staging: Staging, optimizer: Any) -> None:
+        self._staging = staging
+        if optimizer is not None:
+            hold_step(optimizer, self)
+        # Not a daemon: a process that ends meanwhile completes its checkpoint first.
+        work = functools.partial(self._run, writer, staging)
+        self._thread = threading.Thread(target=work, name="shardwise-save")
+        self._thread.start()
+
+
+_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Saving]] = weakref.WeakKeyDictionary()
+
+
+def hold_step(optimizer: torch.optim.Optimizer, saving: Saving) -> None:
+    """Let the optimizer's next step wait until the state is copied aside.
+
+    Its hook is never removed: steps may run at the time of the removal.
+    """
+
+    def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        for each in _held.get(stepping, []):
+            each.staged()
+        _held[stepping] = []
+
+    if optimizer not in _held:
+        optimizer.register_step_pre_hook(before_step)
+    _held.setdefault(optimizer, []).append(saving)
 
 
 def save_checkpoint(
@@ -39,41 +135,44 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
-    extra: Mapping[str, Any] = {},
-    copies: Mapping[str, Mapping[str, Tensor]] = {},
+    extra: Mapping[str, Any] | None = None,
+    copies: Mapping[str, Mapping[str, Tensor]] | None = None,
     wait: bool = True,
+    timeout: float = TIMEOUT_S,
 ) -> Saving:
-    """Write the state of a module and its optimizer; all ranks call it."""
-    path = Path(path)
-    parallel = hasattr(module, "gather_state_dict")
-    tensors: dict[str, Tensor] = dict(
-        module.gather_state_dict() if parallel else module.state_dict()
-    )
-    groups: Any = None
-    if optimizer is not None:
-        state = optimizer.state_dict()
-        groups = {"groups": state["param_groups"], "state": {}}
-        for key, values in state["state"].items():
-            for k, v in values.items():
-                if isinstance(v, Tensor):
-                    tensors[f"optimizer.{k}.{key}"] = v
-                else:
-                    groups["state"].setdefault(str(key), {})[k] = v
-    for label, values in copies.items():
-        for name, value in values.items():
-            entry = module.store.entry(name) if parallel else None  # type: ignore[operator,union-attr]
-            full = (
-                value if entry is None else module.store.gather_full(entry, value, piece=True)  # type: ignore[operator,union-attr]
-            )
-            tensors[f"{label}.{name}"] = full
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {n: t.detach().clone().contiguous() for n, t in tensors.items()},
-            path / "all.safetensors",
-        )
-        text = {"step": step, "optimizer": groups, "extra": dict(extra)}
-        (path / "checkpoint.json").write_text(json.dumps(text))
-    if dist.is_initialized():
-        dist.barrier()
-    return Saving(path)
+    """Write the state of a module and its optimizer to the folder `path`; all ranks call it.
+
+    `module` is a parallel module, or a plain one that is the same on all ranks. `extra` is JSON of
+    your own, of which that of rank 0 is kept. `copies` are further sets of tensors by parameter
+    name, each cut as the parameter is on this rank: `{"ema": {name: tensor}}`.
+
+    With `wait=False` it returns early, and `saving.wait()` says how it ended. Given an optimizer,
+    its next step waits until the state is copied aside; else it is copied before this returns. Who
+    changes parameters in another way calls `saving.staged()` first.
+
+    A rank that fails or dies fails the save on all, which name it; what was at `path` stays.
+    """
+    saving = Saving(Path(path))
+    meeting = open_meeting(timeout)
+    with saving._blocking():
+        try:
+            contents = collect(module, optimizer, meeting.rank, step, extra or {}, copies or {})
+            writer, staging = _prepare(saving.path, contents, meeting, timeout, wait, optimizer)
+        except BaseException as error:
+            meeting.fail(error)
+            raise
+        if wait:
+            saving._run(writer, staging)
+        else:
+            saving._start(writer, staging, optimizer)
+    if wait:
+        saving.wait()
+    return saving
+
+
+def _prepare(
+    path: Path, contents: Contents, meeting: Meeting, timeout: float, wait: bool, optimizer: Any
+) -> tuple[Writer, Staging]:
+    mine = portions(contents.sections, meeting.rank)
+    staging = Staging(mine, at_once=not wait and optimizer is None)
+    return Writer(path, contents, mine, meeting, timeout), staging

@@ -1,0 +1,158 @@
+"""A checkpoint by its path: one of ours, or a folder of Hugging Face.
+
+Enters: a path. Leaves: an `Opened` with its manifest. Only JSON and safetensors files are opened;
+pickles that may lie beside them (`pytorch_model.bin`, `.metadata`) never are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.files import TensorFile
+from shardwise.training.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+)
+from shardwise.training.checkpoint.writing import replaced_path
+
+__all__ = ["Opened", "is_complete", "located", "open_checkpoint", "previous_of"]
+
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A checkpoint's folder and what its manifest says; `foreign` if Hugging Face's."""
+
+    folder: Path
+    manifest: Manifest
+    foreign: bool = False
+
+
+def open_checkpoint(path: str | Path) -> Opened:
+    """Find and check the manifest; a damaged checkpoint is refused, and an earlier one offered."""
+    folder = Path(path)
+    try:
+        return _open(folder)
+    except CheckpointError as error:
+        raise with_previous(error, folder) from error
+
+
+def _open(folder: Path) -> Opened:
+    found = located(folder)
+    if (found / MANIFEST).exists():
+        return Opened(folder=found, manifest=Manifest.read(found))
+    if (folder / HF_INDEX).is_file() or (folder / HF_SINGLE).is_file():
+        return Opened(folder=folder, manifest=_foreign_manifest(folder), foreign=True)
+    if not folder.is_dir():
+        raise CheckpointError("there is no such folder", where=str(folder))
+    what = f"no checkpoint: neither {MANIFEST} nor {HF_SINGLE}"
+    raise CheckpointError(what, where=str(folder), hint=_inside(folder))
+
+
+def located(folder: Path) -> Path:
+    """Where a checkpoint is, also if a save over it was killed between two renames."""
+    aside = replaced_path(folder)
+    return aside if not folder.exists() and (aside / MANIFEST).is_file() else folder
+
+
+def _inside(folder: Path) -> str | None:
+    """What to type for a folder of checkpoints, or one with pickles."""
+    if any(_STEP.fullmatch(p.name) for p in folder.iterdir()):
+        return f"sw.Checkpoints({str(folder)!r}).latest(), or one of the folders in it"
+    if any(p.suffix in (".bin", ".pt", ".pth", ".distcp") for p in folder.iterdir()):
+        return "pickled files are not opened; save the model as safetensors"
+    return None
+
+
+def with_previous(error: CheckpointError, folder: Path) -> CheckpointError:
+    """The same error, with the previous checkpoint as what to try."""
+    earlier = previous_of(folder)
+    if error.hint is not None or earlier is None:
+        return error
+    return CheckpointError(
+        error.message, where=error.where, hint=f"the previous checkpoint, {earlier}"
+    )
+
+
+def previous_of(folder: Path) -> Path | None:
+    """The complete checkpoint before this one, by the step in the name, else by time."""
+    if not folder.parent.is_dir():
+        return None
+    own = _STEP.fullmatch(folder.name)
+    found: list[tuple[float, Path]] = []
+    for other in folder.parent.iterdir():
+        named = _STEP.fullmatch(other.name)
+        if other == folder or not (other / MANIFEST).is_file():
+            continue
+        if own and named and int(named[1]) < int(own[1]):
+            found.append((int(named[1]), other))
+        elif not own and not other.name.startswith("."):
+            found.append(((other / MANIFEST).stat().st_mtime, other))
+    for _, other in sorted(found, reverse=True):
+        if is_complete(other):
+            return other
+    return None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the manifest is sound, and its files are there with their sizes."""
+    try:
+        Manifest.read(located(folder))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _foreign_manifest(folder: Path) -> Manifest:
+    """What the headers of a Hugging Face folder's files say."""
+    tensors: dict[str, StoredTensor] = {}
+    sizes: dict[str, int] = {}
+    for file in _foreign_files(folder):
+        opened = TensorFile(folder / file)
+        sizes[file] = (folder / file).stat().st_size
+        for name, entry in opened.entries.items():
+            if name in tensors:
+                raise CheckpointError(f"{name} is in two files", where=str(folder / file))
+            boxes = (
+                (StoredBox(box=Box.whole(entry.shape), file=file, key=name, crc32=None),)
+                if entry.nbytes
+                else ()
+            )
+            tensors[name] = StoredTensor(shape=entry.shape, dtype=entry.dtype, boxes=boxes)
+        opened.close()
+    return Manifest(sections={MODEL: tensors}, files=sizes)
+
+
+def _foreign_files(folder: Path) -> list[str]:
+    if not (folder / HF_INDEX).is_file():
+        return [HF_SINGLE]
+    path = folder / HF_INDEX
+    try:
+        body: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{HF_INDEX} is damaged: {error}", where=str(path)) from error
+    weights = body.get("weight_map") if isinstance(body, dict) else None
+    names = list(weights.values()) if isinstance(weights, dict) else []
+    if not names or not all(isinstance(n, str) and _is_plain(n) for n in names):
+        raise CheckpointError(f"{HF_INDEX} has no sound weight_map", where=str(path))
+    missing = [n for n in dict.fromkeys(names) if not (folder / n).is_file()]
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing", where=str(folder / missing[0]))
+    return list(dict.fromkeys(names))
+
+
+def _is_plain(name: str) -> bool:
+    """Whether this is the name of a safetensors file in the folder itself."""
+    return name.endswith(".safetensors") and name == Path(name).name and not name.startswith(".")
