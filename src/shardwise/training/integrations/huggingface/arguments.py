@@ -56,7 +56,8 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
 
     @property
     def n_gpu(self) -> int:
-        return min(1, super().n_gpu)
+        found: int = super().n_gpu
+        return min(1, found)
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -76,7 +77,8 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or a saved file, has the class that the user knows."""
-        return copyreg.__newobj__, (type(self).__mro__[2],), dict(self.__dict__)  # type: ignore[attr-defined]
+        made = (type(self).__mro__[2], object, None)
+        return copyreg._reconstructor, made, dict(self.__dict__)  # type: ignore[attr-defined]
 
 
 def one_device(args: TrainingArguments) -> TrainingArguments:

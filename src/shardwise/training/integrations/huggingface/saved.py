@@ -1,45 +1,23 @@
 """What a trainer needs beside the weights to go on exactly: as JSON, next to the optimizer's state.
 
-Enters: the random number generators of this process and a learning-rate schedule. Leaves: JSON
-values, and back. All ranks read the same batches, so rank 0's generators are everyone's.
+Enters: a learning-rate schedule, a folder of checkpoints. Leaves: JSON values, and the newest
+checkpoint that is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.training.random_state import load_random_state, random_state
 
 FOLDER = "shardwise"  # inside of each checkpoint-N
-
-
-def random_state() -> dict[str, Any]:
-    """The generators that data loaders and collators draw from."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Continue from what `random_state` gave."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    data = bytearray(bytes.fromhex(state["torch"]))
-    torch.set_rng_state(torch.frombuffer(data, dtype=torch.uint8))
 
 
 @contextlib.contextmanager
@@ -49,7 +27,7 @@ def preserved_random() -> Iterator[None]:
     try:
         yield
     finally:
-        set_random_state(state)
+        load_random_state(state)
 
 
 def schedule_state(schedule: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.runtime import ParallelModule
 
@@ -68,6 +68,7 @@ class ParallelModel(nn.Module):
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
         super().__init__()
         self.parallel = parallel
+        self._whole = (model,)  # in a tuple it is no submodule
         self.config = getattr(model, "config", None)
         inner = getattr(getattr(model, "base_model", None), "model", None)  # of a PeftModel
         self._name = type(inner if hasattr(model, "peft_config") else model).__name__
@@ -76,10 +77,15 @@ class ParallelModel(nn.Module):
         """The model's outputs on the whole batch, in eval mode, on every rank."""
         return self.parallel.eval_step({**inputs, WANTED: "outputs"})
 
-    def evaluate_loss(self, batch: Mapping[str, Any]) -> Tensor:
-        """The loss alone, of a `loss_batch`; no other output is gathered."""
-        found: Tensor = self.parallel.eval_step(dict(batch))["loss"]
-        return found
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Set the mode, the user's model's as well: it is used again after the training."""
+        self.whole.train(mode)
+        return super().train(mode)
+
+    @property
+    def whole(self) -> nn.Module:
+        """The user's model."""
+        return self._whole[0]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -39,12 +39,11 @@ from shardwise.training.integrations.huggingface.saved import (
     FOLDER,
     newest_complete,
     preserved_random,
-    random_state,
     schedule_state,
-    set_random_state,
 )
 from shardwise.training.integrations.huggingface.step import ParallelModel, as_step, loss_batch
 from shardwise.training.integrations.huggingface.weights import pull, push
+from shardwise.training.random_state import load_random_state, random_state
 
 log = logging.getLogger(__name__)
 MANY_SHAPES = 8
@@ -72,14 +71,16 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         **keywords: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments("tmp_trainer")
-        kinds = "bf16-autocast" if args.bf16 else "fp16-autocast" if args.fp16 else ""
         self._wanted = Wanted(
-            plan=plan, options=dict(plan_options or {}), cluster=cluster, precision=kinds
+            plan=plan,
+            options=dict(plan_options or {}),
+            cluster=cluster,
+            precision="bf16-autocast" if args.bf16 else "fp16-autocast" if args.fp16 else None,
+            seed=args.seed,
         )
         self._replicas, self._timeout = replicas, timeout
         self._plan: Plan | None = None
         self._parallel: ParallelModel | None = None
-        self._parallel_of: nn.Module | None = None
         self._data: Any = None
         self._resumed: Mapping[str, Any] = {}
         self._signatures: set[Any] = set()
@@ -109,6 +110,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         self._train_batch_size = self.args.train_batch_size
 
     def _step_model(self) -> nn.Module:
+        self.model.train()  # a plan is for training; whoever evaluates sets the mode again
         return as_step(self.model, self._loss_of)
 
     def _loss_of(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
@@ -143,7 +145,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
         """The parallel module of `self.model`."""
-        if self._parallel is None or self._parallel_of is not self.model:
+        if (current := self._current) is None:
             plan = self.plan
             with preserved_random():
                 part = parallelize(
@@ -155,14 +157,20 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
                     compile=bool(self.args.torch_compile),
                     timeout=self._timeout,
                 )
-            self._parallel, self._parallel_of = ParallelModel(part, self.model), self.model
+            current = self._parallel = ParallelModel(part, self.model)
             self.accelerator.parallel = part
-        return self._parallel
+        return current
+
+    @property
+    def _current(self) -> ParallelModel | None:
+        """The parallel module of `self.model`, which `model_init` may have replaced."""
+        made = self._parallel
+        return made if made is not None and made.whole is self.model else None
 
     def sync_model(self) -> None:
         """Give `self.model` the trained weights; all ranks call it. `train` does so at its end."""
-        if self._parallel is not None and self._parallel_of is self.model:
-            pull(self._parallel.parallel, self.model)
+        if (parallel := self._current) is not None:
+            pull(parallel.parallel, parallel.whole)
 
     # --- training --------------------------------------------------------------------------
 
@@ -219,13 +227,15 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         """As ever; the batch size is that of all replicas, which the plan says."""
         self._data = eval_dataset
         _ = self.plan
-        return super().get_eval_dataloader(eval_dataset)
+        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As ever; the batch size is that of all replicas, which the plan says."""
         self._data = test_dataset
         _ = self.plan
-        return super().get_test_dataloader(test_dataset)
+        loader: DataLoader[Any] = super().get_test_dataloader(test_dataset)
+        return loader
 
     def prediction_step(
         self,
@@ -240,7 +250,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         items = self._get_num_items_in_batch([inputs], self.args.device)
-        return model.evaluate_loss(loss_batch(inputs, items, None)), None, None
+        return model.parallel.eval_loss(loss_batch(inputs, items, None)), None, None
 
     # --- saved state -----------------------------------------------------------------------
 
@@ -283,8 +293,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         self._push()
 
     def _push(self) -> None:
-        if self._parallel is not None and self._parallel_of is self.model:
-            push(self.model, self._parallel.parallel)
+        if (parallel := self._current) is not None:
+            push(parallel.whole, parallel.parallel)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._parallel is None:
@@ -299,7 +309,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._resumed:
-            set_random_state(self._resumed["random"])
+            load_random_state(self._resumed["random"])
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
