@@ -1,0 +1,136 @@
+"""Training that stops and goes on elsewhere: the settings, and what a rank of each does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.equivalence.precision import KeepDouble
+from tests.support import zoo
+from tests.support.training import make, plan_for
+
+BEFORE, AFTER = 2, 5
+
+# name -> ranks, strategy, options; one process is plain PyTorch.
+SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one": (1, "", {}),
+    "ddp2": (2, "ddp", {}),
+    "fsdp4": (4, "fsdp", {}),
+    "tp2": (2, "tensor", {}),
+    "pp2": (2, "pipeline", {"stages": 2, "num_microbatches": 3}),
+    "tp2xpp2": (4, "hybrid", {"tp": 2, "pp": 2, "num_microbatches": 3}),
+    "fsdp3": (3, "fsdp", {}),
+}
+GROUPS = [{"params": "*norm*", "weight_decay": 0.0}, {"params": "*bias", "lr": 0.02}]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses of the steps taken, and the whole state at the end of them."""
+
+    losses: list[float]
+    model: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+
+
+class Plain:
+    """One device, as the others look from outside."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.module, self.batch = model, batch
+        names = dict(model.named_parameters())
+        trained = {n: p for n, p in names.items() if p.requires_grad}
+        norm = {n for n in trained if "norm" in n}
+        bias = {n for n in trained if n.endswith("bias")} - norm
+        rest = [p for n, p in trained.items() if n not in norm | bias]
+        groups = [
+            {"params": [trained[n] for n in trained if n in norm], "weight_decay": 0.0},
+            {"params": [trained[n] for n in trained if n in bias], "lr": 0.02},
+            {"params": rest},
+        ]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01)
+        self.names = {id(p): n for n, p in names.items()}
+
+    def step(self) -> float:
+        output = self.module(**self.batch)
+        loss = output["loss"] if isinstance(output, dict) else zoo.loss_of(output)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        model = {n: t.detach().clone() for n, t in self.module.state_dict().items()}
+        state = self.optimizer.state.items()
+        return model, {self.names[id(p)]: {k: t.clone() for k, t in v.items()} for p, v in state}
+
+
+class Parallel:
+    """This rank of a plan."""
+
+    def __init__(self, name: str, model: nn.Module, batch: Any) -> None:
+        ranks, strategy, options = SETTINGS[name]
+        plan = plan_for(model, batch, strategy, ranks, **options)
+        self.module, self.batch = sw.parallelize(model, batch, plan=plan), batch
+        self.optimizer: Any = sw.optimizer(self.module, torch.optim.AdamW, GROUPS, lr=0.01)
+
+    def step(self) -> float:
+        loss = self.module.train_step(self.batch).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        return self.module.gather_state_dict(), self.optimizer.state_dict()["state"]
+
+
+def start(setting: str, model_name: str) -> Plain | Parallel:
+    model, batch = make(model_name)
+    return Plain(model, batch) if setting == "one" else Parallel(setting, model, batch)
+
+
+def save_run(setting: str, model_name: str, path: Path) -> Run:
+    """Train some steps and save."""
+    with KeepDouble():
+        run = start(setting, model_name)
+        losses = [run.step() for _ in range(BEFORE)]
+        model, optimizer = run.state()
+        sw.save_checkpoint(path, run.module, run.optimizer, step=BEFORE, extra={"seen": 7})
+        return Run(losses, model, optimizer)
+
+
+def load_runs(setting: str, model_name: str, paths: list[Path]) -> list[tuple[Run, list[float]]]:
+    """Load each checkpoint; the state then, and the losses of what follows."""
+    found = []
+    with KeepDouble():
+        run = start(setting, model_name)
+        for path in paths:
+            loaded = sw.load_checkpoint(path, run.module, run.optimizer)
+            assert (loaded.step, loaded.extra) == (BEFORE, {"seen": 7})
+            model, optimizer = run.state()
+            found.append((Run([], model, optimizer), [run.step() for _ in range(AFTER)]))
+    return found
+
+
+def continued(model_name: str) -> list[float]:
+    """The losses of one device that did not stop."""
+    with KeepDouble():
+        run = start("one", model_name)
+        return [run.step() for _ in range(BEFORE + AFTER)]
+
+
+def assert_same_state(found: Run, saved: Run) -> None:
+    """Bit-equal parameters, buffers and optimizer state."""
+    assert set(found.model) == set(saved.model)
+    for name, tensor in saved.model.items():
+        assert torch.equal(found.model[name], tensor), name
+    assert set(found.optimizer) == set(saved.optimizer)
+    for name, values in saved.optimizer.items():
+        assert set(found.optimizer[name]) == set(values), name
+        for key, value in values.items():
+            assert torch.equal(found.optimizer[name][key], value), f"{key} of {name}"
