@@ -25,6 +25,7 @@ from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.plans.choices import known_choices
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import require_ranks, starting
@@ -203,7 +204,7 @@ class _Step:
         device: Any,
         recorder: rt.Recorder | None,
     ) -> None:
-        self.module, self.mesh, self.device = module, mesh, device
+        self.module, self.mesh, self.device, self.graph = module, mesh, device, graph
         self.plan, self.recorder = plan, recorder or rt.Recorder(0, enabled=False)
         self.dtypes = input_dtypes(graph, plan)
         self.recorder.watch(module, plan.units)
@@ -286,10 +287,10 @@ def _require_same_storage(
 
 
 def _with_inputs_of(graph: Graph, plan: Plan) -> Plan:
-    """The plan for a batch that lacks some inputs: evaluation may need no labels."""
+    """The plan for a batch that lacks some inputs and nodes: evaluation may need no labels."""
     names = [source.name for source in graph.inputs]
     kept = {g: d for g, d in plan.inputs.items() if any(fnmatchcase(n, g) for n in names)}
-    return plan.with_(inputs=kept)
+    return plan.with_(inputs=kept, nodes=known_choices(plan.nodes, graph))
 
 
 def _device_of(model: nn.Module) -> torch.device:

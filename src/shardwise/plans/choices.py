@@ -42,6 +42,13 @@ def check_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> None:
             )
 
 
+def known_choices(
+    nodes: Mapping[str, Mapping[str, str]], graph: Graph
+) -> dict[str, Mapping[str, str]]:
+    """Those choices whose nodes the graph has."""
+    return {key: nodes[key] for key, names in _meant(nodes, graph).items() if names}
+
+
 def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
     """For every key the nodes that it means."""
     keys = list(keys)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plans import Precision as PlanPrecision
 from shardwise.training.integrations.lightning.library import (
     DoublePrecision,
     HalfPrecision,
@@ -41,11 +40,11 @@ class StepPrecision(Precision):
         self.precision = given.precision
 
     @property
-    def of_plan(self) -> PlanPrecision | None:
+    def of_plan(self) -> str | None:
         """The types that the plan must have; None where the module's own say it all."""
         if not isinstance(self.given, MixedPrecision):
             return None
-        return PlanPrecision.of("fp16-autocast" if "16-" == self.precision[:3] else "bf16-autocast")
+        return "fp16-autocast" if self.precision == "16-mixed" else "bf16-autocast"
 
     def compiling_context(self) -> AbstractContextManager[Any]:
         """Around a compiled step: the default type of new tensors, but no autocast."""

@@ -103,7 +103,11 @@ def _refuse_trainer(what: str) -> NoReturn:
 
 def _twin_class(base: type[Any]) -> type[Any]:
     """A subclass of the user's class whose `forward` is a step."""
-    own = {name: value for name, value in vars(_Twin).items() if name not in ("__dict__", "__weakref__")}
+    own = {
+        name: value
+        for name, value in vars(_Twin).items()
+        if name not in ("__dict__", "__weakref__")
+    }
     return type(base.__name__, (base,), {**own, "_base": base, "__module__": base.__module__})
 
 

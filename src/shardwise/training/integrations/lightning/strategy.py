@@ -24,7 +24,7 @@ from shardwise import runtime as rt
 from shardwise.cluster import Cluster
 from shardwise.errors import CaptureError, OptimizerError
 from shardwise.plans import Plan
-from shardwise.training.integrations.lightning.choice import Made, PlanChoice
+from shardwise.training.integrations.lightning.choice import OwnStrategy, PlanChoice
 from shardwise.training.integrations.lightning.library import (
     LightningModule,
     Precision,
@@ -67,9 +67,9 @@ class ShardwiseStrategy(Processes):
 
     def __init__(
         self,
-        plan: str | Path | Plan | Made = "auto",
+        plan: str | Path | Plan | OwnStrategy = "auto",
         *,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | None = None,
         evaluate: Literal["captured", "whole"] = "captured",
         elementwise: bool | None = None,
         seed: int = 0,
@@ -78,7 +78,7 @@ class ShardwiseStrategy(Processes):
         timeout: float = 300.0,
         **options: Any,
     ) -> None:
-        self.choice = PlanChoice(plan=plan, options=options, cluster=cluster)
+        self.choice = PlanChoice(plan=plan, options=options, cluster=cluster, seed=seed)
         super().__init__(
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -171,11 +171,9 @@ class ShardwiseStrategy(Processes):
         precision = self._step_precision
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
             self.plan = self.choice.make(
-                training.model, batch, self.world_size, precision.of_plan
+                training.model, batch, self.world_size, self.root_device, precision.of_plan
             )
-            pm = training.start(
-                batch, self.plan, optimized, seed=self._seed, timeout=self._seconds
-            )
+            pm = training.start(batch, self.plan, optimized, seed=self._seed, timeout=self._seconds)
         optimizer = adopt(only_optimizer(self.optimizers), self._names, pm, self._elementwise)
         self._training, self.optimizers = training, [optimizer]
         if self._saved is not None:
