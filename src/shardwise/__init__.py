@@ -33,11 +33,14 @@ if TYPE_CHECKING:
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
     from shardwise.simulation import Estimate, Timeline, simulate
+    from shardwise.training.callbacks import Callback
     from shardwise.training.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+    from shardwise.training.trainer import Trainer
 
 
 __all__ = [
     "Advice",
+    "Callback",
     "Certificate",
     "Checkpoints",
     "Cluster",
@@ -49,6 +52,7 @@ __all__ = [
     "Program",
     "Stage",
     "Timeline",
+    "Trainer",
     "__version__",
     "advise",
     "capture",
@@ -72,6 +76,7 @@ __all__ = [
 
 _HOME = {
     "Advice": "shardwise.api.advise",
+    "Callback": "shardwise.training.callbacks",
     "Certificate": "shardwise.equivalence",
     "Checkpoints": "shardwise.training.checkpoint",
     "Cluster": "shardwise.cluster",
@@ -83,6 +88,7 @@ _HOME = {
     "Program": "shardwise.api",
     "Stage": "shardwise.plans",
     "Timeline": "shardwise.simulation",
+    "Trainer": "shardwise.training.trainer",
     "advise": "shardwise.api.advise",
     "capture": "shardwise.frontend",
     "capture_for_plan": "shardwise.api",

@@ -9,6 +9,7 @@ import shardwise
 
 PUBLIC = [
     "Advice",
+    "Callback",
     "Certificate",
     "Checkpoints",
     "Cluster",
@@ -20,6 +21,7 @@ PUBLIC = [
     "Program",
     "Stage",
     "Timeline",
+    "Trainer",
     "__version__",
     "advise",
     "capture",

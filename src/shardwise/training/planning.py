@@ -24,7 +24,9 @@ from shardwise.ir import Graph
 from shardwise.planner import strategies
 from shardwise.planner.search import plan as search
 from shardwise.planner.strategies.make import make_plan as any_strategy
+from shardwise.planner.strategies.schedule import default_stages
 from shardwise.plans import Plan, Precision
+from shardwise.schedules import NAMES
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.imports import find_file, load_object, make
 
@@ -159,13 +161,12 @@ def _require_known(config: TrainConfig, known: bool, device: str) -> None:
 
 def _made(config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None) -> Plan:
     """The plan of a search, of a named strategy, or of the user's own function."""
-    wanted = config.plan
+    wanted: Any = config.plan
     if not isinstance(wanted, PlanConfig):
-        wanted, own = PlanConfig(name=getattr(wanted, "__name__", "plan")), wanted
-    else:
-        own = load_object(wanted.name, "plan", base) if ":" in wanted.name else None
+        return _own(wanted, getattr(wanted, "__name__", "plan"), graph, cluster, {})
     args = dict(wanted.args)
-    if own is not None:
+    if ":" in wanted.name:
+        own = load_object(wanted.name, "plan", base)
         return _own(own, wanted.name, graph, cluster, args)
     if wanted.name == "auto":
         if config.accumulate > 1:
@@ -195,8 +196,9 @@ def _strategy_args(
     found = {"seed": config.seed, "precision": config.precision, **args}
     if config.accumulate > 1:
         found.setdefault("num_microbatches", config.accumulate)
-    if name == "pipeline" and not {"stages", "stage_ranks", "cuts", "schedule"} & set(args):
-        found["stages"] = ranks
+    order = args.get("schedule", "1f1b")
+    if name == "pipeline" and order in NAMES and not {"stages", "stage_ranks", "cuts"} & set(args):
+        found["stages"] = ranks * int(args.get("virtual_stages", default_stages(order)))
     if name == "hybrid" and "dp" not in args:
         found["dp"] = max(1, ranks // (int(args.get("tp", 1)) * int(args.get("pp", 1))))
     return found
@@ -204,12 +206,10 @@ def _strategy_args(
 
 def _called(function: Any, args: Mapping[str, Any], graph: Graph, cluster: Cluster) -> Plan:
     if function is not search:  # `sw.plan` names unknown options itself
-        known = [
-            *inspect.signature(function).parameters,
-            *inspect.signature(any_strategy).parameters,
-        ]
+        both = (inspect.signature(each).parameters for each in (function, any_strategy))
+        known = {name for each in both for name in each} - {"name", "graph", "cluster", "options"}
         for name in args:
-            if name not in known or name in ("graph", "cluster", "options"):
+            if name not in known:
                 raise ConfigError(
                     f"{function.__name__} has no option {name!r}{did_you_mean(name, known)}",
                     where="plan.args",

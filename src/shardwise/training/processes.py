@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     known = {each.name for each in dataclasses.fields(LaunchConfig)}
-    patience = {"shutdown_timeout": SHUTDOWN_S} if "shutdown_timeout" in known else {}
+    patience: Any = {"shutdown_timeout": SHUTDOWN_S} if "shutdown_timeout" in known else {}
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

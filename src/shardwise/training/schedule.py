@@ -66,9 +66,8 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """As JSON; what the constructor gives again is left out where it has no such form."""
         state = {} if self._scheduler is None else self._scheduler.state_dict()
-        return {
-            name: plain for name, value in state.items() if (plain := to_plain(value)) is not _NO
-        }
+        found = {name: to_plain(value) for name, value in state.items()}
+        return {name: plain for name, plain in found.items() if plain is not _NO}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -81,9 +80,8 @@ class Schedule:
 def _common(configs: Sequence[ScheduleConfig]) -> str:
     kinds = {config.each for config in configs}
     if len(kinds) > 1:
-        raise ConfigError(
-            f"a chain steps each {' and each '.join(sorted(kinds))}", where="schedule"
-        )
+        several = " and each ".join(sorted(kinds))
+        raise ConfigError(f"a chain steps each {several}", where="schedule")
     for index, config in enumerate(configs[:-1]):
         if config.steps is None:
             raise ConfigError(
@@ -135,8 +133,7 @@ def to_plain(value: Any) -> Any:
         return to_plain(value.item())
     if isinstance(value, Mapping):
         pairs = [[to_plain(k), to_plain(v)] for k, v in value.items()]
-        if any(_NO in pair for pair in pairs):
-            return _NO
+        pairs = [[k, v] for k, v in pairs if k is not _NO and v is not _NO]
         kind = "$counter" if isinstance(value, Counter) else "$dict"
         return {kind: pairs}
     if isinstance(value, list | tuple):

@@ -1,0 +1,316 @@
+"""A training that is under way on this rank: all that has state, and how it is saved.
+
+Enters: a config, in every process of the group. Leaves: `Session`: the parallel module, optimizer,
+schedule, average, data and position, ready for the next step; and the same again from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise.runtime as rt
+from shardwise.api import parallelize
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.runtime.precision import overflow_on_any_rank
+from shardwise.training.callbacks import Callbacks, EarlyStop
+from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, save_checkpoint
+from shardwise.training.config import TrainConfig, config_to_json
+from shardwise.training.ema import Ema
+from shardwise.training.evaluation import Evaluator
+from shardwise.training.imports import build, find_class, resolved
+from shardwise.training.loading import MapLoader, StreamLoader, make_source
+from shardwise.training.parts import BatchParts, whole_like
+from shardwise.training.planning import Planned, make_planned
+from shardwise.training.positions import Position
+from shardwise.training.processes import World, choose_device
+from shardwise.training.random_state import load_random_state, random_state, seed_everything
+from shardwise.training.schedule import Schedule, from_plain, to_plain
+
+__all__ = ["Ingredients", "Session", "gather"]
+
+
+class Ingredients:
+    """What the config names, built: model, loss, data; and an example of a whole batch."""
+
+    def __init__(self, config: TrainConfig, base: Path | None) -> None:
+        self.config, self.base = config, base
+        seed_everything(config.seed)
+        self.model: nn.Module = build(config.model, "model", base)
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(
+                f"a {type(self.model).__name__} is no model",
+                where="model",
+                hint="a function that returns an nn.Module",
+            )
+        self.loss = config.loss if callable(config.loss) else _function(config.loss, base)
+        data = config.data
+        collate = data.collate if callable(data.collate) else _function(data.collate, base)
+        self.train = self._source(build(data.train, "data.train", base), collate, training=True)
+        self.evaluation = None
+        if data.evaluation is not None:
+            found = build(data.evaluation, "data.evaluation", base)
+            self.evaluation = self._source(found, collate, training=False)
+        self.example = self.train.example()
+        rows = self.reads_rows(self.train)
+        self.batch = whole_like(self.example, self.train.batch_size) if rows else self.example
+
+    def _source(self, dataset: Any, collate: Any, *, training: bool) -> MapLoader | StreamLoader:
+        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+            raise ConfigError(
+                f"a {type(dataset).__name__} has no samples",
+                where="data.train" if training else "data.evaluation",
+                hint="__len__ and __getitem__, or __iter__",
+            )
+        return make_source(dataset, self.config.data, collate, self.config.seed, training=training)
+
+    @staticmethod
+    def reads_rows(source: MapLoader | StreamLoader) -> bool:
+        """Whether a rank may read its rows of a batch alone."""
+        return isinstance(source, MapLoader) and source.stacks
+
+
+def gather(config: TrainConfig, base: Path | None) -> Ingredients:
+    """All that a config names, after what is wrong in the config itself was told."""
+    if config.steps is None and config.epochs is None:
+        raise ConfigError("how long?", where="steps", hint="steps: 1000, or epochs: 3")
+    wants = config.evaluation.every_steps or config.evaluation.every_epochs or config.early_stop
+    if wants and config.data.evaluation is None:
+        raise ConfigError(
+            "there is nothing to evaluate with",
+            where="data.evaluation",
+            hint="data: {evaluation: file.py:function}",
+        )
+    return Ingredients(config, base)
+
+
+def _function(named: Any, base: Path | None) -> Any:
+    """A function that is used, not called, when it is named; with arguments it is called first."""
+    if named is None:
+        return None
+    from shardwise.training.imports import load_object
+
+    return build(named, "data", base) if named.args else load_object(named.name, "data", base)
+
+
+class Session:
+    """Everything of a training that changes with its steps."""
+
+    def __init__(self, parts: Ingredients, world: World) -> None:
+        config, base = parts.config, parts.base
+        self.config, self.world, self.base = config, world, base
+        self.source, self.step, self.position = parts.train, 0, Position()
+        self.data_state: Any = None
+        self.planned: Planned = make_planned(
+            config,
+            parts.model,
+            parts.batch,
+            parts.loss,
+            ranks=world.size,
+            device=choose_device(config.device),
+            base=base,
+        )
+        plan = self.planned.plan.with_(seed=config.seed)
+        self.module = parallelize(
+            parts.model,
+            parts.batch,
+            plan,
+            parts.loss,
+            device=world.device,
+            seed=config.seed,
+            compile=config.compile,
+            timeout=config.timeout_s,
+        )
+        self.optimizer = self._optimizer()
+        self.schedule = Schedule(config.schedule, self.optimizer, self.totals(), base)
+        self.ema = Ema(self.module, config.ema) if config.ema is not None else None
+        self.parts = self._parts(parts, parts.train, training=True)
+        self.evaluator = self._evaluator(parts)
+        stops = [EarlyStop(config.early_stop)] if config.early_stop is not None else []
+        own = [build(each, f"callbacks.{i}", base) for i, each in enumerate(config.callbacks)]
+        self.callbacks = Callbacks([*stops, *own])
+        self.checkpoints = self._folder()
+        self.saving: Saving | None = None
+        self.saved_step: int | None = None
+
+    # --- making --------------------------------------------------------------------------
+
+    def _optimizer(self) -> rt.ShardedOptimizer:
+        wanted = self.config.optimizer
+        found = find_class(wanted.name, torch.optim, "optimizer", self.base)
+        groups = [{"params": list(g.params), **g.args} for g in wanted.groups]
+        args = resolved(wanted.args, "optimizer", self.base)
+        try:
+            return rt.optimizer(
+                self.module, found, groups or None, elementwise=wanted.elementwise, **args
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{wanted.name}: {error}", where="optimizer.args", hint="as in torch.optim"
+            ) from error
+
+    def _parts(
+        self, made: Ingredients, source: MapLoader | StreamLoader, *, training: bool
+    ) -> BatchParts | None:
+        """How this rank's rows become its batch; the loader is told which rows it needs."""
+        source.pinned = self.world.device.type == "cuda"
+        if self.world.size == 1 or not made.reads_rows(source):
+            return None
+        parts = BatchParts(self.module, training=training)
+        like = made.example if training else source.example()
+        known = {count: parts.rows(like, count) for count in source.sizes()}
+        source.rows = known.get
+        return parts
+
+    def _evaluator(self, made: Ingredients) -> Evaluator | None:
+        if made.evaluation is None:
+            return None
+        parts = self._parts(made, made.evaluation, training=False)
+        return Evaluator(self.module, self.planned.plan, made.evaluation, parts)
+
+    def _folder(self) -> Checkpoints | None:
+        config = self.config.checkpoints
+        if self.config.folder is None:
+            return None
+        return Checkpoints(
+            Path(self.config.folder) / "checkpoints",
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            metric=config.metric if config.keep_best else None,
+            mode=config.mode,
+        )
+
+    def totals(self) -> dict[str, int | None]:
+        """The numbers of steps and epochs, where they are known."""
+        each = self.source.epoch_batches()
+        steps, epochs = self.config.steps, self.config.epochs
+        by_epochs = epochs * each if epochs is not None and each is not None else None
+        known = [n for n in (steps, by_epochs) if n is not None]
+        total = min(known) if known else None
+        if epochs is None and total is not None and each:
+            epochs = -(-total // each)
+        return {"total_steps": total, "total_epochs": epochs}
+
+    # --- evaluating, saving, continuing -----------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss over the evaluation data, with the average where there is one to be used."""
+        if self.evaluator is None:
+            raise ConfigError("there is nothing to evaluate with", where="data.evaluation")
+        average = self.ema is not None and self.config.ema is not None and self.config.ema.evaluate
+        context: Any = self.ema.applied() if average and self.ema else contextlib.nullcontext()
+        self.settle()
+        with context:
+            return {"evaluation_loss": self.evaluator.loss(self.config.evaluation.batches)}
+
+    def settle(self) -> None:
+        """Before the state changes: what a checkpoint copies of it is copied."""
+        if self.saving is not None:
+            self.saving.staged(self.config.timeout_s)
+
+    def save(self, path: Path | None, metrics: Mapping[str, float], *, wait: bool) -> Path | None:
+        """A checkpoint of this moment, in the run's folder or elsewhere; all ranks call it."""
+        pieces = [entry.piece.detach() for entry in self.module.store.entries]
+        floats = [piece for piece in pieces if piece.is_floating_point()]
+        if overflow_on_any_rank(floats, self.module.mesh, self.module.store.device):
+            raise TrainingError(
+                f"parameters are infinite or undefined after step {self.step}: not saved",
+                hint="the last checkpoint is as it was; a lower learning rate, or clip_norm: 1.0",
+            )
+        copies = {"ema": self.ema.pieces} if self.ema is not None else {}
+        state: Any = {"extra": self.state(), "copies": copies, "wait": wait}
+        if path is not None:
+            self.saving = save_checkpoint(
+                path, self.module, self.optimizer, step=self.step, **state
+            )
+        elif self.checkpoints is not None:
+            self.saving = self.checkpoints.save(
+                self.step, self.module, self.optimizer, metrics=metrics, **state
+            )
+            self.saved_step = self.step
+        return self.saving.path if self.saving is not None else None
+
+    def state(self) -> dict[str, Any]:
+        """All that is no tensor, as JSON."""
+        scaler = self.module.store.scaler
+        return {
+            "step": self.step,
+            "data": {
+                "position": self.position.to_json(),
+                "state": to_plain(self.data_state),
+                **self._order(),
+            },
+            "schedule": self.schedule.state_dict(),
+            "rng_step": self.module.rng.step,
+            "random": random_state(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "callbacks": self.callbacks.state_dict(),
+            "plan": self.planned.plan.to_json(),
+            "config": config_to_json(self.config),
+        }
+
+    def _order(self) -> dict[str, Any]:
+        """What a position in the data means."""
+        size = len(self.source) if isinstance(self.source, MapLoader) else None
+        return {"size": size, "seed": self.config.seed, "shuffle": self.config.data.shuffle}
+
+    def resume(self) -> Path | None:
+        """Continue from the checkpoint that the config names, if there is one."""
+        path = find_checkpoint(self.config, self.checkpoints)
+        if path is None:
+            return None
+        copies = {"ema": self.ema.pieces} if self.ema is not None else {}
+        extra = load_checkpoint(path, self.module, self.optimizer, copies=copies).extra
+        if "data" not in extra:
+            raise ConfigError(
+                f"{path} holds no training: it was not saved by a Trainer", where="resume"
+            )
+        order = self._order()
+        for name, mine in order.items():
+            if extra["data"][name] != mine:
+                raise TrainingError(
+                    f"{path} was trained with data {name} {extra['data'][name]!r}, now it is "
+                    f"{mine!r}: its position would mean other samples",
+                    hint="the same data, seed and shuffle; or a new folder, resume: never",
+                )
+        self.step = self.saved_step = int(extra["step"])
+        self.position = Position.from_json(extra["data"]["position"])
+        self.data_state = from_plain(extra["data"]["state"])
+        self.schedule.load_state_dict(extra["schedule"])
+        self.module.rng.step = int(extra["rng_step"])
+        scaler = self.module.store.scaler
+        if scaler is not None and extra["scaler"] is not None:
+            scaler.load_state_dict(extra["scaler"])
+        self.callbacks.load_state_dict(extra["callbacks"])
+        load_random_state(extra["random"])
+        return path
+
+
+def find_checkpoint(config: TrainConfig, checkpoints: Checkpoints | None) -> Path | None:
+    """What `resume` names; all ranks find the same."""
+    newest = checkpoints.latest() if checkpoints is not None else None
+    if config.resume == "auto":
+        return newest
+    if config.resume == "never":
+        if newest is not None:
+            raise ConfigError(
+                f"resume: never, but there is {newest}",
+                where="resume",
+                hint="resume: auto continues it; or another folder",
+            )
+        return None
+    path = Path(config.resume)
+    if (path / "checkpoint.json").is_file():
+        return path
+    inside = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    found = inside.latest() if path.is_dir() else None
+    if found is None:
+        raise ConfigError(
+            f"no checkpoint in {path}", where="resume", hint="auto, never, or a checkpoint's folder"
+        )
+    return found
