@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from shardwise.cli.advise import advise
+from shardwise.cli.checkpoint import app as checkpoint_app
 from shardwise.cli.figures import NARROWEST, terminal_width
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
 from shardwise.cli.launch import launch
@@ -27,6 +28,7 @@ from shardwise.cli.predict import predict
 from shardwise.cli.profile import profile
 from shardwise.cli.simulate import simulate
 from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_target
+from shardwise.cli.train import train
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
@@ -164,6 +166,8 @@ app.command()(simulate)
 app.command()(advise)
 app.command()(profile)
 app.command()(predict)
+app.command()(train)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command(context_settings=LAUNCH_CONTEXT)(launch)
 
 

@@ -6,8 +6,18 @@ safetensors files with `checkpoint.json`, under the names and shapes of the sing
 
 from __future__ import annotations
 
+from shardwise.training.checkpoint.convert import convert_checkpoint
 from shardwise.training.checkpoint.folder import Checkpoints
 from shardwise.training.checkpoint.loading import Loaded, load_checkpoint
 from shardwise.training.checkpoint.saving import Saving, save_checkpoint
+from shardwise.training.checkpoint.verify import verify_checkpoint
 
-__all__ = ["Checkpoints", "Loaded", "Saving", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoints",
+    "Loaded",
+    "Saving",
+    "convert_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

@@ -39,7 +39,14 @@ from shardwise.training.checkpoint.plan import (
 from shardwise.training.checkpoint.staging import Staging
 from shardwise.training.checkpoint.types import dtype_name, dtype_named
 
-__all__ = ["Writer", "partial_folders", "replaced_folder", "replaced_path", "require_free"]
+__all__ = [
+    "Writer",
+    "partial_folders",
+    "replaced_folder",
+    "replaced_path",
+    "require_free",
+    "write_text",
+]
 
 _SEEN_S = 10.0  # until a folder that one rank made must be seen by all
 
@@ -164,7 +171,7 @@ class Writer:
         manifest = _joined(reports, self.contents)
         try:
             manifest.check_files(folder)
-            _write_text(folder / MANIFEST, manifest.to_text())
+            write_text(folder / MANIFEST, manifest.to_text())
             sync_folder(folder)
             with replaced_folder(self.path):
                 os.rename(folder, self.path)
@@ -241,12 +248,13 @@ def _report_name(rank: int) -> str:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     try:
-        _write_text(path, json.dumps(value, separators=(",", ":")))
+        write_text(path, json.dumps(value, separators=(",", ":")))
     except OSError as error:
         raise _disk_error(error, path.parent) from error
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a new file, and have it on the disk."""
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
