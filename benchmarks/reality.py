@@ -40,13 +40,13 @@ import shardwise as sw
 from benchmarks.pipeline import machine
 from benchmarks.reality_models import MODELS, Made
 from benchmarks.run import ratio
-from shardwise.api.measured import measure_plan, tune
+from shardwise.api.measured import tune
 from shardwise.errors import ShardwiseError
 from shardwise.profiling import profile
 
 LIMITS = {"ratio": 1.03, "error": 0.15}
-WARM_UP, SCREENED = 1, 3  # rounds of all systems
-BEHIND = 1.35  # of the best: those slower than this in the first rounds are not measured on
+WARM_UP, SCREENED = 1, 2  # rounds of all systems
+BEHIND = 1.2  # of the best: those slower than this in the first rounds are not measured on
 MOST_BLOCKS = 4  # stages of the named pipelines
 THEIRS = ("DDP", "FSDP2")
 
@@ -183,8 +183,7 @@ def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[st
     module, batch = MODELS[model]()
     graph = sw.capture(module, batch)
     started = time.perf_counter()
-    table = measure_plan(graph, sw.strategies.ddp(graph, cluster), cluster)
-    auto, table = tune(graph, cluster, table=table, progress=False)
+    auto, table = tune(graph, cluster, progress=False, report=lambda what: print("  " + what))
     planned = time.perf_counter() - started
     plans = {n: p for n, p in rivals(graph, cluster) if not options.only or n in options.only}
     plans["auto"] = auto

@@ -1,4 +1,5 @@
-"""Measured times of a plan's local calls: `measure_plan`, and plans made with them: `tune`.
+"""Measured times of a plan's local calls and programs: `measure_plan`, `rehearsed`, and plans
+made with them: `tune`.
 
 Enters: a graph and the cluster it is for, on one of its machines. Leaves: an `OpTable` for `plan`
 and `simulate`, or the plan that is best by such a table.
@@ -15,9 +16,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from shardwise.api.rehearsal import rehearse
 from shardwise.cluster import Cluster, Device
 from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
 from shardwise.cost.calls import UPDATES, encode
@@ -27,10 +30,11 @@ from shardwise.errors import RankError
 from shardwise.ir import Graph
 from shardwise.planner.search import plan
 from shardwise.plans import Plan
-from shardwise.simulation.simulate import plan_calls
+from shardwise.simulation.simulate import plan_calls, simulate
 
 TIMEOUT_S = 600.0
-ROUNDS = 3  # of planning and measuring what was planned
+KINDS: tuple[dict[str, int], ...] = ({"pp": 1, "tp": 1}, {"pp": 1}, {})
+MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
 _TAIL = 6  # lines of a failed process's last words
 
 
@@ -62,26 +66,81 @@ def tune(
     cluster: Cluster,
     *,
     table: OpTable | None = None,
-    rounds: int = ROUNDS,
     report: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> tuple[Plan, OpTable]:
-    """The best plan by measured times of its own calls, with the table of them.
+    """The best plan by what its programs take on this machine, with the table that says so.
 
-    Plans, measures what the plan calls, and plans again with these times, until the best plan's
-    calls are all measured: others are better only if computed times flatter the best more. Options
-    are those of `plan`.
+    Plans, measures what the plan calls, plans again with these times, and rehearses the result:
+    for every kind of plan (`KINDS`), because what a program takes beyond its calls differs between
+    kinds. One of more kinds of parallelism must be quicker by `MARGIN`. Options are `plan`'s.
     """
-    best = plan(graph, cluster, table=table, **options)
-    found = table or OpTable()
-    for number in range(rounds):
-        report(f"measuring the calls of plan {number + 1}")
-        known = len(found.entries)
-        found = measure_plan(graph, best, cluster, table=found)
-        if len(found.entries) == known:
-            break
-        best = plan(graph, cluster, table=found, **options)
-    return best, found
+    found = OpTable()
+    found.merge(table or OpTable())
+    best: _Candidate | None = None
+    for kind in KINDS:
+        if any(options.get(name, value) != value for name, value in kind.items()):
+            continue
+        made, found = _measured_plan(graph, cluster, found, {**options, **kind})
+        if best is not None and _same(made, best.plan):
+            continue
+        programs = rehearsed(graph, made, cluster, found)
+        own = simulate(graph, made, cluster, table=found.with_programs(programs))
+        report(f"{_what(made)}: {own.step_time_s * 1e3:.3g} ms")
+        if best is None or own.step_time_s < (1 - MARGIN) * best.seconds:
+            best = _Candidate(plan=made, seconds=own.step_time_s, programs=programs)
+    assert best is not None
+    return best.plan, found.with_programs(best.programs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    plan: Plan
+    seconds: float
+    programs: list[tuple[str, float, float]]
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return one.with_(search={}) == other.with_(search={})
+
+
+def _what(made: Plan) -> str:
+    searched: Any = made.search
+    return str(searched["best"]["what"])
+
+
+def _measured_plan(
+    graph: Graph, cluster: Cluster, table: OpTable, options: dict[str, Any]
+) -> tuple[Plan, OpTable]:
+    """The best plan by measured times of the calls of a first one."""
+    first = plan(graph, cluster, table=table, **options)
+    measured = measure_plan(graph, first, cluster, table=table)
+    if len(measured.entries) == len(table.entries):
+        return first, measured
+    return plan(graph, cluster, table=measured, **options), measured
+
+
+def rehearsed(
+    graph: Graph, plan: Plan, cluster: Cluster, table: OpTable
+) -> list[tuple[str, float, float]]:
+    """What the plan's programs take over the sum of their calls; noted where they cannot run."""
+    try:
+        run = rehearse(graph, plan, cluster)
+    except RankError as error:
+        table.notes.append(f"plan {plan.name} was not rehearsed: {error.message}")
+        return []
+    estimate = simulate(graph, plan, cluster, table=table.with_programs([]))
+    computing, updating = 0.0, 0.0
+    for stage in estimate.stages:
+        if stage.group in run.training_s:
+            computing += plan.microbatches * stage.computing
+    for span in estimate.timeline.after:
+        if span.kind == "optimizer" and span.group in run.update_s:
+            updating += span.end - span.start
+    training, update = sum(run.training_s.values()), sum(run.update_s.values())
+    if not computing or not updating:
+        return []
+    return [(cluster.device(0).name, training / computing, update / updating)]
 
 
 def _beside(cluster: Cluster, device: Device) -> int:

@@ -23,11 +23,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise import runtime as rt
+from shardwise.api.alone import Alone
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.ledger import NEEDS_DATA, Ledger, Peak
-from shardwise.api.parallel import _Step
-from shardwise.api.scheduled import ScheduledStep
-from shardwise.emit import LoadedPipeline, build, load
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -147,45 +145,26 @@ def _optimizer_class(
 # ---------------------------------------------------------------- one rank's steps
 
 
-class _Player:
+class _Player(Alone):
     """One rank's part of a program, on tensors without data."""
 
     def __init__(self, program: Program | PipelineProgram, rank: int, ledger: Ledger) -> None:
-        self.program, self.ledger = program, ledger
-        plan, graph = program.plan, program.graph
-        self.mesh = _mesh(plan, rank)
-        self.rng = rt.PretendRng(plan.seed, plan.rng, self.mesh)
-        self.step: rt.StepProgram
-        windows, device = _Windows(ledger), ledger.device
-        if isinstance(program, PipelineProgram):
-            loaded = LoadedPipeline(program.text, graph, self.mesh, self.rng, device)
-            self.store = loaded.make_store()
-            self.step = ScheduledStep(graph, plan, loaded, self.store, windows)
-        else:
-            generated = load(program.source(self.mesh.rank), graph.functions)
-            module = build(generated, self.mesh, self.rng, device, graph)
-            self.store = rt.ParameterStore(
-                module, self.mesh, generated.PARAMETERS, generated.BUFFERS, device=device
-            )
-            self.step = _Step(graph, plan, generated, module, self.mesh, device, windows)
-        rt.stand_alone(self.store, lambda leaf: ledger.mark("gradients", [leaf.grad]))
-        self.module = rt.ParallelModule(
-            self.store, self.mesh, self.rng, lambda *_: self.step, check_batches=False
+        self.ledger = ledger
+        super().__init__(
+            program,
+            rank,
+            ledger.device,
+            rng=rt.PretendRng,
+            recorder=_Windows(ledger),
+            on_gradient=lambda leaf: ledger.mark("gradients", [leaf.grad]),
         )
 
     def batch(self) -> dict[str, Tensor]:
         """A whole batch."""
-        graph, found = self.program.graph, {}
-        for given in graph.inputs:
-            kind = graph.values[given.value]
-            shape = list(kind.shape)
-            if isinstance(self.step, ScheduledStep):
-                spec = self.step.executor.spec
-                dim = spec.batch_dims.get(given.name)
-                if dim is not None and not spec.timed:  # the graph is of one micro-batch
-                    shape[dim] *= spec.microbatches
-            found[given.name] = torch.empty(shape, dtype=kind.dtype, device=self.ledger.device)
-        return found
+        return {
+            name: torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+            for name, kind in self.batch_types().items()
+        }
 
     def mark_parameters(self) -> None:
         """Tell parameters and buffers; gathered ones are there for a moment."""
@@ -199,19 +178,6 @@ class _Player:
         """Tell the gradients of a step that has just ended."""
         entries = self.store.entries
         self.ledger.mark("gradients", [t.grad for e in entries for t in (e.leaf, e.piece, e.shown)])
-
-
-def _mesh(plan: Plan, rank: int) -> rt.ProcessMesh:
-    stage = next(s for s in plan.all_stages if rank in s.ranks)
-    return rt.ProcessMesh(
-        dict(stage.mesh.axes),
-        stage.ranks.index(rank),
-        rt.PretendTransport(rank, plan.num_ranks),
-        ranks=stage.ranks,
-        groups=plan.groups,
-        microbatches=plan.microbatches,
-        timed=plan.splits_time,
-    )
 
 
 def _play(

@@ -3,6 +3,9 @@
 Enters: `Signature`s, a `Device`, and a table. Leaves: `CallTime`. A table is JSON: seconds of
 forward and backward by the text of the call (operator, shapes, dtypes, which gradients) and the
 device's name. What was looked for and not found is counted, and can be shown.
+
+The calls of a program take longer than each by itself: a table also has what programs took over the
+sum of their calls, and everything that it gives is scaled by the median of these.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from shardwise.cluster import Curve, Device
@@ -49,6 +53,8 @@ class OpTable:
         self.entries: dict[tuple[str, str], tuple[float, float]] = dict(entries or {})
         self.computed: dict[tuple[str, str], tuple[float, float]] = {}  # of the same calls
         self._factors: dict[tuple[str, str], tuple[float, float]] = {}
+        # Of programs that ran: device, then training and optimizer over the sum of their calls.
+        self.programs: list[tuple[str, float, float]] = []
         self.notes: list[str] = []  # what could not be measured, and why
         self.hits = 0
         self.missed: Counter[tuple[str, str]] = Counter()
@@ -84,6 +90,18 @@ class OpTable:
         forward = sums[0] / sums[1] if sums[0] and sums[1] else 1.0
         return forward, sums[2] / sums[3] if sums[2] and sums[3] else forward
 
+    def program(self, device: str) -> tuple[float, float]:
+        """What programs took on a device over the sum of their calls: training, the optimizer."""
+        mine = [factors for name, *factors in self.programs if name == device]
+        return (median(t for t, _ in mine), median(u for _, u in mine)) if mine else (1.0, 1.0)
+
+    def with_programs(self, programs: Iterable[tuple[str, float, float]]) -> OpTable:
+        """The same calls, with these programs alone."""
+        found = OpTable(self.entries)
+        found.computed, found.notes = dict(self.computed), list(self.notes)
+        found.programs = list(programs)
+        return found
+
     def update_seconds(self, device: str, numel: float, piece: float) -> float | None:
         """Seconds of the optimizer for `numel` elements in parameters of about `piece` each."""
         points = []
@@ -91,7 +109,9 @@ class OpTable:
             if name == device and call.startswith(UPDATE.partition("{")[0]) and seconds:
                 size = float(call.partition("[")[2].partition("]")[0])
                 points.append((size, size / seconds))
-        return numel / Curve(tuple(sorted(points))).at(max(piece, 1.0)) if points else None
+        if not points:
+            return None
+        return self.program(device)[1] * numel / Curve(tuple(sorted(points))).at(max(piece, 1.0))
 
     def lookup(self, call: str, device: str) -> tuple[float, float] | None:
         """Seconds of forward and backward, or None, which counts as a miss."""
@@ -106,6 +126,7 @@ class OpTable:
         """Take over the other's measurements."""
         self.entries |= other.entries
         self.computed |= other.computed
+        self.programs += [p for p in other.programs if p not in self.programs]
         self._factors.clear()
         self.notes += other.notes
 
@@ -118,7 +139,12 @@ class OpTable:
             computed = self.computed.get((entry["call"], entry["device"]))
             if computed is not None:
                 entry["computed_s"] = list(computed)
-        return json.dumps({"version": FORMAT_VERSION, "entries": entries}, indent=1) + "\n"
+        programs = [
+            {"device": device, "training": training, "optimizer": update}
+            for device, training, update in self.programs
+        ]
+        document = {"version": FORMAT_VERSION, "entries": entries, "programs": programs}
+        return json.dumps(document, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "op table") -> OpTable:
@@ -141,6 +167,8 @@ class OpTable:
             computed = entry.get("computed_s")
             if isinstance(computed, list) and len(computed) == 2:
                 found.compare(call, device, float(computed[0]), float(computed[1]))
+        for index, entry in enumerate(document.get("programs", ())):
+            found.programs.append(_program(entry, f"{where}, program {index}"))
         return found
 
     @classmethod
@@ -183,6 +211,18 @@ def _entry(entry: Any, where: str) -> tuple[str, str, float, float]:
     return str(entry["call"]), str(entry["device"]), float(forward), float(backward)
 
 
+def _program(entry: Any, where: str) -> tuple[str, float, float]:
+    names = ("training", "optimizer")
+    if not isinstance(entry, dict) or any(name not in entry for name in ("device", *names)):
+        raise ShardwiseError(f"expected an object with device, {', '.join(names)}", where=where)
+    for name in names:
+        value = entry[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < float("inf"):
+            raise ShardwiseError(f"{name} is {value!r}, must be above 0", where=where)
+    return str(entry["device"]), float(entry["training"]), float(entry["optimizer"])
+
+
 def call_seconds(call: Signature, device: Device, table: OpTable | None = None) -> CallTime:
     """The time of a call on a device: measured if the table has it, computed from kernels else.
 
@@ -194,12 +234,12 @@ def call_seconds(call: Signature, device: Device, table: OpTable | None = None) 
     computed = kernels_seconds(cost.backward, device)
     weight = kernels_seconds(cost.weight, device)
     if table is not None and (cost.forward or cost.backward):
-        found = table.lookup(str(call), device.name)
+        found, scale = table.lookup(str(call), device.name), table.program(device.name)[0]
         if found is not None:
             share = weight / computed if computed else 0.0
-            forward, backward = (seconds / device.speed for seconds in found)
+            forward, backward = (scale * seconds / device.speed for seconds in found)
             return CallTime(forward, backward, backward * share, "measured")
-        first, second = table.factors(call.op, device.name)
+        first, second = (scale * factor for factor in table.factors(call.op, device.name))
         return CallTime(
             kernels_seconds(cost.forward, device) * first,
             computed * second,

@@ -6,11 +6,14 @@ at the same time, so that cores and memory that they share are shared here, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.profiling.timing import Clock, largest
 
@@ -41,26 +44,26 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
     progress("the cost of a call")
     overhead_s = _overhead(clock)
     found: dict[str, Any] = {"overhead_s": _recorded(clock), "matmul": {}, "attention": {}}
-    paces = [_pace(clock, progress)]  # the best of several: a slow rank is slow at all times
+    paces = [_pace(clock, progress, 0)]
     for dtype in DTYPES[kind]:
         name = str(dtype).removeprefix("torch.")
         progress(f"products in {name}")
         found["matmul"][name] = _products(clock, dtype, SIZES[kind][kept], overhead_s)
-    paces.append(_pace(clock, progress))
+    paces.append(_pace(clock, progress, 1))
     for dtype in DTYPES[kind][:2]:
         name = str(dtype).removeprefix("torch.")
         progress(f"attention in {name}")
         found["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][kept], overhead_s)
-    paces.append(_pace(clock, progress))
+    paces.append(_pace(clock, progress, 2))
     progress("memory")
     found["memory"] = _traffic(clock, TRAFFIC[kind][kept], overhead_s)
     progress("offload")
     found["host_bytes_per_s"] = _offload(clock)
-    paces += [_pace(clock, progress) for _ in range(2)]
-    return found | {"pace": max(paces)}
+    paces += [_pace(clock, progress, turn) for turn in (3, 4, 5)]
+    return found | {"pace": max(paces)}  # a slow rank is slow at all times and on all its cores
 
 
-def _pace(clock: Clock, progress: Callable[[str], None]) -> float:
+def _pace(clock: Clock, progress: Callable[[str], None], turn: int) -> float:
     """How much of a mixed work this rank gets done, to compare with the others."""
     progress("how ranks differ")
     n = MIXED_SIZE[clock.device.type]
@@ -71,7 +74,28 @@ def _pace(clock: Clock, progress: Callable[[str], None]) -> float:
             torch.mm(a, a)
             torch.add(x, x)
 
-    return clock.pace(work, WINDOW_S)
+    with _on_core(clock, turn):
+        return clock.pace(work, WINDOW_S)
+
+
+@contextmanager
+def _on_core(clock: Clock, turn: int) -> Iterator[None]:
+    """On another core every turn, of those that this rank may use.
+
+    A core that other programs keep busy slows every rank in turn and none for good; a rank that was
+    bound to slow cores stays slow.
+    """
+    bound = clock.device.type == "cpu" and hasattr(os, "sched_setaffinity")
+    if not bound or torch.get_num_threads() > 1:
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    os.sched_setaffinity(0, {cores[(rank + turn) % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _run(clock: Clock, call: Callable[[], object], overhead_s: float) -> float:

@@ -78,6 +78,11 @@ class StageCost:
     def again(self) -> float:
         return sum(unit.again for unit in self.units)
 
+    @property
+    def computing(self) -> float:
+        """Seconds of a micro-batch without communication."""
+        return self.forward + self.backward - self.forward_talk - self.backward_talk
+
 
 class Layers:
     """What every position of a model costs on one rank: sums over any range are differences."""

@@ -1,0 +1,81 @@
+"""One rank's part of a program, without the other ranks.
+
+Enters: a compiled program, a rank and a device. Leaves: a `ParallelModule` whose collectives answer
+at once and move nothing: what it allocates and computes is real, its results mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise import runtime as rt
+from shardwise.api.compiled import PipelineProgram, Program
+from shardwise.api.parallel import _Step
+from shardwise.api.scheduled import ScheduledStep
+from shardwise.emit import LoadedPipeline, build, load
+from shardwise.ir import TensorType
+from shardwise.plans import Plan
+
+
+class Alone:
+    """A rank that trains with nobody."""
+
+    def __init__(
+        self,
+        program: Program | PipelineProgram,
+        rank: int,
+        device: torch.device,
+        *,
+        rng: type[rt.Rng] = rt.Rng,
+        recorder: rt.Recorder | None = None,
+        on_gradient: Callable[[Tensor], None] = lambda leaf: None,
+    ) -> None:
+        plan, graph = program.plan, program.graph
+        self.program, self.device, self.mesh = program, device, _mesh(plan, rank)
+        numbers = rng(plan.seed, plan.rng, self.mesh)
+        self.step: rt.StepProgram
+        if isinstance(program, PipelineProgram):
+            loaded = LoadedPipeline(program.text, graph, self.mesh, numbers, device)
+            self.store = loaded.make_store()
+            self.step = ScheduledStep(graph, plan, loaded, self.store, recorder)
+        else:
+            generated = load(program.source(self.mesh.rank), graph.functions)
+            module = build(generated, self.mesh, numbers, device, graph)
+            self.store = rt.ParameterStore(
+                module, self.mesh, generated.PARAMETERS, generated.BUFFERS, device=device
+            )
+            self.step = _Step(graph, plan, generated, module, self.mesh, device, recorder)
+        rt.stand_alone(self.store, on_gradient)
+        self.module = rt.ParallelModule(
+            self.store, self.mesh, numbers, lambda *_: self.step, check_batches=False
+        )
+
+    def batch_types(self) -> dict[str, TensorType]:
+        """The tensors of a whole batch by input."""
+        graph, found = self.program.graph, {}
+        for given in graph.inputs:
+            kind = graph.values[given.value]
+            shape = list(kind.shape)
+            if isinstance(self.step, ScheduledStep):
+                spec = self.step.executor.spec
+                dim = spec.batch_dims.get(given.name)
+                if dim is not None and not spec.timed:  # the graph is of one micro-batch
+                    shape[dim] *= spec.microbatches
+            found[given.name] = TensorType(tuple(shape), kind.dtype)
+        return found
+
+
+def _mesh(plan: Plan, rank: int) -> rt.ProcessMesh:
+    stage = next(s for s in plan.all_stages if rank in s.ranks)
+    return rt.ProcessMesh(
+        dict(stage.mesh.axes),
+        stage.ranks.index(rank),
+        rt.PretendTransport(rank, plan.num_ranks),
+        ranks=stage.ranks,
+        groups=plan.groups,
+        microbatches=plan.microbatches,
+        timed=plan.splits_time,
+    )

@@ -1,0 +1,179 @@
+"""A plan's own programs run on this machine without communication: `rehearse`.
+
+Enters: a graph, a plan and the cluster, on one of its machines. Leaves: `Rehearsal`: seconds of
+training and of the optimizer for every group of ranks that has a rank on one node.
+
+The sum of the times of calls is not the time of a program: what a node reads has left the caches,
+memory comes fresh from the system, Python runs between the calls. As many ranks as one node has
+run at the same time, each a process with what the plan gives it, and start every step together.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.api.alone import Alone
+from shardwise.api.compiled import compile
+from shardwise.cluster import Cluster
+from shardwise.errors import RankError
+from shardwise.ir import Graph, TensorType
+from shardwise.plans import Plan
+from shardwise.runtime.optimizer import optimizer
+
+WARM_UPS, STEPS = 2, 6
+TIMEOUT_S = 120.0
+Samples = tuple[list[float], list[float]]  # seconds of training and of the optimizer
+WEIGHT = 0.02  # standard deviation of parameters: numbers of a usual size, none too small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Seconds of a step without communication, by group of ranks: those of its slowest rank."""
+
+    training_s: Mapping[int, float]
+    update_s: Mapping[int, float]
+
+
+def rehearse(graph: Graph, plan: Plan, cluster: Cluster) -> Rehearsal:
+    """Run steps of the plan's programs on this machine, each rank by itself.
+
+    A CPU runs all ranks of the cluster's first node at the same time, a GPU the first rank.
+    """
+    program = compile(graph, plan)
+    kind = cluster.device(0).kind
+
+    def steps(rank: int, meet: Callable[[], object]) -> Samples:
+        return _steps(Alone(program, rank, torch.device(kind)), meet)
+
+    if kind == "cpu":
+        found = _together(steps, len(cluster.nodes[0].devices))
+    else:
+        found = [steps(0, lambda: None)]
+    training, update = ([_at_speed(s[i], cluster, r) for r, s in enumerate(found)] for i in (0, 1))
+    return Rehearsal(training_s=_by_group(training, plan), update_s=_by_group(update, plan))
+
+
+def _at_speed(seconds: Sequence[float], cluster: Cluster, rank: int) -> list[float]:
+    """What a rank takes that is as fast as the cluster says."""
+    return [s / cluster.device(rank).speed for s in seconds]
+
+
+def _by_group(samples: Sequence[Sequence[float]], plan: Plan) -> dict[int, float]:
+    """The median over steps of the slowest rank's seconds, for groups of which some rank ran."""
+    found = {}
+    for group, ranks in enumerate(plan.groups):
+        mine = [samples[rank] for rank in ranks if rank < len(samples)]
+        if mine:
+            found[group] = median(map(max, zip(*mine, strict=True)))
+    return found
+
+
+def _steps(alone: Alone, meet: Callable[[], object]) -> Samples:
+    """Seconds of training and of the optimizer, step by step."""
+    _fill(alone)
+    batch = _batch(alone)
+    adamw = optimizer(alone.module, torch.optim.AdamW, lr=0.0)
+    training, update = [], []
+    for _ in range(WARM_UPS + STEPS):
+        meet()
+        began = time.perf_counter()
+        alone.module.train_step(batch)
+        _wait(alone.device)
+        trained = time.perf_counter()
+        adamw.step()
+        adamw.zero_grad()
+        _wait(alone.device)
+        training.append(trained - began)
+        update.append(time.perf_counter() - trained)
+    return training[WARM_UPS:], update[WARM_UPS:]
+
+
+def _fill(alone: Alone) -> None:
+    """Parameters of usual sizes: memory as it comes may hold numbers that take longer."""
+    store = alone.store
+    held: list[Tensor] = [t for e in store.entries for t in (e.leaf, e.piece)]
+    held += [group.shard for group in store.groups] + list(store.buffers.values())
+    with torch.no_grad():
+        for tensor in held:
+            if not tensor.untyped_storage().size():  # gathered when it is used
+                continue
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, WEIGHT)
+            else:
+                tensor.zero_()
+
+
+def _batch(alone: Alone) -> dict[str, Tensor]:
+    """Random numbers, and zeros for integers: an index that every table has."""
+
+    def made(kind: TensorType) -> Tensor:
+        if kind.dtype.is_floating_point:
+            return torch.randn(kind.shape, device=alone.device).to(kind.dtype)
+        return torch.zeros(kind.shape, dtype=kind.dtype, device=alone.device)
+
+    return {name: made(kind) for name, kind in alone.batch_types().items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _together(steps: Callable[[int, Callable[[], object]], Samples], ranks: int) -> list[Samples]:
+    """What every rank's process found; they begin every step together.
+
+    The processes are forks: the graph and the program need not travel.
+    """
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(ranks)
+    ends, workers = [], []
+    for rank in range(ranks):
+        mine, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=_work, args=(steps, rank, barrier, theirs), daemon=True)
+        worker.start()
+        theirs.close()
+        ends.append(mine)
+        workers.append(worker)
+    try:
+        return [_answer(end, rank) for rank, end in enumerate(ends)]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join(TIMEOUT_S)
+
+
+def _work(steps: Any, rank: int, barrier: Any, end: Connection) -> None:
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    try:
+        answer: Any = steps(rank, lambda: barrier.wait(TIMEOUT_S))
+    except Exception as error:  # a model's own operators may fail in any way
+        answer = f"{type(error).__name__}: {error}"
+        barrier.abort()
+    end.send_bytes(json.dumps(answer).encode())
+    end.close()
+
+
+def _answer(end: Connection, rank: int) -> Samples:
+    if not end.poll(TIMEOUT_S):
+        raise RankError(f"rank {rank} ran no step by itself within {TIMEOUT_S:g} s")
+    try:
+        answer = json.loads(end.recv_bytes())
+    except EOFError:
+        raise RankError(f"rank {rank} died while it ran by itself") from None
+    if isinstance(answer, str):
+        raise RankError(f"rank {rank} cannot run by itself: {answer}")
+    training, update = answer
+    return training, update
