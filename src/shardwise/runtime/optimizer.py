@@ -103,7 +103,8 @@ def _group(
         matched = [e for e in rest if _matches(e, globs)]
         rest = [e for e in rest if e not in matched]
         found.append(({k: v for k, v in group.items() if k != "params"}, matched))
-    if rest or not found:
+    # Other stages may have a rest: groups have the same numbers on all of them.
+    if rest or not found or len(store.mesh.groups) > 1:
         found.append(({}, rest))
     return found
 
@@ -207,14 +208,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a state with full tensors under original names."""
         saved = state_dict["param_groups"]
-        elsewhere = self.store.elsewhere
+        borrowed = {e.spec.name for e in self.store.entries if e.spec.borrowed}
+        elsewhere = self.store.elsewhere | borrowed
         mine = [[name for name in g["params"] if name not in elsewhere] for g in saved]
-        if [sorted(names) for names in mine] != [sorted(names) for names in self._names()]:
+        if _without_empty_end(mine) != _without_empty_end(self._names()):
             raise OptimizerError(
                 f"the state's groups {[g['params'] for g in saved]} are not the optimizer's "
                 f"{self._names()}"
             )
-        for group, options in zip(self.param_groups, saved, strict=True):
+        for group, options in zip(self.param_groups, saved, strict=False):
             group.update({k: v for k, v in options.items() if k != "params"})
         for group_entries in self._entries:
             for entry in group_entries:
@@ -229,6 +231,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part = self.store.piece_of(entry, value)
             return part.to(entry.piece.device, copy=True).contiguous()
         return value.clone()
+
+
+def _without_empty_end(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Sorted names of groups; with stages, a last one may be empty."""
+    found = [sorted(names) for names in groups]
+    while found and not found[-1]:
+        found.pop()
+    return found
 
 
 def _share_state(
