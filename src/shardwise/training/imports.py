@@ -136,6 +136,8 @@ def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
     if is_file and not path.is_file():
         places = f"{base} and {Path.cwd()}" if base is not None else str(Path.cwd())
         raise ConfigError(f"no file {name} in {places}", where=key)
+    if str(Path.cwd()) not in sys.path:  # as `python -m` does, and a console script does not
+        sys.path.append(str(Path.cwd()))
     try:
         return _load_file(path.resolve()) if is_file else importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,0 +1,138 @@
+"""`shardwise train config.yaml`: one process, several that it starts here, or one of torchrun's.
+
+Enters: what was typed. Leaves: how the training ended, on stdout; progress goes to stderr. Exit
+codes are those of all verbs, and 75 (try again) after a signal, when the state is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.figures import terminal_width
+from shardwise.cli.target import AsJson
+from shardwise.errors import InfeasiblePlan, RankError, ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.training.trainer import DryRun, FitResult, Trainer
+
+
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="What to train.", show_default=False)
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Another value: optimizer.args.lr=1e-3.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=1, help="Start so many processes here.")
+    ] = None,
+    folder: Annotated[
+        str | None,
+        typer.Option("--folder", help="For all files.", show_default="runs/CONFIG"),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="auto, never, or a checkpoint.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan, memory and step estimate, and stop.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train what a config says, from the newest checkpoint if there is one."""
+    from shardwise.training.signals import EXIT_STOPPED
+    from shardwise.training.trainer import Trainer
+
+    trainer = Trainer.from_config(config, set_ or [], folder=folder, resume=resume)
+    if dry_run:
+        _print_plan(trainer.dry_run(ranks), as_json)
+        return
+    if ranks is not None and ranks > 1 and "RANK" not in os.environ:
+        from shardwise.training.processes import start_ranks
+
+        raise typer.Exit(start_ranks(ranks, _for_ranks(config, set_, folder, resume, as_json)))
+    if trainer.config.folder is None:
+        default = f"runs/{config.stem}"
+        trainer = Trainer.from_config(config, set_ or [], folder=default, resume=resume)
+    try:
+        result = _fit(trainer)
+    except ShardwiseError as error:
+        if "RANK" not in os.environ or os.environ["RANK"] == "0":
+            raise
+        raise typer.Exit(_told_by_others(error)) from error
+    if trainer_talks():
+        typer.echo(json.dumps(_to_json(result), indent=2) if as_json else _to_text(result))
+    if result.stopped == "signal":
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def _fit(trainer: Trainer) -> FitResult:
+    with trainer:
+        return trainer.fit()
+
+
+def trainer_talks() -> bool:
+    """Whether this process is the first, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _for_ranks(
+    config: Path, set_: list[str] | None, folder: str | None, resume: str | None, as_json: bool
+) -> list[str]:
+    """The same command, for each of several processes."""
+    found = ["--debug"] if "--debug" in sys.argv else []
+    found += ["train", str(config)]
+    for text in set_ or []:
+        found += ["--set", text]
+    found += ["--folder", folder] if folder is not None else []
+    found += ["--resume", resume] if resume is not None else []
+    return found + (["--json"] if as_json else [])
+
+
+def _told_by_others(error: ShardwiseError) -> int:
+    """Rank 0 tells in full what all ranks met; another's own failure is one line."""
+    if isinstance(error, RankError):
+        rank, line = os.environ["RANK"], error.message.partition("\n")[0]
+        typer.echo(f"rank {rank}: {type(error).__name__}: {line}", err=True)
+    return 3 if isinstance(error, InfeasiblePlan) else 1
+
+
+def _print_plan(found: DryRun, as_json: bool) -> None:
+    if as_json:
+        both: dict[str, Any] = {"plan": found.plan.to_json(), "estimate": found.estimate.to_json()}
+        typer.echo(json.dumps(both, indent=2))
+    elif found.plan.search:
+        from shardwise.cli.verdict import plan_text
+
+        typer.echo(f"{plan_text(found.plan, terminal_width())}\n\n{found.estimate}")
+    else:
+        typer.echo(str(found))
+
+
+def _to_json(result: FitResult) -> dict[str, Any]:
+    return {
+        "steps": result.steps,
+        "epoch": result.epoch,
+        "stopped": result.stopped,
+        "metrics": dict(result.metrics),
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "resumed_from": str(result.resumed_from) if result.resumed_from else None,
+        "losses": list(result.losses),
+    }
+
+
+def _to_text(result: FitResult) -> str:
+    from shardwise.training.logs.console import summary
+
+    ended = {"finished": "done", "callback": "stopped early", "signal": "stopped by a signal"}
+    lines = [f"{ended[result.stopped]} at step {result.steps}  {summary(result.metrics)}".rstrip()]
+    if result.checkpoint is not None:
+        lines.append(f"checkpoint {result.checkpoint}")
+    if result.stopped == "signal":
+        lines.append("the same command continues it")
+    return "\n".join(lines)
