@@ -39,9 +39,9 @@ class WholeBatches:
         self._resume: Mapping[str, Any] | None = None
         self._position = 0
         _require_whole(loader)
-        if isinstance(loader, DataLoader) and loader.worker_init_fn is None:
-            if int(os.environ.get("PL_SEED_WORKERS", 0)):
-                loader.worker_init_fn = partial(seed_worker, rank=0)
+        seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
+        if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(seed_worker, rank=0)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":
@@ -81,24 +81,21 @@ class WholeBatches:
             self._position += 1
             yield batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def place(self) -> dict[str, Any]:
         """Where the epoch stands; an epoch that is over is the beginning of the next."""
         now = torch.get_rng_state()
-        if _knows_its_place(self._loader):
-            return {"loader": self._loader.state_dict(), "position": 0, "begin": now, "now": now}
         taken, over = self._taken()
-        position = 0 if over else min(self._position, taken)
-        return {"position": position, "begin": now if over else self._begin, "now": now}
+        if over or self._begin is None or _knows_its_place(self._loader):
+            return {"position": 0, "begin": now, "now": now}
+        return {"position": min(self._position, taken), "begin": self._begin, "now": now}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there when next iterated."""
-        if "loader" in state:
-            self._loader.load_state_dict(state["loader"])
-        self._resume = state
+    def go_on_from(self, place: Mapping[str, Any]) -> None:
+        """Begin there when next iterated."""
+        self._resume = place
 
 
 def _knows_its_place(loader: Any) -> bool:
-    """Whether a loader saves its own place, as torchdata's StatefulDataLoader does."""
+    """Whether Lightning saves the loader's own place, as of torchdata's StatefulDataLoader."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

@@ -16,9 +16,10 @@ __all__ = ["own_values"]
 def own_values(module: nn.Module, until: ExitStack) -> None:
     """Count every sample once: a metric's state is the same on all ranks."""
     for found in module.modules():
-        if hasattr(found, "sync_on_compute") and hasattr(found, "_to_sync"):
-            until.callback(_set, found, found.sync_on_compute, found.dist_sync_on_step)
-            _set(found, False, False)
+        metric: Any = found
+        if hasattr(metric, "sync_on_compute") and hasattr(metric, "_to_sync"):
+            until.callback(_set, metric, metric.sync_on_compute, metric.dist_sync_on_step)
+            _set(metric, False, False)
 
 
 def _set(metric: Any, on_compute: bool, on_step: bool) -> None:

@@ -133,8 +133,10 @@ def adopt(
     kind = type(optimizer)
 
     def with_pieces(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for own, new in zip(optimizer.param_groups, groups, strict=True):
+        own_groups = optimizer.param_groups
+        for own, new in zip(own_groups, groups, strict=False):
             own["params"] = new["params"]
+        assert not any(rest["params"] for rest in groups[len(own_groups) :])  # all have a group
         optimizer.state = defaultdict(dict)
         return optimizer
 
@@ -142,4 +144,4 @@ def adopt(
     groups = [{"params": [glob.escape(name) for name in group]} for group in names.optimized]
     known = kind in ELEMENTWISE if elementwise is None else elementwise
     made = rt.optimizer(pm, with_pieces, groups, elementwise=known)
-    return StepOptimizer(pm.store, made.inner, made._entries)
+    return StepOptimizer(pm.store, made.inner, made._entries[: len(groups)])

@@ -48,7 +48,10 @@ from shardwise.training.integrations.lightning.training import Training
 __all__ = ["ShardwiseStrategy"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_SYNC_WARNING = r"It is recommended to use `self\.log"  # every rank has the whole batch's values
+_NOT_SO_HERE = (
+    r"It is recommended to use `self\.log",  # every rank has the whole batch's values
+    r".*your dataloader is not resumable",  # its place is saved with the moment
+)
 
 
 class ShardwiseStrategy(Processes):
@@ -94,6 +97,7 @@ class ShardwiseStrategy(Processes):
         self._names: GroupNames | None = None
         self._saved: Mapping[str, Any] | None = None  # of the optimizer, until there is a plan
         self._moment: Mapping[str, Any] = {}
+        self._places: list[Mapping[str, Any]] = []  # where loaders of training are to begin
         self._open = contextlib.ExitStack()
         self._failed = False
 
@@ -109,6 +113,11 @@ class ShardwiseStrategy(Processes):
             self._step_precision = StepPrecision(plugin or Precision(), self)
 
     @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Once the module has its number types, so that nothing is rounded."""
+        return True
+
+    @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
@@ -122,7 +131,8 @@ class ShardwiseStrategy(Processes):
         """Make the optimizer; the parallel module waits for the first batch."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        warnings.filterwarnings("ignore", _SYNC_WARNING)
+        for message in _NOT_SO_HERE:
+            warnings.filterwarnings("ignore", message)
         module = self._module
         _require_supported(module)
         self._step_precision.convert_module(module)
@@ -149,8 +159,11 @@ class ShardwiseStrategy(Processes):
         self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Whole batches on every rank."""
-        return WholeBatches(dataloader, self.root_device, self._batches_taken)
+        """Whole batches on every rank, from where a training that is resumed stopped."""
+        loader = WholeBatches(dataloader, self.root_device, self._batches_taken)
+        if self._places and self._module.trainer.training:
+            loader.go_on_from(self._places.pop(0))
+        return loader
 
     def _batches_taken(self) -> tuple[int, bool]:
         """Batches of this epoch that were trained on, and whether the epoch is over."""
@@ -196,7 +209,7 @@ class ShardwiseStrategy(Processes):
         """Forward and backward of the compiled step, and what the user's step logs."""
         trainer = self._module.trainer
         optimizer = self._step_optimizer()
-        if arguments and arguments[0] % trainer.accumulate_grad_batches == 0 or not arguments:
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             optimizer.fresh = False
             optimizer.zero_grad()
         with self._step_precision.compiling_context():
@@ -316,11 +329,18 @@ class ShardwiseStrategy(Processes):
         return {
             "random_step": pm.rng.step,
             "loss_scale": None if scaler is None else scaler.state_dict(),
+            "data": [loader.place() for loader in self._training_loaders()],
         }
+
+    def _training_loaders(self) -> list[WholeBatches]:
+        combined = self._module.trainer.fit_loop._combined_loader
+        found = combined.flattened if combined is not None else []
+        return [loader for loader in found if isinstance(loader, WholeBatches)]
 
     def continue_from(self, moment: Mapping[str, Any]) -> None:
         """Go on from what `moment` gave."""
         self._moment = dict(moment)
+        self._places = list(moment.get("data", ()))
         if self._training is not None:
             self._set_moment(self._training.parallel)
 
@@ -342,8 +362,8 @@ class ShardwiseStrategy(Processes):
         if training is not None and not self._failed:
             training.weights.restore(training.parallel.gather_state_dict())
         self._open.close()
-        if training is not None and self._failed:
-            self._lightning_module = None  # its weights are gone with the other ranks
+        if self._failed and any(p.is_meta for p in self._module.parameters()):
+            self._lightning_module = None  # there are no weights to move
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

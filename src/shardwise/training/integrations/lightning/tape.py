@@ -134,9 +134,10 @@ class Tape:
         if isinstance(leaf, nn.Module):
             path = self._paths.get(id(leaf))
             if path is None:
+                kind = type(leaf).__name__
                 raise CaptureError(
-                    f"the step uses a {type(leaf).__name__} that is no attribute of the module",
-                    hint=f"self.{type(leaf).__name__.lower()} = {type(leaf).__name__}(…) in __init__",
+                    f"the step uses a {kind} that is no attribute of the module",
+                    hint=f"self.{kind.lower()} = {kind}(…) in __init__",
                 )
             return ModuleRef(path=path)
         return leaf

@@ -3,7 +3,7 @@
 While it lasts, the parameters are in the parallel module. The LightningModule's own are on meta,
 so that code which would read stale weights fails; `whole` fills them in for a while.
 
-Enters: a module, its first batch and a choice of plan. Leaves: steps, states, the module at the end.
+Enters: a module, its first batch and a plan. Leaves: steps, states, the module at the end.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _filled(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
-    """Where parameters and saved buffers are: the dict, the key in it, the full name, the tensor."""
+    """Parameters and saved buffers: the dict they are in, the key there, the full name."""
     for path, found in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for key, parameter in found._parameters.items():
