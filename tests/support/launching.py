@@ -79,9 +79,9 @@ def write(path: Path, text: str, mode: int = 0o644) -> Path:
     return path
 
 
-def stand_in_for_torch(folder: Path) -> Path:
+def stand_in_for_torch(place: Path) -> Path:
     """A folder for PYTHONPATH, with a `torch` that only has a simple torchrun."""
-    package = folder / "fake" / "torch"
+    package = place / "fake" / "torch"
     errors = "distributed/elastic/multiprocessing/errors.py"
     files = {
         "distributed/run.py": TORCHRUN,
@@ -90,6 +90,8 @@ def stand_in_for_torch(folder: Path) -> Path:
     }
     for name, text in files.items():
         write(package / name, text)
+        for folder in (package / name).parents[: len(Path(name).parts)]:
+            write(folder / "__init__.py", "")  # a package of files goes before the installed one
     return package.parent
 
 
@@ -104,6 +106,7 @@ def cluster_file(
     addresses: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
     ssh: dict[str, object] | None = None,
+    with_ssh: bool = True,
     port: int = 29500,
 ) -> Path:
     """A file of CPU nodes `a`, `b`, …, all of them this machine unless addresses are given."""
@@ -116,7 +119,7 @@ def cluster_file(
             "link": {"bandwidth_gb_per_s": 5, "latency_us": 10},
             "nic": {"bandwidth_gbit_per_s": 10},
             "address": addresses[i] if addresses else "127.0.0.1",
-            "ssh": settings,
+            **({"ssh": settings} if with_ssh else {}),
         }
         for i, (name, count) in enumerate(zip(names, counts, strict=True))
     ]

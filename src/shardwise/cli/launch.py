@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.errors import ClusterError
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
 
 CONTEXT = {"allow_interspersed_args": False}  # what follows the program is the program's
 
@@ -62,10 +65,9 @@ def launch(
 ) -> None:
     """Start a command on every node of a cluster, or write a job file that does."""
     from shardwise import launch as launching
-    from shardwise.cli.clusters import cluster_of
     from shardwise.launch.commands import Settings
 
-    machines = cluster_of(cluster)
+    machines = _cluster(cluster)
     words, environment = command or [], _environment(env or [])
     if to is not To.ssh:
         write = {
@@ -102,6 +104,18 @@ def launch(
         settings=settings,
     )
     raise typer.Exit(code)
+
+
+def _cluster(text: str) -> Cluster:
+    """A file is read without what estimates need: a launch begins at once."""
+    from shardwise.cluster import Cluster
+
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+        return Cluster.load(path)
+    from shardwise.cli.clusters import cluster_of
+
+    return cluster_of(text)
 
 
 def _environment(given: list[str]) -> tuple[tuple[str, str], ...]:

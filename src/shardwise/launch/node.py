@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -29,6 +30,7 @@ NOBODY_S = 2.0  # standard input that ends so soon, with no word, was never a la
 LEFTOVERS_S = 5.0  # for what outlives torchrun
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SIGNALLED = 128
+NO_SIGNAL = 0
 
 
 class Guard:
@@ -61,9 +63,34 @@ class Guard:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 child.kill()
         code = child.returncode
-        left = LEFTOVERS_S if self._deadline is None else self._deadline - time.monotonic()
-        _sweep(wait_s=left if code == 0 else 0, ask_s=left)
+        self._sweep(patient=code == 0)
         return code if code >= 0 else SIGNALLED - code
+
+    def _sweep(self, *, patient: bool) -> None:
+        """Wait for what outlives torchrun, ask it to end, kill it."""
+        if patient and self._all_end(NO_SIGNAL, time.monotonic() + LEFTOVERS_S):
+            return
+        self._stop(LEFTOVERS_S)
+        if not self._all_end(signal.SIGTERM, math.inf):
+            self._deadline = None
+            self._all_end(signal.SIGKILL, time.monotonic() + LEFTOVERS_S)
+
+    def _all_end(self, number: int, until: float) -> bool:
+        """Send every descendant the signal once; whether all ended in time."""
+        told: set[int] = set()
+        while time.monotonic() < min(until, self._deadline or math.inf):
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            left = descendants(os.getpid())
+            if not left:
+                return True
+            for pid in set(left) - told:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            told.update(left)
+            self._listen()
+        return False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop(self._grace_s)
@@ -114,25 +141,6 @@ def _bind_to_parent() -> Callable[[], None] | None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return bind
-
-
-def _sweep(*, wait_s: float, ask_s: float) -> None:
-    """Wait for descendants, ask them to end, kill them."""
-    for number, seconds in ((0, wait_s), (signal.SIGTERM, max(1.0, ask_s)), (signal.SIGKILL, 2.0)):
-        until = time.monotonic() + seconds
-        told: set[int] = set()
-        while time.monotonic() < until:
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            left = descendants(os.getpid())
-            if not left:
-                return
-            for pid in set(left) - told:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
-            told.update(left)
-            time.sleep(POLL_S / 2)
 
 
 def descendants(root: int) -> list[int]:
