@@ -16,69 +16,64 @@ from torch import Tensor, nn
 
 import shardwise as sw
 
+LENGTH, WIDTH, HEADS, LAYERS = 128, 96, 4, 3
+
 
 class Block(nn.Module):
     """Attention and a feed-forward network, each after a norm and with a residual."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
+        y = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1, self.training)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class ByteGPT(nn.Module):
     """Bytes in, logits out; with labels, the mean loss."""
 
-    def __init__(self, width: int = 128, heads: int = 4, layers: int = 4, length: int = 128):
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
+        places = torch.arange(ids.shape[1], device=ids.device)
+        logits = self.head(self.norm(self.blocks(self.tokens(ids) + self.places(places))))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Pieces of `length` bytes of the library's files; one file in ten is for evaluation."""
+class Windows:
+    """Pieces of the library's files; one file in ten is for evaluation."""
 
-    def __init__(self, length: int = 128, evaluation: bool = False) -> None:
+    def __init__(self, evaluation: bool = False) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        chosen = [f for i, f in enumerate(files) if (i % 10 == 9) == evaluation]
-        text = b"".join(file.read_bytes() for file in chosen)
-        self.length, self.bytes = length, torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        chosen = [f.read_bytes() for i, f in enumerate(files) if (i % 10 == 9) == evaluation]
+        self.bytes = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return (len(self.bytes) - 1) // self.length
+        return (len(self.bytes) - 1) // LENGTH
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        piece = self.bytes[index * self.length :][: self.length + 1].long()
+        piece = self.bytes[index * LENGTH :][: LENGTH + 1].long()
         return {"ids": piece[:-1], "labels": piece[1:]}
 
 
-def sample(run: str, text: str, count: int = 300, length: int = 128) -> str:
+def sample(run: str, text: str, count: int = 300) -> str:
     """Continue a text with the newest checkpoint of a run, in plain PyTorch."""
-    newest = sw.Checkpoints(Path(run) / "checkpoints").latest()
-    assert newest is not None, f"no checkpoint in {run}"
-    model = ByteGPT(length=length).eval()
-    sw.load_checkpoint(newest, model)
+    model = ByteGPT().eval()
+    sw.load_checkpoint(sw.Checkpoints(f"{run}/checkpoints").latest() or run, model)
     ids = torch.tensor([list(text.encode())])
     for _ in range(count):
-        chances = (model(ids[:, -length:])[:, -1] / 0.8).softmax(-1)
-        ids = torch.cat([ids, torch.multinomial(chances, 1)], dim=1)
+        chances = (model(ids[:, -LENGTH:])[:, -1] / 0.8).softmax(-1)
+        ids = torch.cat([ids, chances.multinomial(1)], dim=1)
     return bytes(ids[0].tolist()).decode(errors="replace")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import shardwise as sw
 from shardwise.training.trainer import FitResult
@@ -165,3 +168,25 @@ def stop_and_go(
 def single() -> Net:
     """In float32, where an order of additions shows."""
     return Net(dtype=torch.float32)
+
+
+class TermRankOne(sw.Callback):
+    """A signal to one rank alone, after the first step."""
+
+    def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
+        if trainer.rank == 1 and trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_by_one_rank(folder: str) -> tuple[FitResult, list[list[int]]]:
+    """How it ended, and which samples this rank read for each of the first batches."""
+    samples = Samples()
+    read: list[list[int]] = []
+
+    def collate(rows: list[Any]) -> Any:
+        read.append(samples.asked[-len(rows) :])
+        return default_collate(rows)
+
+    data = {"train": samples, "collate": collate, "rowwise": True, "evaluation": None}
+    result = fit(folder=folder, data=data, callbacks=[TermRankOne()])
+    return result, read[1:]  # the first is an example of a batch

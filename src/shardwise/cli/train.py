@@ -55,6 +55,7 @@ def train(
     if ranks is not None and ranks > 1 and "RANK" not in os.environ:
         from shardwise.training.processes import start_ranks
 
+        trainer.check()
         raise typer.Exit(start_ranks(ranks, _for_ranks(config, set_, folder, resume, as_json)))
     if trainer.config.folder is None:
         default = f"runs/{config.stem}"

@@ -34,7 +34,7 @@ class Evaluator:
         module: ParallelModule,
         plan: Plan,
         source: MapLoader | StreamLoader,
-        parts: BatchParts | None,
+        parts: BatchParts,
     ) -> None:
         self.module, self.plan, self.source, self.parts = module, plan, source, parts
         self._weights: dict[Hashable, LossWeight] = {}
@@ -44,9 +44,8 @@ class Evaluator:
         """The mean over the first `batches`, or over all; all ranks call it."""
         total, weight = 0.0, 0.0
         for fetched in islice(self._epoch(), batches):
-            local = fetched.rows is not None
-            batch = self.parts.cut(fetched.batch, fetched.count) if local and self.parts else None
-            loss = self.module.eval_loss(batch if local else fetched.batch, local=local)
+            batch, local = self.parts.take(fetched)
+            loss = self.module.eval_loss(batch, local=local)
             mine = self._weight(fetched)
             if mine:  # a batch of which all is ignored has no mean
                 total += float(loss) * mine
@@ -70,7 +69,7 @@ class Evaluator:
             whole = whole_like(fetched.batch, fetched.count)
         key = signature(whole)
         if key not in self._weights:
-            program: Any = self.module.program(whole, training=False)
+            program: Any = self.parts.program(whole)
             self._weights[key] = LossWeight(program.graph)
         weight = self._weights[key]
         return weight.of(self._inputs(fetched, weight.inputs), self.module.store.buffers)

@@ -99,8 +99,9 @@ def find_class(name: Any, module: ModuleType, key: str, base: Path | None = None
         return load_object(name, key, base)
     known = [n for n in dir(module) if inspect.isclass(getattr(module, n)) and n[0].isupper()]
     if name not in known:
+        alike = [each for each in known if each.lower() == name.lower()]
         raise ConfigError(
-            f"no {name!r} in {module.__name__}{did_you_mean(name, known)}",
+            f"no {name!r} in {module.__name__}{did_you_mean((alike or [name])[0], known)}",
             where=key,
             hint="a class of your own is file.py:Class or package.module:Class",
         )

@@ -103,10 +103,7 @@ class Loop:
 
     def _step(self, fetched: Fetched) -> None:
         session = self.session
-        local = fetched.rows is not None and session.parts is not None
-        batch = fetched.batch
-        if local and session.parts is not None:
-            batch = session.parts.cut(batch, fetched.count)
+        batch, local = session.parts.take(fetched)
         loss = session.module.train_step(batch, local=local)
         session.settle()
         self.metrics = {"loss": float(loss)}

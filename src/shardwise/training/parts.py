@@ -16,6 +16,8 @@ from torch import Tensor
 
 from shardwise.frontend.batch import read_batch
 from shardwise.runtime.module import ParallelModule, StepProgram, signature
+from shardwise.training.loading import Fetched
+from shardwise.training.random_state import undisturbed
 
 __all__ = ["BatchParts", "whole_like"]
 
@@ -33,20 +35,39 @@ class _Reading:
 
 
 class BatchParts:
-    """This rank's part of whole batches of samples that are rows of every tensor."""
+    """What this rank's program takes of whole batches; with `rows`, of its own rows alone."""
 
-    def __init__(self, module: ParallelModule, *, training: bool) -> None:
-        self.module, self.training = module, training
+    def __init__(self, module: ParallelModule, *, training: bool, rows: bool) -> None:
+        self.module, self.training, self.by_rows = module, training, rows
+        self._programs: dict[Hashable, StepProgram] = {}
         self._known: dict[Hashable, _Reading] = {}
 
-    def rows(self, like: Any, count: int) -> tuple[int, ...]:
+    def rows(self, like: Any, count: int) -> tuple[int, ...] | None:
         """The rows that this rank reads of a batch of `count`; all ranks call it for a new size.
 
         `like` is a batch of any number of rows. At least one row is read, to know its shapes.
         """
-        return self._reading(like, count).rows
+        if self.by_rows:
+            return self._reading(like, count).rows
+        self.program(whole_like(like, count))
+        return None
 
-    def cut(self, part: Any, count: int) -> Any:
+    def take(self, fetched: Fetched) -> tuple[Any, bool]:
+        """What a step takes, and whether that is the local batch."""
+        if fetched.rows is None:
+            self.program(fetched.batch)
+            return fetched.batch, False
+        return self._cut(fetched.batch, fetched.count), True
+
+    def program(self, whole: Any) -> StepProgram:
+        """The program for batches like this one, which may have to be made."""
+        key = signature(whole)
+        if key not in self._programs:
+            with undisturbed():
+                self._programs[key] = self.module.program(whole, self.training)
+        return self._programs[key]
+
+    def _cut(self, part: Any, count: int) -> Any:
         """The local batch of a whole one of `count` rows, from a batch of this rank's rows."""
         reading = self._reading(part, count)
         call = read_batch(part)
@@ -63,7 +84,7 @@ class BatchParts:
         whole = whole_like(like, count)
         key = signature(whole)
         if key not in self._known:
-            self._known[key] = _read(self.module.program(whole, self.training), whole, count)
+            self._known[key] = _read(self.program(whole), whole, count)
         return self._known[key]
 
 

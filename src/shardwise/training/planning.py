@@ -30,7 +30,7 @@ from shardwise.schedules import NAMES
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.imports import find_file, load_object, make
 
-__all__ = ["Planned", "find_cluster", "make_planned"]
+__all__ = ["Planned", "check_plan_name", "find_cluster", "make_planned"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 
@@ -120,6 +120,20 @@ def make_planned(
     return Planned(graph=graph, plan=plan, cluster=cluster, known_machines=known)
 
 
+def check_plan_name(config: TrainConfig, base: Path | None) -> None:
+    """Say that there is no such plan, before a model is built for it."""
+    wanted, known = config.plan, ("auto", *STRATEGIES)
+    if isinstance(wanted, PlanConfig) and wanted.name not in known and ":" not in wanted.name:
+        if wanted.name.endswith(".json"):
+            _given_plan(wanted, base)
+            return
+        raise ConfigError(
+            f"no strategy {wanted.name!r}{did_you_mean(wanted.name, known)}",
+            where="plan",
+            hint=f"{', '.join(known)}, plan.json, or file.py:function",
+        )
+
+
 def _given_plan(wanted: Any, base: Path | None) -> Plan | None:
     if isinstance(wanted, Plan):
         return wanted
@@ -173,13 +187,6 @@ def _made(config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None
             args.setdefault("microbatches", config.accumulate)
         return _called(
             search, {"progress": False, "precision": config.precision, **args}, graph, cluster
-        )
-    if wanted.name not in STRATEGIES:
-        known = ("auto", *STRATEGIES)
-        raise ConfigError(
-            f"no strategy {wanted.name!r}{did_you_mean(wanted.name, known)}",
-            where="plan",
-            hint=f"{', '.join(known)}, plan.json, or file.py:function",
         )
     return _called(
         getattr(strategies, wanted.name),

@@ -7,15 +7,16 @@ the exit code of all.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
-import logging
+import math
 import os
+import signal
+import subprocess
 import sys
-import uuid
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from shardwise.errors import ConfigError, RankError, did_you_mean
 
 __all__ = ["World", "choose_device", "process_group", "start_ranks"]
 
-SHUTDOWN_S = 600  # a rank that was asked to end may save a checkpoint first
+GRACE_S = 20.0  # after a rank failed, for the others to name it
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,31 +95,65 @@ def _join(device: str, timeout_s: float) -> None:
 
 
 def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `python -m shardwise.cli ARGUMENTS` in several processes here; their exit code."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Run `python -m shardwise.cli ARGUMENTS` in several processes here; their exit code.
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    known = {each.name for each in dataclasses.fields(LaunchConfig)}
-    patience: Any = {"shutdown_timeout": SHUTDOWN_S} if "shutdown_timeout" in known else {}
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        **patience,
-    )
+    The ranks meet at a store that this process hosts, as torchrun's agent does, so that it is there
+    whichever rank dies. A signal is passed on to all. After a rank fails, the others have some
+    seconds to say what they saw of it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks are guests of the store
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))
+        ),
+    }
+    command = [sys.executable, "-m", "shardwise.cli", *arguments]
+    started: list[subprocess.Popen[bytes]] = []
+    with _passing_signals_to(started):
+        try:
+            for rank in range(ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))
+            return _exit_code(started)
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+
+
+def _exit_code(started: Sequence[subprocess.Popen[bytes]]) -> int:
+    """That of the first rank that failed, or 0 once all have ended."""
+    failed, deadline = 0, math.inf
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in started]
+        if not failed and any(codes):
+            failed = next(code for code in codes if code)
+            deadline = time.monotonic() + GRACE_S
+        if None not in codes:
+            break
+        time.sleep(_POLL_S)
+    return failed if failed >= 0 else 128 - failed
+
+
+@contextlib.contextmanager
+def _passing_signals_to(started: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Inside, SIGTERM and SIGINT are for the ranks, who save their state and end."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, pass_on)
     try:
-        elastic_launch(settings, sys.executable)("-m", "shardwise.cli", *arguments)
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return next((code for code in codes if code > 0), 1)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

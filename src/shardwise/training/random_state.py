@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["load_random_state", "random_state", "seed_everything", "seeded"]
+__all__ = ["load_random_state", "random_state", "seed_everything", "seeded", "undisturbed"]
 
 _LOCK = threading.RLock()  # a loading thread seeds while others would look
 
@@ -45,6 +45,13 @@ def seeded(*key: int) -> Iterator[None]:
             random.setstate(before[0])
             np.random.set_state(before[1])
             torch.default_generator.set_state(before[2])
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, no loading thread draws numbers: a capture would take them for the model's."""
+    with _LOCK:
+        yield
 
 
 def random_state() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import shardwise.runtime as rt
 from shardwise.api import parallelize
@@ -23,16 +24,17 @@ from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, 
 from shardwise.training.config import TrainConfig, config_to_json
 from shardwise.training.ema import Ema
 from shardwise.training.evaluation import Evaluator
-from shardwise.training.imports import build, find_class, resolved
+from shardwise.training.imports import build, find_class, load_object, resolved
 from shardwise.training.loading import MapLoader, StreamLoader, make_source
+from shardwise.training.logs.files import check_logs
 from shardwise.training.parts import BatchParts, whole_like
-from shardwise.training.planning import Planned, make_planned
+from shardwise.training.planning import Planned, check_plan_name, make_planned
 from shardwise.training.positions import Position
 from shardwise.training.processes import World, choose_device
 from shardwise.training.random_state import load_random_state, random_state, seed_everything
 from shardwise.training.schedule import Schedule, from_plain, to_plain
 
-__all__ = ["Ingredients", "Session", "gather"]
+__all__ = ["Ingredients", "Session", "check", "gather"]
 
 
 class Ingredients:
@@ -77,6 +79,12 @@ class Ingredients:
 
 def gather(config: TrainConfig, base: Path | None) -> Ingredients:
     """All that a config names, after what is wrong in the config itself was told."""
+    check(config, base)
+    return Ingredients(config, base)
+
+
+def check(config: TrainConfig, base: Path | None) -> None:
+    """Say what is wrong with a config, as far as that is known without building anything."""
     if config.steps is None and config.epochs is None:
         raise ConfigError("how long?", where="steps", hint="steps: 1000, or epochs: 3")
     wants = config.evaluation.every_steps or config.evaluation.every_epochs or config.early_stop
@@ -86,15 +94,26 @@ def gather(config: TrainConfig, base: Path | None) -> Ingredients:
             where="data.evaluation",
             hint="data: {evaluation: file.py:function}",
         )
-    return Ingredients(config, base)
+    folder = Path(config.folder) if config.folder is not None else None
+    check_logs(config.logs, folder)
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be a folder: {error.strerror}", where="folder"
+            ) from error
+    choose_device(config.device)
+    check_plan_name(config, base)
+    find_class(config.optimizer.name, torch.optim, "optimizer", base)
+    for index, each in enumerate(config.schedule):
+        find_class(each.name, lr_scheduler, f"schedule.{index}", base)
 
 
 def _function(named: Any, base: Path | None) -> Any:
     """A function that is used, not called, when it is named; with arguments it is called first."""
     if named is None:
         return None
-    from shardwise.training.imports import load_object
-
     return build(named, "data", base) if named.args else load_object(named.name, "data", base)
 
 
@@ -156,15 +175,15 @@ class Session:
 
     def _parts(
         self, made: Ingredients, source: MapLoader | StreamLoader, *, training: bool
-    ) -> BatchParts | None:
-        """How this rank's rows become its batch; the loader is told which rows it needs."""
+    ) -> BatchParts:
+        """How what is read here becomes a batch; the loader is told which rows it needs."""
         source.pinned = self.world.device.type == "cuda"
-        if self.world.size == 1 or not made.reads_rows(source):
-            return None
-        parts = BatchParts(self.module, training=training)
-        like = made.example if training else source.example()
-        known = {count: parts.rows(like, count) for count in source.sizes()}
-        source.rows = known.get
+        rows = self.world.size > 1 and made.reads_rows(source)
+        parts = BatchParts(self.module, training=training, rows=rows)
+        if made.reads_rows(source):
+            like = made.example if training else source.example()
+            known = {count: parts.rows(like, count) for count in source.sizes()}
+            source.rows = known.get
         return parts
 
     def _evaluator(self, made: Ingredients) -> Evaluator | None:

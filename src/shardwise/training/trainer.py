@@ -27,12 +27,11 @@ from shardwise.runtime import ParallelModule, ShardedOptimizer
 from shardwise.simulation import Estimate, simulate
 from shardwise.training.config import TrainConfig, config_to_json
 from shardwise.training.logs import make_console, make_logs
-from shardwise.training.logs.files import check_logs
 from shardwise.training.loop import Loop
 from shardwise.training.planning import make_planned
 from shardwise.training.processes import choose_device, process_group
 from shardwise.training.reading import config_from, load_config
-from shardwise.training.session import Session, gather
+from shardwise.training.session import Session, check, gather
 from shardwise.training.signals import Stop, StopRequests
 
 __all__ = ["DryRun", "FitResult", "Trainer"]
@@ -101,6 +100,10 @@ class Trainer:
         """Leave the process group, if this trainer joined it."""
         self._session = None
         self._stack.close()
+
+    def check(self) -> None:
+        """Say what is wrong with the config, as far as that is known without building anything."""
+        check(self.config, self._base)
 
     # --- what a trainer does ---------------------------------------------------------------
 
@@ -220,9 +223,6 @@ class Trainer:
 
     def _started(self) -> Session:
         if self._session is None:
-            folder = Path(self.config.folder) if self.config.folder is not None else None
-            check_logs(self.config.logs, folder)
-            _check_folder(folder)
             parts = gather(self.config, self._base)
             device = choose_device(self.config.device)
             world = self._stack.enter_context(process_group(device, self.config.timeout_s))
@@ -233,18 +233,6 @@ class Trainer:
 
 def _fields(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
-def _check_folder(folder: Path | None) -> None:
-    """A folder that cannot be written is told before anything is computed."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be a folder: {error.strerror}", where="folder"
-        ) from error
 
 
 def _write_settings(session: Session, folder: Path | None) -> None:

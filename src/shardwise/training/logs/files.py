@@ -6,6 +6,7 @@ run of W&B. A resumed run continues the same files, without lines of steps that 
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -142,11 +143,10 @@ class WandbLog:
 
 def _import_wandb() -> Any:
     try:
-        import wandb
+        return importlib.import_module("wandb")
     except ImportError as error:
         raise ConfigError(
             "Weights & Biases is not installed",
             where="logs.wandb",
             hint="pip install 'shardwise[wandb]', or leave logs.wandb out",
         ) from error
-    return wandb

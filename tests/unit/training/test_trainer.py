@@ -1,0 +1,264 @@
+"""Training in one process: what is computed, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import shardwise as sw
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.training.positions import Position
+from tests.support import trainer as support
+
+
+def plain(steps: int, **changes: Any) -> list[float]:
+    """The same training in plain PyTorch, without dropout."""
+    made = support.fields(**changes)
+    torch.manual_seed(0)
+    model = support.Net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    source = sw.Trainer(**made).config.data.train
+    from shardwise.training.config import DataConfig
+    from shardwise.training.loading import make_source
+
+    config = DataConfig(train=source, batch_size=4)
+    losses = []
+    for item in make_source(source, config, None, 0, training=True).batches(Position()):
+        loss = model(**item.batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if len(losses) == steps:
+            return losses
+    raise AssertionError
+
+
+NO_DROPOUT = {"name": "tests.support.trainer:Net", "args": {"dropout": 0.0}}
+
+
+def test_a_training_is_that_of_plain_torch() -> None:
+    found = support.fit(model=NO_DROPOUT, schedule=(), ema=None)
+    assert found.losses == pytest.approx(plain(8), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_accumulation_keeps_the_loss_of_the_whole_batch() -> None:
+    once = support.fit(model=NO_DROPOUT)
+    parts = support.fit(model=NO_DROPOUT, accumulate=3)
+    assert parts.losses == pytest.approx(once.losses, rel=1e-12)
+
+
+def test_evaluation_is_the_mean_over_all_labels() -> None:
+    data = support.Samples(9)
+    with sw.Trainer(**support.fields(ema=None, data={"evaluation": data})) as trainer:
+        found = trainer.evaluate()["evaluation_loss"]
+        model = support.Net()
+        model.load_state_dict(trainer.state_dict())
+    from shardwise.training.random_state import seeded
+
+    rows = []
+    for index in range(9):
+        with seeded(0, 0, index):
+            rows.append(data[index])
+    with torch.no_grad():
+        assert found == pytest.approx(model.eval()(**default_collate(rows)).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "step", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 6))]
+)
+def test_a_stopped_run_goes_on_bit_by_bit(tmp_path: Path, step: int) -> None:
+    straight = support.fit(model="tests.support.trainer:single").losses
+    changes = {"model": "tests.support.trainer:single"}
+    before, after = support.stop_and_go(str(tmp_path), step, changes)
+    assert before + after == straight
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in lines if "loss" in row] == list(straight)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    first = support.fit(folder=str(tmp_path))
+    again = support.fit(folder=str(tmp_path))
+    assert (again.steps, again.losses) == (8, ())
+    assert again.checkpoint == first.checkpoint
+    with pytest.raises(ConfigError, match="resume: never, but there is"):
+        support.fit(folder=str(tmp_path), resume="never")
+
+
+@pytest.mark.slow
+def test_a_position_means_the_same_data(tmp_path: Path) -> None:
+    support.fit(folder=str(tmp_path), callbacks=[support.StopAt(2)])
+    with pytest.raises(TrainingError, match="data size 23, now it is 22"):
+        support.fit(folder=str(tmp_path), data={"train": support.Samples(22)})
+    with pytest.raises(TrainingError, match="data seed 0, now it is 1"):
+        support.fit(folder=str(tmp_path), seed=1)
+
+
+def test_a_missing_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        support.fit(resume=str(tmp_path / "none"))
+
+
+class Kill(sw.Callback):
+    """A signal to this process at a step."""
+
+    def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_and_ends_after_the_step(tmp_path: Path) -> None:
+    straight = support.fit().losses
+    stopped = support.fit(folder=str(tmp_path), callbacks=[Kill()])
+    assert (stopped.stopped, stopped.steps) == ("signal", 2)
+    assert stopped.checkpoint == tmp_path / "checkpoints" / "step-00000002"
+    assert stopped.losses + support.fit(folder=str(tmp_path)).losses == straight
+
+
+class Spoil(sw.Callback):
+    """A parameter becomes undefined."""
+
+    def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
+        if trainer.step == 4:
+            with torch.no_grad():
+                next(trainer.module.parameters()).fill_(math.nan)
+
+
+def test_an_undefined_loss_stops_and_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    changes = {"folder": str(tmp_path), "callbacks": [Spoil()], "checkpoints": {"every_steps": 3}}
+    with pytest.raises(TrainingError, match=r"loss is nan at step 5 .*checkpoint of step 3"):
+        support.fit(**changes)
+    assert support.fit(folder=str(tmp_path)).resumed_from == (
+        tmp_path / "checkpoints" / "step-00000003"
+    )
+
+
+@pytest.mark.slow
+def test_parameters_that_are_undefined_are_not_saved(tmp_path: Path) -> None:
+    changes = {"folder": str(tmp_path), "callbacks": [Spoil()], "checkpoints": {"every_steps": 2}}
+    with pytest.raises(TrainingError, match="after step 4: not saved"):
+        support.fit(**changes)
+
+
+@pytest.mark.slow
+def test_an_undefined_loss_may_be_skipped() -> None:
+    class Once(support.Samples):
+        def __getitem__(self, index: int) -> Any:
+            found = super().__getitem__(index)
+            return {**found, "scale": torch.tensor(math.inf if index == 3 else 1.0)}
+
+    class Scaled(support.Net):
+        def forward(self, ids: Any, labels: Any, scale: Any) -> Any:
+            return super().forward(ids, labels) * scale.mean()
+
+    changes = {"model": Scaled(0.0), "data": {"train": Once(8), "evaluation": None}, "steps": 4}
+    found = support.fit(**changes, nonfinite="skip", clip_norm=None)
+    assert sum(math.isinf(loss) for loss in found.losses) == 2
+    assert math.isfinite(found.losses[-1]) or math.isfinite(found.losses[-2])
+
+
+@pytest.mark.slow
+def test_early_stop_waits_and_is_remembered(tmp_path: Path) -> None:
+    changes = {
+        "evaluation": {"every_steps": 1},
+        "optimizer": {"name": "SGD", "args": {"lr": 0.0}},
+        "schedule": (),
+        "early_stop": {"patience": 3, "min_delta": 0.01},
+    }
+    assert support.fit(**changes).steps == 4
+    support.fit(**changes, folder=str(tmp_path), callbacks=[support.StopAt(2)])
+    assert support.fit(**changes, folder=str(tmp_path)).steps == 4
+
+
+@pytest.mark.slow
+def test_the_average_is_that_of_the_parameters() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Look(sw.Callback):
+        def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
+            seen.append(trainer.state_dict()["head.bias"])
+
+    torch.manual_seed(0)
+    expected = support.Net().head.bias.detach()
+    _, _, average = support.fit_and_state(callbacks=[Look()])
+    for value in seen:
+        expected = 0.9 * expected + 0.1 * value
+    torch.testing.assert_close(average["head.bias"], expected)
+
+
+@pytest.mark.slow
+def test_plateaus_and_epochs_step_the_schedule() -> None:
+    plateau = {
+        "name": "ReduceLROnPlateau",
+        "args": {"patience": 0, "threshold": 0.9},
+        "each": "evaluation",
+    }
+    changes = {"optimizer": {"name": "SGD", "args": {"lr": 0.5}}, "evaluation": {"every_steps": 1}}
+    found = support.fit(**changes, schedule=plateau, steps=6)
+    assert found.metrics["learning_rate"] < 0.5
+    by_epoch = {"name": "StepLR", "args": {"step_size": 1}, "each": "epoch"}
+    found = support.fit(**changes, schedule=by_epoch, steps=None, epochs=2)
+    assert found.metrics["learning_rate"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": None}, "how long?"),
+        ({"model": "tests.support.trainer:Nett"}, "did you mean 'Net'?"),
+        ({"model": "nowhere.py:Net"}, "no file nowhere.py"),
+        ({"model": "no_such_module:Net"}, "no module 'no_such_module'"),
+        ({"model": {"name": "tests.support.trainer:Net", "args": {"dropot": 1}}}, "did you mean"),
+        ({"optimizer": "adamw"}, "did you mean 'AdamW'?"),
+        ({"optimizer": {"name": "SGD", "args": {"learning": 1}}}, "SGD: "),
+        ({"optimizer": {"groups": [{"params": "nothing.*"}]}}, "no parameter that is trained"),
+        ({"schedule": "CosineAnealingLR"}, "did you mean 'CosineAnnealingLR'?"),
+        ({"schedule": ["LinearLR", "ConstantLR"]}, "when does the next one begin?"),
+        ({"plan": "fsdpp"}, "did you mean 'fsdp'?"),
+        ({"plan": "none.json"}, "no plan none.json"),
+        ({"plan": {"name": "ddp", "args": {"sed": 1}}}, "did you mean 'seed'?"),
+        ({"cluster": "h100:2x8"}, "has 16 ranks, 1 are started"),
+        ({"device": "gpu"}, "'gpu'"),
+        ({"logs": {"tensorboard": True}}, "tensorboard needs a folder"),
+        ({"data": {"evaluation": None}, "evaluation": {"every_steps": 1}}, "nothing to evaluate"),
+        ({"data": {"batch_size": 100}}, "23 samples, a batch is 100"),
+        ({"folder": "/proc/none"}, "cannot be a folder"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_computed(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(sw.errors.ShardwiseError) as caught:
+        support.fit(**changes)
+    assert message in str(caught.value)
+
+
+def test_weights_and_biases_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[wandb\]'"):
+        support.fit(logs={"wandb": {"project": "x"}})
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    support.fit(folder=str(tmp_path), steps=1, logs={"tensorboard": True, "console": "off"})
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_a_dry_run_judges_machines_that_are_not_here() -> None:
+    found = sw.Trainer(**support.fields(cluster="h100:2", plan="fsdp", precision="bf16")).dry_run()
+    assert found.plan.num_ranks == 2
+    assert found.estimate.step_time_s > 0
+    assert "memory" in str(found)
