@@ -1,13 +1,15 @@
 """Predicted memory next to that of real ranks on one GPU: `python -m benchmarks.memory`.
 
     python -m benchmarks.memory [--only "fsdp on 8"] [--out benchmarks/results/memory.json]
+    python -m benchmarks.memory --fixed     # segments of torch's allocator that do not grow
     python -m benchmarks.memory --tiny      # a small model; without a GPU it only runs
 
 One rank of a large plan trains Llama-3-8B in bf16 with AdamW over torch's `fake` process group: its
 collectives move nothing, all else is real. "measured" is `torch.cuda.max_memory_allocated` of
 the second and third step, "reserved" what the allocator took from the device, "context" what the
-process has beside that. "predicted" is `sw.simulate` on a cluster of the preset h200. Every case is
-a process; they compile at the same time and take turns on the GPU.
+process has beside that. "predicted" is `sw.simulate` on a cluster of the preset h200. Two more
+steps have no more of the device than what a plan of the predicted peak is given where it only just
+fits ("allowed"). Every case is a process; they compile at the same time and take turns on the GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import subprocess
@@ -28,14 +31,18 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from benchmarks.memory_cases import CASES, Case
 from shardwise import runtime as rt
 from shardwise.api import capture_for_plan
+from shardwise.api.captured import cast_model
 from shardwise.api.compiled import PipelineProgram
 from shardwise.api.parallel import _Step
 from shardwise.api.scheduled import ScheduledStep
 from shardwise.emit import LoadedPipeline, build, load
+from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.mesh import axis_groups
 from shardwise.runtime.processes import ProcessGroupTransport, _combinations
+from shardwise.simulation.budget import Budget
 
 LIMIT = 0.05
 STEPS = 3
@@ -47,31 +54,6 @@ LLAMA_8B = {
 TINY = {
     **LLAMA_8B, "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352,
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
-}  # fmt: skip
-
-# name -> strategy, ranks, rows of the batch, length of a row, options; ranks "first" or "last"
-CASES: dict[str, tuple[str, int, int, int, dict[str, Any], str]] = {
-    "fsdp on 8": ("fsdp", 8, 8, 8192, {}, "first"),
-    "fsdp on 8, recomputed": ("fsdp", 8, 16, 8192, {"recompute": "full"}, "first"),
-    "fsdp on 8, selectively, 2 micro-batches": (
-        "fsdp", 8, 16, 8192, {"recompute": "selective", "num_microbatches": 2}, "first",
-    ),
-    "dp 8 x tp 8 on 64": (
-        "hybrid", 64, 32, 8192, {"dp": 8, "tp": 8, "zero": 1, "num_microbatches": 2}, "first",
-    ),
-    "dp 16 x tp 8 x pp 8 on 1,024": (
-        "hybrid", 1024, 256, 8192,
-        {"dp": 16, "tp": 8, "pp": 8, "zero": 1, "num_microbatches": 16}, "first",
-    ),
-    "dp 16 x tp 8 x pp 8 on 1,024, last stage": (
-        "hybrid", 1024, 256, 8192,
-        {"dp": 16, "tp": 8, "pp": 8, "zero": 1, "num_microbatches": 16}, "last",
-    ),
-    "dp 32 x tp 8 x pp 4 on 1,024, recomputed": (
-        "hybrid", 1024, 256, 8192,
-        {"dp": 32, "tp": 8, "pp": 4, "zero": 2, "num_microbatches": 8, "recompute": "full"},
-        "first",
-    ),
 }  # fmt: skip
 
 
@@ -100,6 +82,7 @@ class SingleRank:
 
         dist.init_process_group("fake", rank=rank, world_size=plan.num_ranks, store=FakeStore())
         self.device = torch.device(device)
+        grow_segments(self.device)
         program = sw.compile(graph, plan)
         mesh = _mesh(plan, rank)
         rng = rt.Rng(plan.seed, plan.rng, mesh)
@@ -139,83 +122,136 @@ def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
     )
 
 
-def measure(one: SingleRank, batch: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The most memory of a few steps, once the optimizer's state is there."""
+def measure(
+    one: SingleRank, batch: dict[str, torch.Tensor], allowed: float | None = None
+) -> dict[str, Any]:
+    """The most memory of a few steps, once the optimizer's state is there.
+
+    With `allowed` two more steps have so many bytes of the device; `in_allowed` says whether that
+    was enough.
+    """
     cuda = one.device.type == "cuda"
     optimizer = sw.optimizer(one.module, torch.optim.AdamW, lr=1e-4)
     for step in range(STEPS):
         if cuda and step == 1:
             torch.cuda.reset_peak_memory_stats()
-        one.module.train_step(batch)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(one, optimizer, batch)
     if not cuda:
         return {}
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()
-    return {
+    found = {
         "measured": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
-        "context": total - free - reserved,
+        "context": total - free - torch.cuda.memory_reserved(),
     }
+    if allowed is not None:
+        found["in_allowed"] = _repeat(one, optimizer, batch, allowed / total)
+    return found
 
 
-def plan_of(name: str, config: dict[str, Any], length: int) -> tuple[Any, Any, sw.Plan]:
+def _step(one: SingleRank, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+    one.module.train_step(batch)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _repeat(one: SingleRank, optimizer: Any, batch: dict[str, torch.Tensor], share: float) -> bool:
+    """Whether two steps run through with a share of the device's memory."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+    try:
+        for _ in range(2):
+            _step(one, optimizer, batch)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return True
+
+
+def plan_of(case: Case, config: dict[str, Any], length: int) -> tuple[Any, Any, sw.Plan]:
     """The model, batch and plan of a case."""
-    strategy, ranks, rows, _, options, _ = CASES[name]
     model = make_model(config)
-    batch = make_batch(rows, length, config["vocab_size"])
-    cluster = sw.Cluster.preset("h200", nodes=ranks // 8)
-    graph = sw.capture(model, batch)
-    plan = getattr(sw.strategies, strategy)(graph, cluster, precision="bf16", **options)
+    batch = make_batch(case.rows, length, config["vocab_size"])
+    if case.strategy == "plan":
+        graph = sw.capture(cast_model(model, torch.bfloat16), batch)
+        return model, batch, sw.plan(graph, _cluster(case), precision="bf16", **case.options)
+    make = getattr(sw.strategies, case.strategy)
+    plan = make(sw.capture(model, batch), _cluster(case), precision="bf16", **case.options)
     return model, batch, plan
 
 
-def run_case(name: str, *, tiny: bool, lock: str) -> dict[str, Any]:
-    """A case, measured where there is a GPU."""
-    _, ranks, _, length, _, where = CASES[name]
+def _cluster(case: Case) -> sw.Cluster:
+    return sw.Cluster.preset("h200", nodes=case.ranks // 8)
+
+
+def run_case(name: str, *, tiny: bool, lock: str) -> list[dict[str, Any]]:
+    """A row for every group of a case, measured where there is a GPU."""
+    case = CASES[name]
     start = time.perf_counter()
-    model, batch, plan = plan_of(name, TINY if tiny else LLAMA_8B, 64 if tiny else length)
+    model, batch, plan = plan_of(case, TINY if tiny else LLAMA_8B, 64 if tiny else case.length)
     graph = capture_for_plan(model, batch, plan)
-    estimate = sw.simulate(graph, plan, sw.Cluster.preset("h200", nodes=ranks // 8))
-    group = 0 if where == "first" else len(plan.groups) - 1
-    use = estimate.memory[group]
-    row: dict[str, Any] = {
+    estimate = sw.simulate(graph, plan, _cluster(case))
+    sw.compile(graph, plan)  # before the GPU is this process's
+    taken = Budget.of(_cluster(case).device(0)).taken
+    rows = []
+    with open(lock, "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for group in case.groups:
+            use = estimate.memory[group]
+            row = _described(name, plan, use) | {"compile_s": round(time.perf_counter() - start, 1)}
+            row |= _measured(graph, plan, row["rank"], batch, taken(use.peak_bytes))
+            if "measured" in row:
+                row["error"] = row["predicted"] / row["measured"] - 1
+            rows.append(row)
+    return rows
+
+
+def _described(name: str, plan: sw.Plan, use: Any) -> dict[str, Any]:
+    return {
         "case": name,
-        "rank": plan.groups[group][0],
+        "plan": _short(plan),
+        "rank": plan.groups[use.group][0],
         "predicted": round(use.peak_bytes),
+        "limit": round(use.limit_bytes),
         "when": use.when,
         "parts": {part: round(size) for part, size in use.parts.items()},
-        "over_time": [[action, round(size)] for action, size in use.over_time],
     }
+
+
+def _short(plan: sw.Plan) -> str:
+    stages = len(plan.all_stages)
+    return (
+        f"{stages} x {plan.mesh}, {plan.microbatches} micro-batches, "
+        f"recompute {plan.recompute}, {plan.schedule or 'one pass'}"
+    )
+
+
+def _measured(graph: Any, plan: sw.Plan, rank: int, batch: Any, allowed: float) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with open(lock, "w") as turn:
-        prepared = _prepared(graph, plan, plan.groups[group][0], device, turn)
-        row["compile_s"] = round(time.perf_counter() - start, 1)
-        try:
-            row |= measure(prepared, batch)
-        except torch.OutOfMemoryError:
-            row["out_of_memory"] = True
-    if "measured" in row:
-        row["error"] = row["predicted"] / row["measured"] - 1
-    return row
-
-
-def _prepared(graph: Any, plan: sw.Plan, rank: int, device: str, turn: Any) -> SingleRank:
-    """The rank; programs are compiled before the GPU is this process's."""
-    sw.compile(graph, plan)
-    fcntl.flock(turn, fcntl.LOCK_EX)
-    return SingleRank(graph, plan, rank, device)
+    one = SingleRank(graph, plan, rank, device)
+    try:
+        return measure(one, batch, allowed)
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
+    finally:
+        one.close()
+        del one
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def show(row: dict[str, Any]) -> str:
     """A line of the table."""
-    shown = f"{row['case']:44} rank {row['rank']:<5} {row['predicted'] / 2**30:8.2f} GiB predicted"
+    shown = f"{row['case']:48} rank {row['rank']:<5} {row['predicted'] / 2**30:8.2f} GiB predicted"
     if "measured" in row:
         shown += (
             f" {row['measured'] / 2**30:8.2f} measured {row['error']:+.1%} "
-            f"(reserved {row['reserved'] / 2**30:.2f}, context {row['context'] / 2**30:.2f})"
+            f"(reserved {row['reserved'] / row['measured'] - 1:+.1%}, "
+            f"context {row['context'] / 2**30:.2f}, in allowed: {row.get('in_allowed')})"
         )
     if row.get("out_of_memory"):
         shown += " out of memory"
@@ -227,17 +263,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=CASES)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="memory-results.json")
     options = parser.parse_args()
     if options.case:
-        row = run_case(options.case, tiny=options.tiny, lock=options.lock)
-        Path(options.out).write_text(json.dumps(row))
+        rows = run_case(options.case, tiny=options.tiny, lock=options.lock)
+        Path(options.out).write_text(json.dumps(rows))
         return
     rows = list(_all(options))
     info = {"torch": torch.__version__, "model": "tiny" if options.tiny else "Llama-3-8B"}
+    info["segments"] = "fixed" if options.fixed else "growing"
     if torch.cuda.is_available():
         info["device"] = torch.cuda.get_device_name()
     Path(options.out).write_text(json.dumps({**info, "rows": rows}, indent=2) + "\n")
@@ -254,15 +292,16 @@ def _all(options: Any) -> Any:
             command = [sys.executable, "-m", "benchmarks.memory", "--case", name]
             command += ["--lock", str(folder / "lock"), "--out", str(out)]
             command += ["--tiny"] if options.tiny else []
-            running[name] = (subprocess.Popen(command, env=dict(os.environ)), out)
+            fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"} if options.fixed else {}
+            running[name] = (subprocess.Popen(command, env={**os.environ, **fixed}), out)
         time.sleep(0.2)
         for name, (process, out) in list(running.items()):
             if process.poll() is not None:
                 del running[name]
                 if process.returncode == 0:
-                    row = json.loads(out.read_text())
-                    print(show(row), flush=True)
-                    yield row
+                    for row in json.loads(out.read_text()):
+                        print(show(row), flush=True)
+                        yield row
                 else:
                     print(f"{name}: failed with {process.returncode}", flush=True)
 

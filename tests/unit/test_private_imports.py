@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 # Private name -> why there is no public way.
 ALLOWED = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks agree before a collective",
-    "torch._C": "settings of the allocator can be read and made nowhere else",
+    "torch.cuda.memory._set_allocator_settings": "the environment is read before a job can set it",
     "torch._ops": "OpOverload, the type of what a graph calls, has no public name",
     "torch._subclasses": "FakeTensorMode, which capture traces under, has no public name",
     "torch.utils._python_dispatch": "capture evaluates constants outside of the trace",

@@ -8,18 +8,24 @@ have. Segments that grow (`expandable_segments`) leave nearly nothing over; plan
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import torch
 
 __all__ = ["grow_segments"]
 
 GROWING = "expandable_segments:True"
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where users set the allocator
 
 
 def grow_segments(device: torch.device) -> bool:
     """Have new segments of a CUDA device grow, where nothing else is set; whether that was done."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    if torch._C._accelerator_getAllocatorSettings():
+    if any(name in os.environ for name in SETTINGS):
         return False
-    torch._C._accelerator_setAllocatorSettings(GROWING)
+    with warnings.catch_warnings():  # torch means to give this another name, private as well
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings(GROWING)
     return True

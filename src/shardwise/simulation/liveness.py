@@ -101,8 +101,10 @@ class Liveness:
         blocks: Sequence[str],
         sizes: Mapping[str, float],
         trained: frozenset[str],
+        shown: frozenset[str] = frozenset(),
     ) -> None:
         self.moments, self.blocks, self.sizes, self.trained = moments, blocks, sizes, trained
+        self.shown = shown  # memory of what the model gives back: the forward has it to its end
         self.count = len(blocks)
         self.memory: dict[str, _Memory] = {}
         self._read()
@@ -173,9 +175,9 @@ class Liveness:
             for mode, size in zip(MODES, kept, strict=True):
                 found["saved" + mode][moment.node] += size
                 found["held" + mode][moment.node] += size
-        for memory in self.memory.values():
+        for name, memory in self.memory.items():
             for mode, keepers in zip(MODES, self._keepers(memory), strict=True):
-                self._place(found, mode, memory, keepers)
+                self._place(found, mode, memory, keepers, name in self.shown)
         for mode in MODES:
             found["unsaved" + mode] = np.cumsum(found["unsaved" + mode])
         found["shared"] = np.cumsum(found["shared"])
@@ -195,15 +197,22 @@ class Liveness:
         return memory.keepers, selective, full
 
     def _place(
-        self, found: Mapping[str, Floats], mode: str, memory: _Memory, keepers: list[int]
+        self,
+        found: Mapping[str, Floats],
+        mode: str,
+        memory: _Memory,
+        keepers: list[int],
+        shown: bool,
     ) -> None:
         at = memory.made
         last = max((node for node, _ in memory.used), default=at)
         # What one block gives to the next is counted where that needs it. What many use is counted
         # once, where it is made: a folded node would count it for every layer. The function that
         # calls the blocks has it until it returns.
-        many = len({block for _, block in memory.used} | {memory.home}) > 2
-        last = self.count - 1 if many else last
+        users = {block for _, block in memory.used}
+        many = len(users | {memory.home}) > 2
+        returned = bool(memory.home) and "" in users  # a variable of the function around the blocks
+        last = self.count - 1 if many or shown or returned else last
         if not keepers:
             _between(found["unsaved" + mode], at, last + 1, memory.size)
             return

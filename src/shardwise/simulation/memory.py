@@ -1,7 +1,7 @@
 """How much memory a rank of every group needs, by liveness over a step.
 
 Enters: what every position keeps and needs, the stages, and the order of actions. Leaves:
-`MemoryUse`: the most bytes at any action, of what they are made, and when.
+`MemoryUse`: the most bytes at any action, of what they are made, when, and how many there may be.
 
 A micro-batch's forward leaves what its backward needs; the backward frees it node by node while
 gradients of values come and go (`liveness`), and gradients of parameters appear (`passes`).
@@ -9,11 +9,12 @@ gradients of values come and go (`liveness`), and gradients of parameters appear
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
+from shardwise.simulation.budget import Budget
 from shardwise.simulation.passes import PARTS, Need, StageMemory, stage_memory
 
 __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
@@ -21,7 +22,10 @@ __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """The bytes of one rank of a group at their highest, and the limit of its device."""
+    """The bytes of one rank's tensors at their highest, and what they may take of its device.
+
+    `others` is what of the device is not for tensors (`budget`).
+    """
 
     group: int
     peak_bytes: float
@@ -29,6 +33,7 @@ class MemoryUse:
     parts: Mapping[str, float]
     when: str  # an action, or "optimizer"
     over_time: tuple[tuple[str, float], ...] = ()
+    others: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -45,6 +50,7 @@ class MemoryUse:
             "limit_bytes": self.limit_bytes,
             "parts": dict(self.parts),
             "when": self.when,
+            "others": dict(self.others),
         }
 
 
@@ -71,14 +77,30 @@ def group_memory(
     parts = held.updating(device)
     if sum(parts.values()) > sum(best.values()):
         best, when = parts, "optimizer"
+    budget = Budget.of(device, num_communicators(stages.values(), schedule, number))
     return MemoryUse(
         group=number,
         peak_bytes=sum(best.values()),
-        limit_bytes=float(device.usable_bytes),
+        limit_bytes=budget.limit_bytes,
         parts=best,
         when=when,
         over_time=tuple(over_time),
+        others=budget.others(),
     )
+
+
+def num_communicators(stages: Iterable[StageMemory], schedule: Schedule, number: int) -> int:
+    """In how many groups a rank talks: along mesh axes, with all ranks, with each neighbour."""
+    found: set[tuple[str, ...]] = set()
+    for stage in stages:
+        found |= stage.talking
+    beside = {
+        schedule.placement[at + step]
+        for at, group in enumerate(schedule.placement)
+        for step in (-1, 1)
+        if group == number and 0 <= at + step < len(schedule.placement)
+    }
+    return 1 + len(found) + len(beside - {number})
 
 
 class _Held:

@@ -137,6 +137,16 @@ class StageMemory:
         """An array of the work at the positions of the stage."""
         return self.whole(name)[self.first : self.end]
 
+    @cached_property
+    def talking(self) -> frozenset[tuple[str, ...]]:
+        """The mesh axes along which a rank talks, where that is not with all ranks."""
+        along = {talk.axes for talk in self.layers.work.talks}
+        along |= {axes for axes, _ in self.layers.parameters(self.setting)}
+        sizes = dict(self.group.mesh.axes)
+        found = {tuple(a for a in sizes if a in axes and sizes[a] > 1) for axes in along}
+        every = self.group.along(tuple(sizes)).shape[-1] == self.setting.num_ranks
+        return frozenset(f for f in found if f and not (every and len(f) == len(sizes)))
+
     # --- parameters --------------------------------------------------------------------------
 
     def _summed(self) -> Iterator[_Summed]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
-from shardwise.ir import Graph
+from shardwise.ir import Graph, Ref
 from shardwise.program.program import RankProgram, Step
 from shardwise.runtime.recompute import PASSING
 from shardwise.simulation.liveness import DEFERRED, MOVED, Liveness, Moment, is_cheap
@@ -337,7 +337,9 @@ class _Reader:
         values = self.program.values
         trained = frozenset(n for n, v in values.items() if v.value in self.program.carries_grad)
         sizes = {n: float(v.type.num_bytes) for n, v in values.items()}
-        found = Liveness(self.moments, self.blocks, sizes, trained).arrays()
+        shown = {leaf.name for leaf in self.graph.outputs if isinstance(leaf, Ref)}
+        shown = {self.root.get(name, name) for name in shown}
+        found = Liveness(self.moments, self.blocks, sizes, trained, frozenset(shown)).arrays()
         count = len(self.graph.nodes)
         crossing = np.zeros(count + 1)
         for name, last in self._original().items():

@@ -18,6 +18,7 @@ from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
 from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Placement, Shard
+from shardwise.sharding.tables import cut_tables
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.times import Group
@@ -136,7 +137,8 @@ class Bank:
         """
         if self._batch is None:
             task = Task(axis="dp", ranks=parts, inputs=cuts)
-            self._batch = assign(self.fold.graph, self.facts, task)
+            graph, facts = self.fold.graph, self.facts
+            (self._batch,) = cut_tables(graph, facts, (assign(graph, facts, task),), {})
         found = {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
         for name, choices in self.nodes.items():
             found.setdefault(name, {}).update({a: c for a, c in choices.items() if a in names})

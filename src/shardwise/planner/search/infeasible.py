@@ -18,6 +18,7 @@ from shardwise.planner.search.larger import Fewer, copied
 from shardwise.planner.search.relax import Again
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed, Limits, Point, points
+from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
@@ -100,9 +101,9 @@ def _changes(
         yield from _options(fixed, again)
     use = peak_of(nearest.estimate.memory)
     needed = ceil(use.peak_bytes / GIB * 100) / 100
-    first = search.evaluator.cluster.device(0)
-    lowered = search.memory_limit is not None and search.memory_limit < first.usable_bytes
-    allowed = lowered and use.peak_bytes <= first.usable_bytes
+    most = Budget.of(search.evaluator.cluster.device(0)).limit_bytes
+    lowered = search.memory_limit is not None and search.memory_limit < most
+    allowed = lowered and use.peak_bytes <= most
     yield _change(
         f"{needed:.2f} GiB of memory per device",
         "memory",

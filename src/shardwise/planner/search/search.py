@@ -27,6 +27,7 @@ from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.least import least_end, least_wire
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
+from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import stage_memory
 from shardwise.simulation.setting import Setting
@@ -319,7 +320,7 @@ class Search:
         return total / self._limit(self._device(members))
 
     def _limit(self, device: Device) -> float:
-        limit = float(device.usable_bytes)
+        limit = Budget.of(device).limit_bytes
         return min(limit, self.memory_limit) if self.memory_limit is not None else limit
 
     def _limited(self, estimate: Estimate) -> Estimate:

@@ -1,0 +1,63 @@
+"""What of a device's memory the tensors of a plan may take.
+
+Enters: a `Device` and how many communicators a rank has. Leaves: `Budget`.
+
+Not for tensors are: what the driver and the process keep (`reserved_gib` of the cluster file, with
+one communicator), buffers of further communicators, and what torch's allocator leaves over between
+tensors. A plan fits if its predicted peak is within `limit_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cluster import Device
+
+# Of NCCL, on each device, for every further group that talks: 24 channels, each with three
+# connections of 4 MiB (NCCL_BUFFSIZE) + 4.7 MiB (LL128) + 0.5 MiB (LL). Measured by others on A100:
+# 544 MB for two devices, 688 MB for more (github.com/NVIDIA/nccl/issues/964).
+COMMUNICATOR_BYTES = 24 * 3 * int(9.2 * 2**20)
+
+# What the allocator takes beyond its tensors where segments grow (`runtime.allocator`), as a part
+# of them: pages of 2 MiB, blocks of 512 bytes. `benchmarks.memory` measures it.
+LEFT_OVER = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The memory of one device, and what of it is not for tensors."""
+
+    memory_bytes: float
+    reserved_bytes: float
+    communicators_bytes: float = 0.0
+    left_over: float = 0.0  # as a part of what tensors take
+
+    @classmethod
+    def of(cls, device: Device, communicators: int = 1) -> Budget:
+        """The budget of a rank on `device` that is in so many groups that talk."""
+        if device.kind != "cuda":  # gloo's buffers are small, and the system's allocator is another
+            return cls(memory_bytes=device.memory_bytes, reserved_bytes=device.reserved_bytes)
+        return cls(
+            memory_bytes=device.memory_bytes,
+            reserved_bytes=device.reserved_bytes,
+            communicators_bytes=float(max(0, communicators - 1) * COMMUNICATOR_BYTES),
+            left_over=LEFT_OVER,
+        )
+
+    @property
+    def limit_bytes(self) -> float:
+        """The most that tensors may take."""
+        free = self.memory_bytes - self.reserved_bytes - self.communicators_bytes
+        return max(free, 0.0) / (1 + self.left_over)
+
+    def taken(self, peak_bytes: float) -> float:
+        """What the allocator takes of the device for so many bytes of tensors."""
+        return peak_bytes * (1 + self.left_over)
+
+    def others(self) -> dict[str, float]:
+        """Bytes of the device that are not for tensors, by what has them."""
+        return {
+            "process": self.reserved_bytes,
+            "communicators": self.communicators_bytes,
+            "allocator": self.limit_bytes * self.left_over,
+        }
