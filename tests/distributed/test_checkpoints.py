@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
+import shardwise as sw
+from shardwise.training.checkpoint import reading
 from tests.support.checkpoints import (
     BEFORE,
     SETTINGS,
@@ -15,8 +25,10 @@ from tests.support.checkpoints import (
     continued,
     load_runs,
     save_run,
+    start,
 )
 from tests.support.pool import Pool
+from tests.support.training import error_of, make, plan_for
 
 pytestmark = pytest.mark.distributed
 
@@ -55,3 +67,132 @@ def test_one_goes_on_under_another(pool: Callable[[int], Pool], tmp_path: Path) 
 @pytest.mark.parametrize("model", ["odd", "fused_gpt"])
 def test_all_pairs(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
     check_pairs(pool, model, list(SETTINGS), list(SETTINGS), tmp_path)
+
+
+# --- what goes wrong on one rank is told by all -----------------------------------------------
+
+
+def spoiled(path: Path) -> dict[str, object]:
+    """Rank 1 cannot write, then what it cannot encode, then what it cannot read."""
+    rank = dist.get_rank()
+    run = start("ddp2", "odd")
+    run.step()
+    found: dict[str, object] = {}
+    write = os.write
+
+    def full(file: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sw.save_checkpoint(path / "good", run.module, run.optimizer)
+    os.write = full if rank == 1 else write  # type: ignore[assignment]
+    found["disk"] = error_of(sw.save_checkpoint, path / "full", run.module, run.optimizer)
+    os.write = write
+    extra = {"x": object()} if rank == 1 else {}
+    found["extra"] = error_of(sw.save_checkpoint, path / "extra", run.module, extra=extra)
+    saving = sw.save_checkpoint(path / "later", run.module, run.optimizer, wait=False)
+    found["later"] = error_of(saving.wait, 60)
+    other = path / "good" if rank == 0 else path / "nothing"
+    found["load"] = error_of(sw.load_checkpoint, other, run.module)
+    sw.load_checkpoint(path / "later", run.module, run.optimizer)
+    found["files"] = sorted(p.name for p in path.iterdir())
+    return found
+
+
+def test_a_failure_of_one_rank_fails_all_and_names_it(
+    pool: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    first, second = pool(2).run(spoiled, tmp_path, timeout=120)
+    assert "CheckpointError: rank 1: no space for the checkpoint" in first["disk"]
+    assert "CheckpointError: no space for the checkpoint" in second["disk"]
+    assert "rank 1: `extra` cannot be written as JSON" in first["extra"]
+    assert first["later"] == second["later"] == "no error"
+    assert "rank 1: there is no such folder" in first["load"]
+    assert first["files"] == ["good", "later"]
+
+
+def mixed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Master weights, an average, loss scaling: the state before, and after a round trip."""
+    model, batch = make("fused_gpt")
+    model = model.float()
+    options = {"precision": sw.Precision(compute="float16", master="float32", loss_scale="dynamic")}
+    plan = plan_for(model, batch, "zero1", 2, **options)
+    pm = sw.parallelize(model, batch, plan=plan)
+    opt = sw.optimizer(pm, torch.optim.SGD, lr=0.1, momentum=0.9)
+    for _ in range(3):
+        pm.train_step(batch)
+        opt.step()
+        opt.zero_grad()
+    mean = {e.spec.name: e.piece.detach().clone() + 1 for e in pm.store.entries}
+    assert pm.store.scaler is not None
+    pm.store.scaler.scale = 64.0
+    sw.save_checkpoint(path, pm, opt, copies={"ema": mean})
+    before = pm.gather_state_dict()
+    assert all(t.dtype is torch.float32 for t in before.values() if t.is_floating_point())
+    other = sw.parallelize(model, batch, plan=plan_for(model, batch, "fsdp", 2, **options))
+    moved = sw.optimizer(other, torch.optim.SGD, lr=0.1, momentum=0.9)
+    filled = {e.spec.name: torch.zeros_like(e.piece) for e in other.store.entries}
+    sw.load_checkpoint(path, other, moved, copies={"ema": filled})
+    assert other.store.scaler is not None
+    assert other.store.scaler.scale == 64.0
+    assert other.rng.step == 3
+    for entry in other.store.entries:
+        assert torch.equal(filled[entry.spec.name], entry.piece.detach() + 1), entry
+    pm.train_step(batch)
+    assert torch.isfinite(other.train_step(batch))
+    return before, other.gather_state_dict()
+
+
+@pytest.mark.slow
+def test_master_weights_averages_and_scales_go_along(
+    pool: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    for before, after in pool(2).run(mixed, tmp_path / "c", timeout=120):
+        assert set(before) == set(after)
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor), name
+
+
+def pretrained(folder: Path, strategy: str, options: dict[str, Any]) -> tuple[int, int, float]:
+    """A model on meta filled from a Hugging Face folder: bytes read, and the loss."""
+    model, batch = make("fused_gpt")
+    expected = model(**batch).item()
+    read: list[int] = []
+    whole_read = reading.Reader._read
+
+    def counted(self: Any, file: Any, begin: int, nbytes: int) -> Tensor:
+        read.append(nbytes)
+        return whole_read(self, file, begin, nbytes)
+
+    empty = copy.deepcopy(model).to("meta")
+    empty.head.weight = empty.tok.weight  # type: ignore[union-attr]  `to` made two of it
+    pm = sw.parallelize(
+        empty, batch, plan=plan_for(empty, batch, strategy, 2, **options), device="cpu"
+    )
+    reading.Reader._read = counted  # type: ignore[method-assign]
+    try:
+        sw.load_checkpoint(folder, pm)
+    finally:
+        reading.Reader._read = whole_read  # type: ignore[method-assign]
+    held = sum(e.leaf.nbytes if e.zero < 3 else e.piece.nbytes for e in pm.store.entries)
+    assert pm.train_step(batch).item() == pytest.approx(expected, rel=1e-9)
+    return sum(read), held, expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("tensor", {}),
+        pytest.param("fsdp", {}, marks=pytest.mark.slow),
+        pytest.param("pipeline", {"stages": 2, "num_microbatches": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_reads_its_part_of_a_hugging_face_folder(
+    pool: Callable[[int], Pool], tmp_path: Path, strategy: str, options: dict[str, Any]
+) -> None:
+    model, _ = make("fused_gpt")
+    state = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    total = sum(t.nbytes for t in state.values())
+    for read, held, _ in pool(2).run(pretrained, tmp_path, strategy, options, timeout=120):
+        assert held < 0.75 * total
+        assert read < 1.1 * held + 4096 * len(state)

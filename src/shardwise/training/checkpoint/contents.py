@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError
+from shardwise.runtime.module import ParallelModule
 from shardwise.training.checkpoint.held import Held, State, state_of
 from shardwise.training.checkpoint.manifest import MODEL
 from shardwise.training.checkpoint.optimizers import OPTIMIZER, save_optimizer
@@ -41,10 +42,14 @@ def collect(
     step: int | None,
     extra: Mapping[str, Any],
     copies: Mapping[str, Mapping[str, Tensor]],
+    *,
+    frozen: bool = True,
 ) -> Contents:
-    """What this rank has; no value is copied yet."""
+    """What this rank has; no value is copied yet. Without `frozen`, only what is trained."""
     state = state_of(module)
-    sections: dict[str, list[Held]] = {MODEL: state.tensors()}
+    left_out = set() if frozen else _frozen(module)
+    tensors = [held for held in state.tensors() if held.name not in left_out]
+    sections: dict[str, list[Held]] = {MODEL: tensors}
     kept: dict[str, Any] | None = None
     if optimizer is not None:
         saved = save_optimizer(optimizer, state, rank)
@@ -55,13 +60,20 @@ def collect(
         raise CheckpointError(f"a step is a whole number, not {step!r}")
     return Contents(
         sections=sections,
-        aliases=state.aliases,
+        aliases={a: n for a, n in state.aliases.items() if n not in left_out},
         order=state.order,
         step=step,
         optimizer=kept,
         module=state.facts(),
         extra=_json(extra),
     )
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    """Parameters that no optimizer updates."""
+    if isinstance(module, ParallelModule):
+        return {e.spec.name for e in module.store.entries if not e.spec.requires_grad}
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def held_copies(

@@ -137,6 +137,7 @@ def save_checkpoint(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     copies: Mapping[str, Mapping[str, Tensor]] | None = None,
+    frozen: bool = True,
     wait: bool = True,
     timeout: float = TIMEOUT_S,
 ) -> Saving:
@@ -144,7 +145,8 @@ def save_checkpoint(
 
     `module` is a parallel module, or a plain one that is the same on all ranks. `extra` is JSON of
     your own, of which that of rank 0 is kept. `copies` are further sets of tensors by parameter
-    name, each cut as the parameter is on this rank: `{"ema": {name: tensor}}`.
+    name, each cut as the parameter is on this rank: `{"ema": {name: tensor}}`. Without `frozen`,
+    parameters that are not trained are left out; `load_checkpoint(…, strict=False)` takes the rest.
 
     With `wait=False` it returns early, and `saving.wait()` says how it ended. Given an optimizer,
     its next step waits until the state is copied aside; else it is copied before this returns. Who
@@ -156,7 +158,9 @@ def save_checkpoint(
     meeting = open_meeting(timeout)
     with saving._blocking():
         try:
-            contents = collect(module, optimizer, meeting.rank, step, extra or {}, copies or {})
+            contents = collect(
+                module, optimizer, meeting.rank, step, extra or {}, copies or {}, frozen=frozen
+            )
             writer, staging = _prepare(saving.path, contents, meeting, timeout, wait, optimizer)
         except BaseException as error:
             meeting.fail(error)
