@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shardwise.errors import BatchError
 from tests.support import huggingface as hf
 from tests.support.pool import Pool
 
@@ -99,3 +102,73 @@ def test_what_a_trainer_can_do(
         "sgd": {"args": {"optim": "sgd", "lr_scheduler_type": "linear", "max_grad_norm": 0.0}},
     }
     check(pool, 2, plan, options, **settings[case])
+
+
+SAVED = {
+    "gradient_accumulation_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("model", "plan", "options"),
+    [("gpt2", "pipeline", PIPELINE), ("gpt2", "fsdp", {}), ("lora", "tensor", {})],
+)
+def test_a_run_goes_on_exactly_from_the_middle_of_an_epoch(
+    pool: Callable[[int], Pool], tmp_path: Path, model: str, plan: str, options: dict[str, Any]
+) -> None:
+    rows = 4 if plan == "fsdp" else 8
+    sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    args = {**SAVED, "output_dir": str(tmp_path), **sizes}
+    whole = pool(2).run(hf.train, model, args, options, plan=plan, timeout=240)[0]
+    middle = str(tmp_path / "checkpoint-2")
+    again = pool(2).run(hf.train, model, args, options, plan=plan, resume=middle, timeout=240)[0]
+    assert again["losses"] == whole["losses"]
+    assert again["norms"] == whole["norms"]
+    assert again["best"] == whole["best"]
+    torch.testing.assert_close(again["parameters"], whole["parameters"], rtol=0, atol=0)
+
+    # Under another plan and number of ranks, with as many rows in a batch.
+    other = {**args, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    found = hf.train(model, other, plan="ddp", resume=middle)
+    hf.assert_same(found, whole)
+    assert_opens(tmp_path / "checkpoint-2", model)
+
+
+def assert_opens(folder: Path, model: str) -> None:
+    """A checkpoint is a folder that its library opens; of adapters, it has these alone."""
+    names = {path.name for path in folder.iterdir()}
+    if model == "lora":
+        from peft import PeftModel
+
+        assert "model.safetensors" not in names
+        PeftModel.from_pretrained(hf.gpt2(), folder)
+    else:
+        from transformers import GPT2LMHeadModel
+
+        GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_on_meta_starts_from_a_folder(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    hf.gpt2().save_pretrained(tmp_path / "start")
+    args = {"per_device_train_batch_size": 4, "output_dir": str(tmp_path / "out")}
+    results = pool(2).run(hf.train_on_meta, str(tmp_path / "start"), args, timeout=240)
+    expected = hf.train()
+    hf.assert_same({**results[0], "parameters": results[0]["saved"], "metrics": {}}, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_other_batches_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    args = {**SAVED, "output_dir": str(tmp_path), "max_steps": 1, "per_device_train_batch_size": 4}
+    hf.train("classifier", args, plan="ddp")
+    with pytest.raises(BatchError, match="batches of 4 rows, these have 2"):
+        hf.train("classifier", args | {"per_device_train_batch_size": 2}, plan="ddp", resume=True)

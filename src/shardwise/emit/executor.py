@@ -92,6 +92,11 @@ class LoadedPipeline:
         store.elsewhere = frozenset(
             name for s in sources if s.name not in mine for name in (s.name, *s.aliases)
         )
+        store.trained_elsewhere = tuple(
+            (p.name, *p.aliases)
+            for p in self.graph.parameters
+            if p.requires_grad and p.name not in mine
+        )
         return store
 
     def attach(self, store: rt.ParameterStore) -> None:

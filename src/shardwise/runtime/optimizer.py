@@ -93,24 +93,27 @@ def _group(
     known = [name for e in here for name in (e.spec.name, *e.spec.aliases)]
     known += sorted(store.elsewhere)
     found: list[tuple[dict[str, Any], list[Entry]]] = []
+    every: list[str] = []
     for group in groups:
         globs = [group["params"]] if isinstance(group["params"], str) else list(group["params"])
+        every += globs
         for glob in globs:
             if not fnmatch.filter(known, glob):
                 raise OptimizerError(
                     f"no parameter that is trained matches {glob!r}{did_you_mean(glob, known)}"
                 )
-        matched = [e for e in rest if _matches(e, globs)]
+        matched = [e for e in rest if _matches((e.spec.name, *e.spec.aliases), globs)]
         rest = [e for e in rest if e not in matched]
         found.append(({k: v for k, v in group.items() if k != "params"}, matched))
     # Other stages may have a rest: groups have the same numbers on all of them.
-    if rest or not found or len(store.mesh.groups) > 1:
+    borrowed = [e.spec for e in store.entries if e.spec.borrowed and e.spec.requires_grad]
+    others = (*((s.name, *s.aliases) for s in borrowed), *store.trained_elsewhere)
+    if rest or not found or any(not _matches(names, every) for names in others):
         found.append(({}, rest))
     return found
 
 
-def _matches(entry: Entry, globs: Iterable[str]) -> bool:
-    names = (entry.spec.name, *entry.spec.aliases)
+def _matches(names: Iterable[str], globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in globs)
 
 

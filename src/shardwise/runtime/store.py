@@ -65,6 +65,7 @@ class ParameterStore:
         self.scaler: LossScaler | None = None
         self.after_update: list[Callable[[], None]] = []
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
+        self.trained_elsewhere: tuple[tuple[str, ...], ...] = ()  # of parameters, with aliases
         for part, found in modules.items():
             self.attach(found, part)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import OptimizerError
+from shardwise.frontend import skeleton
 from shardwise.runtime import ParallelModule, ShardedOptimizer, optimizer
 
 
@@ -35,6 +36,18 @@ def shard_optimizer(
     known = inspect.signature(kind.__init__).parameters
     options = {key: value for key, value in made.defaults.items() if key in known}
     return optimizer(parallel, kind, groups, **options)
+
+
+def stand_in(model: nn.Module) -> nn.Module:
+    """A model on meta with one number for every parameter, of which an optimizer can be made."""
+    twin = skeleton(model)
+    made: dict[int, nn.Parameter] = {}
+    for module in twin.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                like = nn.Parameter(torch.zeros(1), requires_grad=old.requires_grad)
+                module._parameters[name] = made.setdefault(id(old), like)
+    return twin
 
 
 def _group(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:

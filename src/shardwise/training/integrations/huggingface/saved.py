@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import BatchError, ShardwiseError
 from shardwise.training.random_state import load_random_state, random_state
 
 FOLDER = "shardwise"  # inside of each checkpoint-N
@@ -48,6 +48,20 @@ def _number(value: Any) -> Any:
     raise TypeError(f"it has a {type(value).__name__}")
 
 
+def is_ours(folder: str | Path) -> bool:
+    """Whether a trainer's checkpoint has the state that Shardwise saves."""
+    return Path(folder, FOLDER, "checkpoint.json").is_file()
+
+
+def require_batch_size(saved: Any, here: int, folder: str) -> None:
+    """Refuse to go on with other batches: steps would no longer say which samples were seen."""
+    if isinstance(saved, int) and saved != here:
+        raise BatchError(
+            f"{folder} was trained with batches of {saved} rows, these have {here}",
+            hint="per_device_train_batch_size times the replicas as before; or replicas=…",
+        )
+
+
 def newest_complete(folder: str | Path) -> Path | None:
     """The newest `checkpoint-N` that was written to its end."""
     found = {
@@ -55,6 +69,6 @@ def newest_complete(folder: str | Path) -> Path | None:
         for path in Path(folder).glob("checkpoint-*")
         if path.name.removeprefix("checkpoint-").isdigit()
         and (path / "trainer_state.json").is_file()
-        and (path / FOLDER / "checkpoint.json").is_file()
+        and is_ours(path)
     }
     return found[max(found)] if found else None

@@ -33,16 +33,18 @@ from shardwise.training.integrations.huggingface.arguments import (
     rank,
     scale_batches,
 )
-from shardwise.training.integrations.huggingface.optimizers import shard_optimizer
+from shardwise.training.integrations.huggingface.optimizers import shard_optimizer, stand_in
 from shardwise.training.integrations.huggingface.planning import Strategy, Wanted, replicas_of
 from shardwise.training.integrations.huggingface.saved import (
     FOLDER,
+    is_ours,
     newest_complete,
     preserved_random,
+    require_batch_size,
     schedule_state,
 )
 from shardwise.training.integrations.huggingface.step import ParallelModel, as_step, loss_batch
-from shardwise.training.integrations.huggingface.weights import pull, push
+from shardwise.training.integrations.huggingface.weights import on_meta, pull, push, whole_tensors
 from shardwise.training.random_state import load_random_state, random_state
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
 
     `plan` is "auto", a strategy's name (with `plan_options`), a `Plan`, its file, or a function of
     graph and cluster. `replicas` is how many times `per_device_train_batch_size` makes a batch; by
-    default the plan's data-parallel ranks, and with "auto" all ranks. `timeout` is how long ranks
-    wait for each other when they start. Everything else is as `transformers.Trainer` has it.
+    default the plan's data-parallel ranks, and with "auto" all ranks. `weights` is a checkpoint or
+    Hugging Face folder to start from, of which each rank reads its part: the model may be on meta.
+    `timeout` is how long ranks wait for each other when they start. Everything else is as
+    `transformers.Trainer` has it.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         plan_options: Mapping[str, Any] | None = None,
         cluster: Cluster | str | Path | None = None,
         replicas: int | None = None,
+        weights: str | Path | None = None,
         timeout: float = 300.0,
         **keywords: Any,
     ) -> None:
@@ -78,9 +83,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             precision="bf16-autocast" if args.bf16 else "fp16-autocast" if args.fp16 else None,
             seed=args.seed,
         )
-        self._replicas, self._timeout = replicas, timeout
+        self._replicas, self._weights, self._timeout = replicas, weights, timeout
         self._plan: Plan | None = None
         self._parallel: ParallelModel | None = None
+        self._stand_in: nn.Module | None = None
         self._data: Any = None
         self._resumed: Mapping[str, Any] = {}
         self._signatures: set[Any] = set()
@@ -157,6 +163,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
                     compile=bool(self.args.torch_compile),
                     timeout=self._timeout,
                 )
+            if self._weights is not None:
+                load_checkpoint(self._weights, part)
             current = self._parallel = ParallelModel(part, self.model)
             self.accelerator.parallel = part
         return current
@@ -182,8 +190,16 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
 
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         assert self._parallel is not None
-        made = shard_optimizer(optimizer, self.model, self._parallel.parallel)
+        named = self._stand_in or self.model
+        made = shard_optimizer(optimizer, named, self._parallel.parallel)
         self.accelerator.optimizer = made
+        return made
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As ever, for the whole model; `accelerator.prepare` makes it this rank's."""
+        if on_meta(self.model):
+            model = self._stand_in = stand_in(self.model)
+        made: torch.optim.Optimizer = super().create_optimizer(model)
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -256,60 +272,75 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as a folder for `from_pretrained`; all ranks call it, rank 0 writes."""
-        self.sync_model()
-        super().save_model(output_dir, _internal_call)
-        _meet()
+        parallel = self._current
+        if parallel is not None and on_meta(self.model):
+            found = whole_tensors(parallel.parallel)
+            state = {name: tensor.cpu() for name, tensor in found if rank() == 0}
+            if rank() == 0:
+                self._save(output_dir, state_dict=state)
+        else:
+            self.sync_model()
+            super().save_model(output_dir, _internal_call)
+        if dist.is_initialized():
+            dist.barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """All that training goes on from, under any plan."""
         assert self._parallel is not None
-        part = self._parallel.parallel
-        scaler = part.store.scaler
         extra = {
             "schedule": schedule_state(self.lr_scheduler),
             "random": random_state(),
-            "rng_step": part.rng.step,
-            "scaler": None if scaler is None else scaler.state_dict(),
             "plan": self.plan.to_json(),
+            "batch_size": self._train_batch_size,
         }
         save_checkpoint(
             Path(output_dir, FOLDER),
-            part,
+            self._parallel.parallel,
             self.optimizer,
             step=self.state.global_step,
             extra=extra,
+            frozen=False,
         )
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """It is in the optimizer's folder."""
+        """It is with the optimizer's state."""
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._push()
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._push()
-
-    def _push(self) -> None:
-        if (parallel := self._current) is not None:
-            push(parallel.whole, parallel.parallel)
+        """Weights come with the optimizer's state; of a plain trainer's folder, into the model."""
+        if not is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            self._push()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._parallel is None:
             return
+        if not is_ours(checkpoint):
+            log.warning("%s has no state of Shardwise: the optimizer starts anew", checkpoint)
+            return
         part = self._parallel.parallel
-        loaded = load_checkpoint(Path(checkpoint, FOLDER), part, self.optimizer)
+        frozen = any(not entry.spec.requires_grad for entry in part.store.entries)
+        loaded = load_checkpoint(Path(checkpoint, FOLDER), part, self.optimizer, strict=not frozen)
+        require_batch_size(loaded.extra.get("batch_size"), self._train_batch_size, checkpoint)
         self._resumed = loaded.extra
         self.lr_scheduler.load_state_dict(loaded.extra["schedule"])
-        part.rng.step = loaded.extra["rng_step"]
-        if part.store.scaler is not None and loaded.extra["scaler"] is not None:
-            part.store.scaler.load_state_dict(loaded.extra["scaler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._resumed:
             load_random_state(self._resumed["random"])
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or self._current is None or not is_ours(best):
+            super()._load_best_model()
+            self._push()
+            return
+        load_checkpoint(Path(best, FOLDER), self._current.parallel, strict=False)
+
+    def _push(self) -> None:
+        if (parallel := self._current) is not None:
+            push(parallel.whole, parallel.parallel)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
@@ -328,8 +359,3 @@ class _TrainedModel(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.sync_model()
-
-
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()

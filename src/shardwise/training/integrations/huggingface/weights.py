@@ -15,6 +15,11 @@ from shardwise.runtime import ParallelModule, share_lists
 from shardwise.runtime.parameters import torch_dtype
 
 
+def on_meta(model: nn.Module) -> bool:
+    """Whether the model has parameters without data."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def whole_tensors(parallel: ParallelModule, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, whole, one after the other; all ranks go through it."""
     store, mesh = parallel.store, parallel.mesh
