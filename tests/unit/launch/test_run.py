@@ -63,7 +63,11 @@ def test_dry_run_prints_commands_that_a_shell_runs(two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)]
+    ("how", "expected"),
+    [
+        ("sys.exit(3)", 3),
+        pytest.param("os.kill(os.getpid(), 9)", 137, marks=pytest.mark.slow),
+    ],
 )
 def test_a_failing_node_stops_all(two: Path, how: str, expected: int) -> None:
     write(
@@ -95,7 +99,12 @@ SLEEPER = (
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_left_when_the_launcher_is_stopped(
     two: Path, number: signal.Signals, expected: int
@@ -112,6 +121,7 @@ def test_nothing_is_left_when_the_launcher_is_stopped(
     assert wait_until_gone(mark) == []
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait(two: Path) -> None:
     write(two / "train.py", SLEEPER)
     mark = f"mark-{two}"
@@ -157,6 +167,7 @@ def test_what_a_node_lacks_is_said_before_anything_starts(two: Path) -> None:
         assert message in err
 
 
+@pytest.mark.slow
 def test_a_command_of_shardwise_and_a_module(two: Path) -> None:
     code, out, err = run_launch(two, "--port", "0", "--", "shardwise", "launch", "--help")
     assert code == 0, err
@@ -173,6 +184,7 @@ def test_one_node_here_needs_no_ssh(two: Path) -> None:
     assert (code, out) == (0, "[a] ran\n"), err
 
 
+@pytest.mark.slow
 def test_guard_without_a_launcher_runs_to_the_end(two: Path) -> None:
     """A printed command in a script has no standard input: that is no launcher that left."""
     write(two / "train.py", "import time; time.sleep(3); print('done')\n")
