@@ -24,7 +24,7 @@ WORDS = ["train.py", *HOSTILE]
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
 said = json.dumps([sys.argv[1:], os.getcwd(), os.environ["A"]])
-os.write(1, f"{{said}}\n".encode())  # at once: nodes print at the same time
+os.write(1, said.encode() + bytes([10]))  # at once: nodes print at the same time
 sys.exit(int(os.environ.get("FAIL_" + sys.argv[sys.argv.index("--node-rank") + 1], 0)))
 """
 # One process per task, on this machine; the components of a job have their own nodes.
