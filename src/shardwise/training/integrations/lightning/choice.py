@@ -48,6 +48,13 @@ class PlanChoice:
                 hint='ShardwiseStrategy("hybrid", dp=2, tp=2)',
             )
 
+    @property
+    def text(self) -> str | None:
+        """What was asked for, if it is not a plan already: the same text asks for the same."""
+        if isinstance(self.plan, str) and not self.plan.endswith(".json"):
+            return f"{self.plan} {sorted(self.options.items())} {self.cluster}"
+        return None
+
     def make(
         self, model: nn.Module, batch: Any, ranks: int, device: torch.device, precision: str | None
     ) -> Plan:

@@ -24,16 +24,13 @@ from shardwise.errors import OptimizerError
 from shardwise.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
 from shardwise.training.integrations.lightning.library import MockOptimizer
 
-__all__ = ["GroupNames", "StepOptimizer", "adopt", "only_optimizer"]
+__all__ = ["GroupNames", "StepOptimizer", "adopt", "only_optimizer", "several_optimizers"]
 
 
 def only_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """The one optimizer of a training, or why there cannot be another."""
-    if len(optimizers) != 1 or isinstance(optimizers[0], MockOptimizer):
-        raise OptimizerError(
-            f"configure_optimizers returns {_number(optimizers)}; a step has one",
-            hint="one optimizer with parameter groups: AdamW([{'params': …, 'lr': …}, …])",
-        )
+    if not optimizers or isinstance(optimizers[0], MockOptimizer):
+        raise several_optimizers("no optimizer")
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise OptimizerError(
             "LBFGS evaluates the model several times in a step", hint="AdamW, SGD or another"
@@ -41,9 +38,12 @@ def only_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.O
     return optimizers[0]
 
 
-def _number(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    real = [o for o in optimizers if not isinstance(o, MockOptimizer)]
-    return f"{len(real)} optimizers" if real else "no optimizer"
+def several_optimizers(how_many: str) -> OptimizerError:
+    """What is said of none or several."""
+    return OptimizerError(
+        f"configure_optimizers returns {how_many}; a compiled step has one",
+        hint="one optimizer with parameter groups: AdamW([{'params': …, 'lr': …}, …])",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,13 @@ class StepOptimizer(ShardedOptimizer):
     """
 
     fresh = False
+
+    def __eq__(self, other: object) -> bool:
+        """Schedulers hold the user's own optimizer, which is the inner one."""
+        return self is other or self.inner is other
+
+    def __hash__(self) -> int:
+        return hash(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients but those of the step under way."""

@@ -68,10 +68,12 @@ class Processes(ParallelStrategy):
             self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)
 
     def setup_environment(self) -> None:
-        """Join the process group."""
+        """Join the process group, if there are several processes."""
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
+        if self.world_size == 1:
+            return
         device = self.root_device
         self._process_group_backend = self._process_group_backend or default_backend(device)
         init_connection(

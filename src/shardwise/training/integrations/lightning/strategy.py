@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import runtime as rt
 from shardwise.cluster import Cluster
@@ -39,6 +39,7 @@ from shardwise.training.integrations.lightning.optimizers import (
     StepOptimizer,
     adopt,
     only_optimizer,
+    several_optimizers,
 )
 from shardwise.training.integrations.lightning.precision import StepPrecision
 from shardwise.training.integrations.lightning.processes import Processes
@@ -98,7 +99,7 @@ class ShardwiseStrategy(Processes):
         self._saved: Mapping[str, Any] | None = None  # of the optimizer, until there is a plan
         self._moment: Mapping[str, Any] = {}
         self._places: list[Mapping[str, Any]] = []  # where loaders of training are to begin
-        self._open = contextlib.ExitStack()
+        self._open, self._validating = contextlib.ExitStack(), contextlib.ExitStack()
         self._failed = False
 
     # --- Lightning's setup ---------------------------------------------------------------
@@ -145,7 +146,12 @@ class ShardwiseStrategy(Processes):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """The user's one optimizer, of the module's own parameters."""
-        optimizers, configs = init_optimizers(self._module)
+        try:
+            optimizers, configs = init_optimizers(self._module)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):  # Lightning would offer manual optimization
+                raise several_optimizers("several optimizers") from error
+            raise
         self._names = GroupNames.of(only_optimizer(optimizers), self._module)
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
 
@@ -182,17 +188,35 @@ class ShardwiseStrategy(Processes):
         training = Training(self._module, self.root_device)
         optimized = frozenset(name for group in self._names.optimized for name in group)
         precision = self._step_precision
+
+        def make_plan(model: nn.Module) -> Plan:
+            ranks, device = self.world_size, self.root_device
+            saved = self._saved_plan()
+            if saved is not None and saved.num_ranks == ranks:
+                return saved
+            return self.choice.make(model, batch, ranks, device, precision.of_plan)
+
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
-            self.plan = self.choice.make(
-                training.model, batch, self.world_size, self.root_device, precision.of_plan
+            self.plan = training.start(
+                batch, make_plan, optimized, seed=self._seed, timeout=self._seconds
             )
-            pm = training.start(batch, self.plan, optimized, seed=self._seed, timeout=self._seconds)
+        pm = training.parallel
         optimizer = adopt(only_optimizer(self.optimizers), self._names, pm, self._elementwise)
         self._training, self.optimizers = training, [optimizer]
         if self._saved is not None:
             optimizer.load_state_dict(self._names.named(self._saved))
             self._saved = None
         self._set_moment(pm)
+
+    def _saved_plan(self) -> Plan | None:
+        """That of the training which is resumed, if it was asked for in the same words.
+
+        The batch that a training is resumed with may be a small one, and lead to another plan.
+        """
+        asked = self.choice.text
+        if asked is None or self._moment.get("asked") != asked:
+            return None
+        return Plan.from_json(self._moment["plan"])
 
     @property
     def parallel_module(self) -> rt.ParallelModule:
@@ -267,12 +291,11 @@ class ShardwiseStrategy(Processes):
         if self._training is None:
             self.model_to_device()
         elif self._evaluate == "whole":
-            self._open.enter_context(self._training.whole())
+            self._validating.enter_context(self._training.whole())
 
     def on_validation_end(self) -> None:
         """Give them back."""
-        if self._training is not None and self._evaluate == "whole":
-            self._training.weights.release()
+        self._validating.close()
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[LightningModule]:
@@ -327,6 +350,8 @@ class ShardwiseStrategy(Processes):
         pm = self._training.parallel
         scaler = pm.store.scaler
         return {
+            "asked": self.choice.text,
+            "plan": None if self.plan is None else self.plan.to_json(),
             "random_step": pm.rng.step,
             "loss_scale": None if scaler is None else scaler.state_dict(),
             "data": [loader.place() for loader in self._training_loaders()],
@@ -367,7 +392,8 @@ class ShardwiseStrategy(Processes):
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_open": contextlib.ExitStack()}
+        fresh = {name: contextlib.ExitStack() for name in ("_open", "_validating")}
+        return {**super().__getstate__(), **fresh}
 
     def _same_weights(self, module: LightningModule) -> None:
         """Rank 0's weights everywhere, should the ranks have begun with others."""

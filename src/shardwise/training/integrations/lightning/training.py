@@ -9,7 +9,7 @@ Enters: a module, its first batch and a plan. Leaves: steps, states, the module 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,17 +39,24 @@ class Training:
         self._flags = _flags(module)
 
     def start(
-        self, batch: Any, plan: Plan, optimized: frozenset[str], *, seed: int, timeout: float
-    ) -> rt.ParallelModule:
-        """Take the weights; parameters that no optimizer has are not trained."""
+        self,
+        batch: Any,
+        make_plan: Callable[[nn.Module], Plan],
+        optimized: frozenset[str],
+        *,
+        seed: int,
+        timeout: float,
+    ) -> Plan:
+        """Plan, and take the weights; parameters that no optimizer has are not trained."""
         with _frozen(self.module, optimized):
+            plan = make_plan(self.model)
             self.pm = parallelize(
                 self.model, batch, plan, device=self.device, seed=seed, timeout=timeout
             )
         self._remember((True, rt.signature(batch)))
         self.model = nn.Module()  # what is needed of it is in the parallel module
         self.weights.release()
-        return self.pm
+        return plan
 
     @property
     def parallel(self) -> rt.ParallelModule:

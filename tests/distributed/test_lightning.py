@@ -1,0 +1,89 @@
+"""Lightning under every kind of plan: N ranks equal plain Lightning on one, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from shardwise.training.integrations.lightning import ShardwiseStrategy
+from tests.support.lightning import Classifier, Run, assert_same, fit
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+OPTIONS = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+TWO = [
+    ("ddp", {}),
+    ("fsdp", {}),
+    ("tensor", {}),
+    ("pipeline", {"num_microbatches": 2}),
+]
+
+
+def several(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
+    return [fit(ShardwiseStrategy(name, **options), **OPTIONS) for name, options in plans]
+
+
+def test_two_ranks_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
+    expected = fit(**OPTIONS)
+    for runs in pool(2).run(several, TWO, timeout=110):
+        for run in runs:
+            assert_same(run, expected)
+
+
+@pytest.mark.slow
+def test_three_dimensions_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
+    expected = fit(**OPTIONS)
+    plans = [
+        ("hybrid", {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 2, "zero": 1}),
+        ("zero2", {}),
+        ("auto", {}),
+    ]
+    for runs in pool(8).run(several, plans, timeout=600):
+        for run in runs:
+            assert_same(run, expected)
+
+
+def dropping() -> Classifier:
+    return Classifier(dropout=0.3)
+
+
+def stop_and_go(folder: Path, first: str, then: str) -> tuple[Run, Run]:
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    whole = fit(ShardwiseStrategy(first), dropping, callbacks=[save], enable_checkpointing=True)
+    rest = fit(ShardwiseStrategy(then), dropping, ckpt_path=folder / "step=3.ckpt")
+    return whole, rest
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("tensor", "tensor"), pytest.param("pipeline", "fsdp", marks=pytest.mark.slow)],
+)
+def test_stopping_changes_nothing(
+    pool: Callable[[int], Pool], tmp_path: Path, first: str, then: str
+) -> None:
+    for whole, rest in pool(2).run(stop_and_go, tmp_path, first, then, timeout=110):
+        if first == then:
+            assert rest.losses == whole.losses[3:]
+            assert all(torch.equal(rest.state[name], whole.state[name]) for name in whole.state)
+        torch.testing.assert_close(rest.losses, whole.losses[3:], rtol=1e-10, atol=1e-10)
+
+
+def other_weights(folder: Path) -> Run:
+    def make() -> Classifier:
+        torch.manual_seed(torch.distributed.get_rank())  # nobody seeded
+        return Classifier()
+
+    return fit(ShardwiseStrategy("ddp"), make, max_steps=2)
+
+
+def test_ranks_begin_with_the_weights_and_shuffles_of_rank_0(
+    pool: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    one, two = pool(2).run(other_weights, tmp_path, timeout=110)
+    assert one.losses == two.losses
+    assert all(torch.equal(one.state[name], two.state[name]) for name in one.state)

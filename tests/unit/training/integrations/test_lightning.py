@@ -1,0 +1,256 @@
+"""Lightning's loops around compiled steps, on one process: the same as plain Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import shardwise as sw
+from shardwise.errors import BatchError, CaptureError, OptimizerError, PlanError
+from shardwise.training.integrations.lightning import ShardwiseStrategy, step_batch, step_model
+from tests.support.lightning import Classifier, Run, assert_same, fit, loader, trainer
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    """Plain Lightning on one process."""
+    return fit()
+
+
+def test_a_training_equals_plain_lightning(plain: Run) -> None:
+    found = fit(ShardwiseStrategy("ddp"))
+    assert_same(found, plain)
+    assert set(found.metrics[0]) >= {
+        "train_loss_epoch",
+        "hits",
+        "accuracy",
+        "val_loss",
+        "val_worst",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_steps": 3},
+    ],
+)
+def test_clipping_and_accumulation_equal_plain_lightning(options: dict[str, Any]) -> None:
+    assert_same(fit(ShardwiseStrategy("ddp"), **options), fit(**options))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_number_types_are_the_trainers(precision: str) -> None:
+    found = fit(ShardwiseStrategy("ddp"), precision=precision)
+    assert_same(found, fit(precision=precision), 2e-2)
+    kind = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert found.state["head.weight"].dtype is kind
+
+
+def test_a_checkpoint_is_plain_lightnings_and_resumes_exactly(tmp_path: Path) -> None:
+    def saving(folder: str) -> dict[str, Any]:
+        every = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        return {"callbacks": [every], "enable_checkpointing": True}
+
+    whole = fit(ShardwiseStrategy("zero1"), **saving("ours"))
+    path = tmp_path / "ours/step=2.ckpt"  # in the middle of an epoch that is shuffled
+    rest = fit(ShardwiseStrategy("fsdp"), ckpt_path=path)
+    assert rest.losses == whole.losses[2:]
+    assert rest.rates == whole.rates[2:]
+    assert all(torch.equal(rest.state[name], whole.state[name]) for name in whole.state)
+
+    saved = torch.load(path, weights_only=True)
+    assert list(saved["state_dict"]) == list(Classifier().state_dict())
+    loaded = Classifier.load_from_checkpoint(path)
+    assert loaded.hparams.width == 8
+    end = tmp_path / "ours/step=4.ckpt"  # plain Lightning begins the next epoch with a new shuffle
+    fit(**saving("plain"))
+    theirs = torch.load(tmp_path / "plain/step=4.ckpt", weights_only=True)
+    ours = torch.load(end, weights_only=True)
+    _assert_same_tree(ours["optimizer_states"], theirs["optimizer_states"])
+    _assert_same_tree(ours["lr_schedulers"], theirs["lr_schedulers"])
+    assert len(fit(ckpt_path=end).losses) == 4
+    assert len(fit(ShardwiseStrategy("ddp"), ckpt_path=tmp_path / "plain/step=4.ckpt").losses) == 4
+
+
+def _assert_same_tree(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            _assert_same_tree(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            _assert_same_tree(mine, theirs)
+    elif isinstance(expected, torch.Tensor | float):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    else:
+        assert found == expected
+
+
+def test_loggers_callbacks_and_evaluation_go_on_as_ever(tmp_path: Path) -> None:
+    def run(strategy: Any, folder: str) -> tuple[str, Any, Any, int]:
+        L.seed_everything(5, verbose=False)
+        log = CSVLogger(tmp_path, name=folder, version="0")
+        stop = EarlyStopping("val_loss", min_delta=10.0, patience=1)
+        made, _ = trainer(
+            strategy,
+            logger=log,
+            callbacks=[LearningRateMonitor(), stop],
+            max_epochs=5,
+            log_every_n_steps=1,
+        )
+        module = Classifier()
+        made.fit(module, loader(), loader(10, shuffle=False))
+        tested = made.test(module, loader(10, shuffle=False), verbose=False)
+        predicted = made.predict(module, loader(10, shuffle=False))
+        text = (tmp_path / folder / "0/metrics.csv").read_text()
+        return text, tested, torch.cat(predicted), made.current_epoch
+
+    text, tested, predicted, epochs = run(ShardwiseStrategy("ddp"), "ours")
+    expected = run("auto", "plain")
+    assert epochs == expected[3] == 2
+    assert text.splitlines()[0] == expected[0].splitlines()[0]
+    assert len(text.splitlines()) == len(expected[0].splitlines())
+    assert torch.equal(predicted, expected[2])
+    assert tested[0]["test_loss"] == pytest.approx(expected[1][0]["test_loss"], abs=1e-10)
+
+
+def test_validation_as_plain_python_sees_the_trained_weights(plain: Run) -> None:
+    class Prints(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            assert self.trainer.validating or self.trainer.sanity_checking
+            self.log("row", float(self(batch[0])[0, 0].item()))
+
+    found = fit(ShardwiseStrategy("ddp", evaluate="whole"), Prints)
+    for mine, theirs in zip(found.metrics, plain.metrics, strict=True):
+        assert mine["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-10)
+    with pytest.raises(CaptureError, match=r"self\.trainer\.validating"):
+        fit(ShardwiseStrategy("ddp"), Prints)
+
+
+def test_weights_are_whole_when_asked_for_and_absent_otherwise() -> None:
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            assert all(p.is_meta for p in module.parameters())
+            with trainer.strategy.whole_module() as whole:
+                assert not any(p.is_meta for p in whole.parameters())
+                assert whole(torch.zeros(1, 6, dtype=torch.float64)).shape == (1, 5)
+            assert all(p.is_meta for p in module.parameters())
+
+    module = Classifier()
+    same = next(module.parameters())
+    fit(ShardwiseStrategy("ddp"), lambda: module, callbacks=[Looks()], max_steps=1)
+    assert next(module.parameters()) is same
+    assert same.shape == (8, 6)
+
+
+class Wrong(Classifier):
+    """A classifier with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault, self.calls = fault, 0
+        self.automatic_optimization = fault != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fault == "index" and batch_idx % 2:
+            return None
+        if self.fault == "epoch":
+            return super().training_step(batch, batch_idx)["loss"] * (1 + self.current_epoch)
+        if self.fault == "counter":
+            self.calls += 1
+        if self.fault == "metric":
+            return (
+                F.cross_entropy(self(batch[0]), batch[1]) * self.accuracy(batch[0], batch[1]).sum()
+            )
+        if self.fault == "lr":
+            self.log("lr", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.fault == "several":
+            return [torch.optim.SGD(p.parameters(), 0.1) for p in (self.embed, self.head)]
+        if self.fault == "none":
+            return None
+        if self.fault == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("manual", OptimizerError, "automatic_optimization=False"),
+        ("several", OptimizerError, "several optimizers"),
+        ("none", OptimizerError, "no optimizer"),
+        ("lbfgs", OptimizerError, "several times"),
+        ("index", CaptureError, "batch_idx"),
+        ("epoch", CaptureError, "self.current_epoch"),
+        ("counter", CaptureError, "self.calls"),
+        ("metric", CaptureError, "self.accuracy"),
+        ("lr", CaptureError, "self.trainer.strategy"),
+    ],
+)
+def test_what_a_compiled_step_would_get_wrong_is_refused(
+    fault: str, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        fit(ShardwiseStrategy("ddp"), lambda: Wrong(fault), num_sanity_val_steps=0)
+
+
+def test_wrong_names_samplers_and_freezing_are_refused() -> None:
+    with pytest.raises(PlanError, match="did you mean 'fsdp'"):
+        ShardwiseStrategy("fsdpp")
+    made, _ = trainer(ShardwiseStrategy("ddp"), max_steps=1)
+    data = loader().dataset
+    part = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    with pytest.raises(BatchError, match="DistributedSampler"):
+        made.fit(Classifier(), part)
+
+    class Freezes(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            module.embed.requires_grad_(False)
+
+    with pytest.raises(CaptureError, match="embed"):
+        fit(ShardwiseStrategy("ddp"), callbacks=[Freezes()])
+
+
+def test_parameters_without_an_optimizer_stay_as_they_are() -> None:
+    class Head(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), 0.1)
+
+    options = {"gradient_clip_val": 0.1, "max_steps": 3}  # the norm is that of the head alone
+    assert_same(fit(ShardwiseStrategy("ddp"), Head, **options), fit("auto", Head, **options))
+
+
+def test_a_plan_can_be_made_beforehand(tmp_path: Path, plain: Run) -> None:
+    module = Classifier().double()
+    batch = next(iter(loader()))
+    graph = sw.capture(step_model(module), step_batch("training", batch))
+    assert [p.name for p in graph.parameters] == [name for name, _ in module.named_parameters()]
+    made = sw.strategies.zero1(graph, sw.Cluster.local(1))
+    made.save(tmp_path / "plan.json")
+    assert_same(fit(ShardwiseStrategy(tmp_path / "plan.json")), plain)
+
+
+def test_a_module_on_meta_is_filled_when_training_begins() -> None:
+    class Large(Classifier):
+        def configure_model(self) -> None:
+            with torch.device("meta"):
+                self.head = nn.Linear(8, 5)
+
+    found = fit(ShardwiseStrategy("fsdp"), Large, num_sanity_val_steps=0, max_steps=1)
+    assert found.state["head.weight"].isfinite().all()
