@@ -47,7 +47,7 @@ def launch(
         int | None,
         typer.Option("--port", min=0, max=65535, help="Where ranks meet; 0: any that is free."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to start in.")] = 60,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to start in.")] = 120,
     grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds to end in.")] = 20,
     ssh_program: Annotated[
         str | None, typer.Option("--ssh-program", help="Instead of ssh or the file's.")

@@ -18,7 +18,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import ClusterError
 from shardwise.launch.places import Environment, Place, meeting_address, places
 
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 120.0  # torch from a cold network drive takes a minute
 DEFAULT_GRACE_S = 20.0
 CONNECT_S = 10
 # Sent through the connection: a node that is gone is noticed after a minute.
@@ -60,7 +60,7 @@ def launch_commands(
     """One command per node for the program `argv`; ranks meet at the first node's address.
 
     >>> (command,) = launch_commands(Cluster.local(2), ["train.py", "--name", "a b"])
-    >>> str(command).endswith("--master-port 29500 --rdzv-conf timeout=60 -- train.py --name 'a b'")
+    >>> str(command).endswith("--rdzv-conf timeout=120 -- train.py --name 'a b'")
     True
     """
     found = places(cluster, ssh_program=ssh_program, environment=environment)

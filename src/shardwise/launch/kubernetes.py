@@ -38,6 +38,11 @@ def pytorch_job(
     job = job_spec(
         cluster, argv, name=name, python="python", environment=environment, options=options
     )
+    for path in (job.folder, job.python):
+        if path.startswith("~"):
+            raise ClusterError(
+                f"{path}: a container has no home to begin at", hint="start: {…: /work}"
+            )
     groups = job.groups
     if len(groups) > 2 or (len(groups) == 2 and groups[0].num_nodes != 1):
         counts = ", ".join(f"{group.num_nodes} x {group.num_devices}" for group in groups)

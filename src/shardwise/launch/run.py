@@ -97,6 +97,8 @@ class Job:
             try:
                 self._start(selector)
                 self._watch(selector)
+            except BrokenPipeError:  # whoever read our output is gone
+                return 128 + signal.SIGPIPE
             finally:
                 self._end()
         return self._verdict()

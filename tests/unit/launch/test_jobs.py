@@ -171,6 +171,8 @@ def test_kubernetes_starts_every_node_once() -> None:
 def test_kubernetes_refuses_what_it_cannot_say() -> None:
     with pytest.raises(ClusterError, match="one template for the first node"):
         pytorch_job(cpu_nodes(2, 2, 1), ["a.py"])
+    with pytest.raises(ClusterError, match="no home to begin at"):
+        pytorch_job(cpu_nodes(1, start=Start(folder="~/x")), ["a.py"])
     with pytest.raises(ClusterError, match="no option 'partition'"):
         pytorch_job(cpu_nodes(1), ["a.py"], options={"partition": "x"})
     (one,) = yaml.safe_load(pytorch_job(Cluster.preset("h100"), ["a.py"]))["spec"][
