@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format docs zoo bench bench-pipeline bench-quality bench-recompute bench-reality bench-unequal demo gpu clean
+.PHONY: help setup test test-slow lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-unequal demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ zoo: setup ## Run every model of the zoo through every strategy
 
 bench: setup ## Compare step time and memory with DDP and FSDP2
 	@$(PY) -m benchmarks.run $(BENCH_ARGS)
+
+bench-checkpoint: setup ## Measure memory and time of saving and loading 1.1 GB of parameters
+	@$(PY) -m benchmarks.checkpoint $(BENCH_ARGS)
 
 bench-recompute: setup ## Compare predicted with measured memory, with and without recomputation
 	@$(PY) -m benchmarks.recompute $(BENCH_ARGS)

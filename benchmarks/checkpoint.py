@@ -4,9 +4,10 @@
     python -m benchmarks.checkpoint --tiny
 
 A Llama of Hugging Face's config with 1.1 GB of parameters trains with AdamW under `fsdp` on 4
-processes, is saved, and loaded on 2. "shard" is what a rank holds of parameters and optimizer state;
-"extra" is the peak of a rank's resident memory (VmHWM, reset before) above what it had. "blocked" is
-how long training was held up by a save beside steps that go on, as a share of the save's duration.
+processes, is saved, and loaded on 2. "shard" is what a rank holds of parameters and optimizer
+state; "extra" is the peak of a rank's resident memory (VmHWM, reset before) above what it had.
+"blocked" is how long training was held up by a save beside steps that go on, as a share of the
+save's duration.
 The model starts on meta: no process ever has all of it.
 """
 
@@ -108,7 +109,6 @@ def save(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
     for _ in range(4):
         step(pm, optimizer, batch)
     saving.wait()
-    pm.eval_step(batch)
     return {
         "shard": shard_bytes(pm),
         "extra": extra,

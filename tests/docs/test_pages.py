@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
         ("README.md", 1),
         ("docs/tour.md", None),
         ("docs/guides/clusters.md", None),
+        ("docs/guides/checkpoints.md", None),
+        ("docs/guides/trainer.md", None),
         pytest.param("docs/guides/pipelines.md", None, marks=pytest.mark.slow),
         pytest.param("docs/guides/planning.md", None, marks=pytest.mark.slow),
     ],

@@ -132,6 +132,8 @@ class Checkpoints:
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         complete = self.all()
+        if not complete:
+            return
         kept = set(complete[-self.keep_last :]) | set(self._ranked(complete)[: self.keep_best])
         for path in self._named():
             if path not in kept and (path in complete or path.name < complete[-1].name):

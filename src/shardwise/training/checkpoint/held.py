@@ -87,6 +87,10 @@ class State(Protocol):
         """Take over what was written into the targets."""
         ...
 
+    def unfilled(self) -> list[str]:
+        """Names that no checkpoint has and that are without values."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """What else belongs to the module, as JSON."""
         ...
@@ -202,6 +206,9 @@ class ParallelState:
                 group.refresh()
         settle(self.store.device)
 
+    def unfilled(self) -> list[str]:
+        return []
+
     def facts(self) -> dict[str, Any]:
         found: dict[str, Any] = {"random_step": self.module.rng.step}
         if self.store.scaler is not None:
@@ -287,6 +294,9 @@ class PlainState:
 
     def filled(self) -> None:
         """Nothing: the module's own memory was filled."""
+
+    def unfilled(self) -> list[str]:
+        return [name for name, tensor in self.module.named_buffers() if tensor.is_meta]
 
     def facts(self) -> dict[str, Any]:
         return {}

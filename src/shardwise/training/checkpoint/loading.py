@@ -35,7 +35,8 @@ class Loaded:
     """What a checkpoint held beside what went into module and optimizer.
 
     `state_dict` is the whole model's if no module was given. `missing` and `unexpected` are names
-    that only the module, or only the checkpoint, has.
+    that only the module, or only the checkpoint, has; of a module on meta, `missing` has buffers
+    that no checkpoint has.
     """
 
     path: Path
@@ -112,7 +113,7 @@ def _load(
     finally:
         state.filled()
     state.take_facts(manifest.module)
-    return _loaded(opened, match=match)
+    return _loaded(opened, match=match, unfilled=tuple(state.unfilled()))
 
 
 def _request(manifest: Manifest, section: str, held: Held, match: Match) -> Request:
@@ -156,6 +157,7 @@ def _loaded(
     opened: Opened,
     match: Match | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
+    unfilled: tuple[str, ...] = (),
 ) -> Loaded:
     manifest = opened.manifest
     return Loaded(
@@ -164,7 +166,7 @@ def _loaded(
         extra=manifest.extra,
         names=manifest.names,
         state_dict=state_dict or {},
-        missing=match.missing if match else (),
+        missing=(*match.missing, *unfilled) if match else (),
         unexpected=match.unexpected if match else (),
     )
 

@@ -62,6 +62,7 @@ class _StoreMeeting(Meeting):
         show_life()
         default: Any = torch.distributed.distributed_c10d._get_default_store()
         self._store = default.clone()  # a connection of its own: threads do not wait for others
+        self._served = default  # kept, so that it outlives the process group until all is said
         self._store.set_timeout(datetime.timedelta(seconds=min(timeout, _COME_S)))
         self.number = self._store.add(f"shardwise/meetings/{self.rank}", 1)
         self.prefix = f"shardwise/meeting/{self.number}"

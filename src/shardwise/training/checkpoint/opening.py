@@ -53,11 +53,11 @@ def _open(folder: Path) -> Opened:
     found = located(folder)
     if (found / MANIFEST).exists():
         return Opened(folder=found, manifest=Manifest.read(found))
-    if (folder / HF_INDEX).is_file() or (folder / HF_SINGLE).is_file():
+    if folder.is_dir() and any(folder.glob("*.safetensors*")):
         return Opened(folder=folder, manifest=_foreign_manifest(folder), foreign=True)
     if not folder.is_dir():
         raise CheckpointError("there is no such folder", where=str(folder))
-    what = f"no checkpoint: neither {MANIFEST} nor {HF_SINGLE}"
+    what = f"no checkpoint: neither {MANIFEST} nor safetensors files"
     raise CheckpointError(what, where=str(folder), hint=_inside(folder))
 
 
@@ -98,7 +98,7 @@ def previous_of(folder: Path) -> Path | None:
             continue
         if own and named and int(named[1]) < int(own[1]):
             found.append((int(named[1]), other))
-        elif not own and not other.name.startswith("."):
+        elif not own and folder.exists() and not other.name.startswith("."):
             found.append(((other / MANIFEST).stat().st_mtime, other))
     for _, other in sorted(found, reverse=True):
         if is_complete(other):
@@ -136,17 +136,19 @@ def _foreign_manifest(folder: Path) -> Manifest:
 
 
 def _foreign_files(folder: Path) -> list[str]:
-    if not (folder / HF_INDEX).is_file():
-        return [HF_SINGLE]
-    path = folder / HF_INDEX
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    path = folder / HF_INDEX if not indices or folder / HF_INDEX in indices else indices[0]
+    if not path.is_file():
+        plain = sorted(p.name for p in folder.glob("*.safetensors") if _is_plain(p.name))
+        return [HF_SINGLE] if HF_SINGLE in plain else plain
     try:
         body: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{HF_INDEX} is damaged: {error}", where=str(path)) from error
+        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path)) from error
     weights = body.get("weight_map") if isinstance(body, dict) else None
     names = list(weights.values()) if isinstance(weights, dict) else []
     if not names or not all(isinstance(n, str) and _is_plain(n) for n in names):
-        raise CheckpointError(f"{HF_INDEX} has no sound weight_map", where=str(path))
+        raise CheckpointError(f"{path.name} has no sound weight_map", where=str(path))
     missing = [n for n in dict.fromkeys(names) if not (folder / n).is_file()]
     if missing:
         raise CheckpointError(f"{missing[0]} is missing", where=str(folder / missing[0]))

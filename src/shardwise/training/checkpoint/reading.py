@@ -29,6 +29,7 @@ from shardwise.training.checkpoint.plan import BOX_BYTES, read_plan
 
 __all__ = ["Reader", "Request"]
 
+_OPEN_FILES = 128
 _RUN_BYTES = 4096  # shorter runs are read with what lies between them
 
 
@@ -106,6 +107,8 @@ class Reader:
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
+            if len(self._files) == _OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
             self._files[name] = TensorFile(self.folder / name)
         return self._files[name]
 

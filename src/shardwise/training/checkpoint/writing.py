@@ -171,7 +171,9 @@ class Writer:
         manifest = _joined(reports, self.contents)
         try:
             manifest.check_files(folder)
-            write_text(folder / MANIFEST, manifest.to_text())
+            text = manifest.to_text()
+            Manifest.from_text(text)  # what would be refused when it is read is not written
+            write_text(folder / MANIFEST, text)
             sync_folder(folder)
             with replaced_folder(self.path):
                 os.rename(folder, self.path)

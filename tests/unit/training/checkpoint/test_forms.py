@@ -1,0 +1,155 @@
+"""Other forms of a checkpoint: Hugging Face folders and torch files, there and back; the CLI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import shardwise as sw
+from shardwise.cli import app
+from shardwise.errors import CheckpointError
+from shardwise.training.checkpoint import convert_checkpoint
+
+
+class Base(nn.Module):
+    """The inner part of a model with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(10, 4), nn.LayerNorm(4)
+
+
+class WithHead(nn.Module):
+    """As in transformers: the base under a prefix, and a head that may be tied."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.model, self.head = Base(), nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.model.embed.weight
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = WithHead()
+    ema = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    sw.save_checkpoint(tmp_path / "c", model, step=5, copies={"ema": ema}, extra={"note": "x"})
+    return tmp_path / "c"
+
+
+def assert_equal(found: object, expected: dict[str, torch.Tensor]) -> None:
+    assert isinstance(found, dict)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_to_torch_and_to_one_of_ours(saved: Path, tmp_path: Path) -> None:
+    expected = dict(sw.load_checkpoint(saved).state_dict)
+    (file,) = convert_checkpoint(saved, tmp_path / "w.pt", to="torch")
+    found = torch.load(file, weights_only=True)
+    assert_equal(found, expected)
+    assert found["head.weight"].data_ptr() == found["model.embed.weight"].data_ptr()
+    convert_checkpoint(saved, tmp_path / "again", to="shardwise")
+    again = sw.load_checkpoint(tmp_path / "again")
+    assert_equal(again.state_dict, expected)
+    assert (again.step, again.extra) == (5, {"note": "x"})
+    assert "ema.model.norm.weight" in again.names
+    convert_checkpoint(
+        saved, tmp_path / "mean", to="shardwise", section="ema", dtype=torch.bfloat16
+    )
+    mean = sw.load_checkpoint(tmp_path / "mean").state_dict
+    assert torch.equal(mean["model.norm.bias"], torch.ones(4, dtype=torch.bfloat16))
+    sw.load_checkpoint(tmp_path / "mean", WithHead())
+
+
+def test_to_hf_in_shards_and_back(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"needs the model's config\.json"):
+        convert_checkpoint(saved, tmp_path / "hf", to="hf")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "toy"}))
+    convert_checkpoint(
+        saved, tmp_path / "hf", to="hf", config=tmp_path / "config.json", shard_bytes=100
+    )
+    names = {p.name for p in (tmp_path / "hf").iterdir()}
+    assert {"config.json", "model.safetensors.index.json"} < names
+    assert "model-00001-of-00002.safetensors" in names
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert "head.weight" not in index["weight_map"]  # tied
+    torch.manual_seed(1)
+    model = WithHead()
+    sw.load_checkpoint(tmp_path / "hf", model)
+    assert_equal(model.state_dict(), dict(sw.load_checkpoint(saved).state_dict))
+    convert_checkpoint(tmp_path / "hf", tmp_path / "ours", to="shardwise")
+    sw.load_checkpoint(tmp_path / "ours", WithHead())
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_prefixes_of_base_models_are_bridged(saved: Path, tmp_path: Path) -> None:
+    model = WithHead()
+    weights = {n: t.clone() for n, t in model.model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")  # without "model."
+    found = WithHead()
+    sw.load_checkpoint(tmp_path, found)
+    assert torch.equal(found.head.weight, model.model.embed.weight)
+    with pytest.raises(CheckpointError, match=r"has no head\.weight"):
+        sw.load_checkpoint(tmp_path, WithHead(tied=False))
+    loaded = sw.load_checkpoint(tmp_path, WithHead(tied=False), strict=False)
+    assert loaded.missing == ("head.weight",)
+    (tmp_path / "with").mkdir()
+    save_file({f"model.{n}": t for n, t in weights.items()}, tmp_path / "with" / "x.safetensors")
+    base = Base()
+    sw.load_checkpoint(tmp_path / "with", base)
+    assert torch.equal(base.norm.weight, model.model.norm.weight)
+
+
+def test_the_command_line(saved: Path, tmp_path: Path) -> None:
+    run = CliRunner()
+    text = run.invoke(app, ["checkpoint", "inspect", str(saved), "--tensors"]).output
+    assert "step 5" in text
+    assert "model.embed.weight" in text
+    told = json.loads(run.invoke(app, ["checkpoint", "inspect", str(saved), "--json"]).output)
+    assert told["sections"]["model"] == {"tensors": 3, "boxes": 3, "bytes": 192}
+    assert run.invoke(app, ["checkpoint", "verify", str(saved)]).exit_code == 0
+    out = str(tmp_path / "w.pt")
+    done = run.invoke(app, ["checkpoint", "convert", str(saved), "--to", "torch", "-o", out])
+    assert done.exit_code == 0
+    file = saved / "model-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = run.invoke(app, ["checkpoint", "verify", str(saved), "--json"])
+    assert found.exit_code == 1
+    assert "model-00000.safetensors is damaged" in json.loads(found.output)["problems"][0]
+
+
+@pytest.mark.slow
+def test_transformers_opens_what_is_converted(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    for tied in (False, True):
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)
+        model = transformers.LlamaForCausalLM(config)
+        folder = tmp_path / str(tied)
+        model.save_pretrained(folder / "own")
+        sw.save_checkpoint(folder / "c", model, extra={"hf_config": config.to_dict()})
+        convert_checkpoint(folder / "c", folder / "hf", to="hf", shard_bytes=20_000)
+        opened = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+        assert_equal(dict(opened.state_dict()), dict(model.state_dict()))
+        with torch.device("meta"):
+            empty = transformers.LlamaForCausalLM(config)
+        loaded = sw.load_checkpoint(folder / "own", empty)
+        assert_equal(dict(empty.state_dict()), dict(model.state_dict()))
+        assert all("inv_freq" in name for name in loaded.missing)
