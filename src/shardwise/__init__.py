@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardwise.simulation import Estimate, Timeline, simulate
     from shardwise.training.callbacks import Callback
     from shardwise.training.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+    from shardwise.training.export import export
     from shardwise.training.trainer import Trainer
 
 
@@ -61,6 +62,7 @@ __all__ = [
     "compile",
     "errors",
     "explain",
+    "export",
     "load_checkpoint",
     "optimizer",
     "parallelize",
@@ -95,6 +97,7 @@ _HOME = {
     "clip_grad_norm_": "shardwise.runtime",
     "compile": "shardwise.api",
     "explain": "shardwise.api",
+    "export": "shardwise.training.export",
     "load_checkpoint": "shardwise.training.checkpoint",
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api",

@@ -30,6 +30,7 @@ PUBLIC = [
     "compile",
     "errors",
     "explain",
+    "export",
     "load_checkpoint",
     "optimizer",
     "parallelize",

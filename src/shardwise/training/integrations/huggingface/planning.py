@@ -19,7 +19,7 @@ from shardwise.cluster import Cluster
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.training.config import DataConfig, PlanConfig, TrainConfig
-from shardwise.training.planning import make_planned
+from shardwise.training.planning import check_plan_name, make_planned
 
 Strategy = Callable[[Graph, Cluster], Plan]
 
@@ -39,12 +39,15 @@ class Wanted:
         """Whether the planner chooses, so that the batch must be known before the plan."""
         return self.plan == "auto"
 
-    def make(self, model: nn.Module, batch: Any, ranks: int, device: torch.device) -> Plan:
-        """The plan for this model and batch on so many ranks."""
+    def __post_init__(self) -> None:
+        check_plan_name(self._config, None)
+
+    @property
+    def _config(self) -> TrainConfig:
         wanted: Any = self.plan
         if isinstance(wanted, (str, Path)):
             wanted = PlanConfig(name=str(wanted), args=self.options)
-        config = TrainConfig(
+        return TrainConfig(
             model=None,
             data=DataConfig(train=None),
             plan=wanted,
@@ -52,8 +55,11 @@ class Wanted:
             precision=self.precision,
             seed=self.seed,
         )
+
+    def make(self, model: nn.Module, batch: Any, ranks: int, device: torch.device) -> Plan:
+        """The plan for this model and batch on so many ranks."""
         return make_planned(
-            config, model, batch, None, ranks=ranks, device=device.type, base=None
+            self._config, model, batch, None, ranks=ranks, device=device.type, base=None
         ).plan
 
 

@@ -44,8 +44,9 @@ from shardwise.training.integrations.huggingface.saved import (
     schedule_state,
 )
 from shardwise.training.integrations.huggingface.step import ParallelModel, as_step, loss_batch
-from shardwise.training.integrations.huggingface.weights import on_meta, pull, push, whole_tensors
+from shardwise.training.integrations.huggingface.weights import on_meta, pull, push
 from shardwise.training.random_state import load_random_state, random_state
+from shardwise.training.whole import whole_tensors
 
 log = logging.getLogger(__name__)
 MANY_SHAPES = 8
