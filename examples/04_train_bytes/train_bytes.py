@@ -4,8 +4,6 @@ shardwise train examples/04_train_bytes/config.yaml --ranks 2
 python examples/04_train_bytes/train_bytes.py runs/bytes "def "
 """
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from pathlib import Path
@@ -45,8 +43,8 @@ class ByteGPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        logits = self.head(self.norm(self.blocks(self.tokens(ids) + self.places(places))))
+        x = self.blocks(self.tokens(ids) + self.places.weight[: ids.shape[1]])
+        logits = self.head(self.norm(x))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -55,8 +53,8 @@ class Windows:
 
     def __init__(self, evaluation: bool = False) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        chosen = [f.read_bytes() for i, f in enumerate(files) if (i % 10 == 9) == evaluation]
-        self.bytes = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
+        text = b"".join(f.read_bytes() for f in files if (f in files[9::10]) == evaluation)
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __len__(self) -> int:
         return (len(self.bytes) - 1) // LENGTH
@@ -72,8 +70,8 @@ def sample(run: str, text: str, count: int = 300) -> str:
     sw.load_checkpoint(sw.Checkpoints(f"{run}/checkpoints").latest() or run, model)
     ids = torch.tensor([list(text.encode())])
     for _ in range(count):
-        chances = (model(ids[:, -LENGTH:])[:, -1] / 0.8).softmax(-1)
-        ids = torch.cat([ids, chances.multinomial(1)], dim=1)
+        logits = model(ids[:, -LENGTH:])[:, -1] / 0.8
+        ids = torch.cat([ids, logits.softmax(-1).multinomial(1)], dim=1)
     return bytes(ids[0].tolist()).decode(errors="replace")
 
 

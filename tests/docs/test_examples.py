@@ -30,7 +30,7 @@ def run(*command: str, folder: Path) -> str:
 
 
 def test_numbered_examples_are_short() -> None:
-    for path in EXAMPLES.glob("0*.py"):
+    for path in (*EXAMPLES.glob("0*.py"), *EXAMPLES.glob("0*/*.py")):
         assert len(path.read_text().splitlines()) < 80, path.name
 
 
@@ -81,6 +81,21 @@ def test_an_edited_plan_is_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_lightning_trains_resumes_and_leaves_a_plain_checkpoint(
+    launcher: str, tmp_path: Path
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(EXAMPLES / "06_lightning.py")
+    text = run(
+        *(torchrun if launcher == "torchrun" else []), script, "--plan", "fsdp", folder=tmp_path
+    )
+    assert "epoch 0  loss " in text
+    assert "epoch 1  loss 4.56" in text
+    assert "last.ckpt on one process: loss 4.51" in text
+
+
+@pytest.mark.slow
 def test_the_demo_shows_both_loss_columns(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "demo.py"), folder=tmp_path)
     assert text.count("verified: ") == 3
@@ -90,3 +105,22 @@ def test_the_demo_shows_both_loss_columns(tmp_path: Path) -> None:
     assert len(losses) == 8
     for one, four in losses:
         assert four == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_bytes_are_learned_stopped_resumed_and_sampled(tmp_path: Path) -> None:
+    config = str(EXAMPLES / "04_train_bytes/config.yaml")
+    train = ["-m", "shardwise.cli", "train", config, "--set", "schedule=[]"]
+    two = ["--ranks", "2", "--set", "data.batch_size=8", "--json"]
+    first = json.loads(run(*train, *two, "--set", "steps=3", folder=tmp_path))
+    assert first["checkpoint"].endswith("step-00000003")
+    more = ["--set", "steps=5", "--set", "plan=tensor"]
+    then = json.loads(run(*train, *two, *more, folder=tmp_path))
+    assert (then["steps"], len(then["losses"])) == (5, 2)
+    straight = ["--set", "steps=5", "--set", "data.batch_size=8", "--set", "plan=ddp", "--json"]
+    alone = json.loads(run(*train, *straight, "--folder", "other", folder=tmp_path))
+    assert first["losses"] + then["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    text = run(
+        str(EXAMPLES / "04_train_bytes/train_bytes.py"), "runs/bytes", "def ", folder=tmp_path
+    )
+    assert text.startswith("def ")

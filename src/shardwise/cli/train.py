@@ -110,7 +110,7 @@ def _print_plan(found: DryRun, as_json: bool) -> None:
     elif found.plan.search:
         from shardwise.cli.verdict import plan_text
 
-        typer.echo(f"{plan_text(found.plan, terminal_width())}\n\n{found.estimate}")
+        typer.echo(plan_text(found.plan, terminal_width()))
     else:
         typer.echo(str(found))
 

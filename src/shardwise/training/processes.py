@@ -101,7 +101,8 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
     whichever rank dies. A signal is passed on to all. After a rank fails, the others have some
     seconds to say what they saw of it.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    host = dist.TCPStore  # type: ignore[attr-defined]
+    store = host("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

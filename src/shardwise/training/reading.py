@@ -175,6 +175,8 @@ class _Reader:
         inner, marker = typing.get_args(kind)
         if inner is Any:  # or an object
             known = isinstance(value, PLAIN) and value is not None
+            if self.origin is CALL and isinstance(value, list | tuple):
+                known = False  # a list of samples
             return self.read(marker, value, key) if known else value
         found = self.read(inner, value, key)
         if isinstance(marker, Least) and not found >= marker.value:

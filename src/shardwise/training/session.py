@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
 from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, save_checkpoint
-from shardwise.training.config import TrainConfig, config_to_json
+from shardwise.training.config import Named, TrainConfig, config_to_json
 from shardwise.training.ema import Ema
 from shardwise.training.evaluation import Evaluator
-from shardwise.training.imports import build, find_class, load_object, resolved
+from shardwise.training.imports import build, find_class, load_object, make, resolved
 from shardwise.training.loading import MapLoader, StreamLoader, make_source
 from shardwise.training.logs.files import check_logs
 from shardwise.training.parts import BatchParts, whole_like
@@ -43,20 +44,20 @@ class Ingredients:
     def __init__(self, config: TrainConfig, base: Path | None) -> None:
         self.config, self.base = config, base
         seed_everything(config.seed)
-        self.model: nn.Module = build(config.model, "model", base)
+        self.model: nn.Module = _made(config.model, "model", base)
         if not isinstance(self.model, nn.Module):
             raise ConfigError(
                 f"a {type(self.model).__name__} is no model",
                 where="model",
                 hint="a function that returns an nn.Module",
             )
-        self.loss = config.loss if callable(config.loss) else _function(config.loss, base)
+        self.loss = _function(config.loss, "loss", base)
         data = config.data
-        collate = data.collate if callable(data.collate) else _function(data.collate, base)
-        self.train = self._source(build(data.train, "data.train", base), collate, training=True)
+        collate = _function(data.collate, "data.collate", base)
+        self.train = self._source(_made(data.train, "data.train", base), collate, training=True)
         self.evaluation = None
         if data.evaluation is not None:
-            found = build(data.evaluation, "data.evaluation", base)
+            found = _made(data.evaluation, "data.evaluation", base)
             self.evaluation = self._source(found, collate, training=False)
         self.example = self.train.example()
         rows = self.reads_rows(self.train)
@@ -110,11 +111,17 @@ def check(config: TrainConfig, base: Path | None) -> None:
         find_class(each.name, lr_scheduler, f"schedule.{index}", base)
 
 
-def _function(named: Any, base: Path | None) -> Any:
+def _made(part: Any, key: str, base: Path | None) -> Any:
+    """A model or dataset; a class or function that was given in Python is called."""
+    found = build(part, key, base)
+    return make(found, {}, key) if isinstance(found, type) or isfunction(found) else found
+
+
+def _function(part: Any, key: str, base: Path | None) -> Any:
     """A function that is used, not called, when it is named; with arguments it is called first."""
-    if named is None:
-        return None
-    return build(named, "data", base) if named.args else load_object(named.name, "data", base)
+    if not isinstance(part, Named):
+        return part
+    return build(part, key, base) if part.args else load_object(part.name, key, base)
 
 
 class Session:
