@@ -52,7 +52,18 @@ def profile(
     }
     jobs = [shared | {"rank": rank, "repeats": repeats[rank]} for rank in range(ranks)]
     results = run_ranks(jobs, timeout_s, progress)
-    return assemble(results, kind)
+    progress("two models, trained")
+    return as_training(assemble(results, kind))
+
+
+def as_training(cluster: Cluster) -> Cluster:
+    """The cluster with the rates that training reaches on this machine."""
+    from shardwise.profiling.reference import at_training, training_factor
+
+    factor = training_factor(cluster)
+    (node,) = cluster.nodes
+    devices = tuple(at_training(device, factor) for device in node.devices)
+    return replace(cluster, nodes=(replace(node, devices=devices),))
 
 
 def assemble(results: list[dict[str, Any]], kind: str) -> Cluster:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.profiling.timing import FEWEST_SAMPLES, largest, low, meet
+from shardwise.profiling.timing import FEWEST_SAMPLES, largest, meet
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.transport import Group
 
 SIZES = tuple(4**n for n in range(5, 14))  # 1 KiB to 64 MiB
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 GROUP_SIZES = (2, 4, 16)  # and all ranks
-MOST_CALLS = 200
+MOST_CALLS = 50
+BUSY_BYTES = 1 << 22  # of memory that a rank writes before it sends: what a core's cache holds
 WARM_UP = 3
 
 
@@ -67,20 +69,27 @@ def _measure(
         call = _call(transport, device, operation, mine, num_bytes)
     for _ in range(WARM_UP - 1):
         call()
-    meet()
-    once_s = max(largest(_timed(call, device), device), 1e-6)
+    work = torch.ones(BUSY_BYTES // 4, device=device)
+    once_s = max(largest(_timed(call, work), device), 1e-6)
     number = max(FEWEST_SAMPLES, min(MOST_CALLS, int(budget_s / once_s)))
-    meet()
-    samples = [_timed(call, device) for _ in range(number)]
-    seconds = low(samples, part=10) if mine is not None else 0.0
+    samples = [_timed(call, work) for _ in range(number)]
+    seconds = median(samples) if mine is not None else 0.0
     return seconds / 2 if operation == "send" else seconds  # there and back
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
+def _timed(call: Callable[[], object], work: torch.Tensor) -> float:
+    """Seconds of a message between ranks that computed until then, and meet first.
+
+    In training, what a message carries has left the caches, or has just been written.
+    """
+    _ = work + 1.0
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
+    meet()
     started = time.perf_counter()
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
     return time.perf_counter() - started
 
 

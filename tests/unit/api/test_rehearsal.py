@@ -1,0 +1,98 @@
+"""Programs that run by themselves: every rank's own part, together, with nobody to talk to."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.api import measured
+from shardwise.api.measured import rehearsed, tune
+from shardwise.api.rehearsal import Rehearsal, rehearse
+from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.errors import RankError, ShardwiseError
+from shardwise.profiling.reference import at_training
+from tests.support import training
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_every_group_is_rehearsed(strategy: str) -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    cluster = Cluster.local(2)
+    options = {"stages": 2, "num_microbatches": 3} if strategy == "pipeline" else {}
+    plan = getattr(sw.strategies, strategy)(graph, cluster, **options)
+    run = rehearse(graph, plan, cluster)
+    assert set(run.training_s) == set(range(len(plan.groups)))
+    assert all(s > 0 for s in (*run.training_s.values(), *run.update_s.values()))
+
+
+class Demanding(nn.Module):
+    """Fails where its input is not what it was."""
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.weight[index - 1 + 10**9].sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+def test_a_program_that_fails_is_a_note() -> None:
+    graph = sw.capture(Demanding(), (torch.ones(4, dtype=torch.int64),))
+    cluster = Cluster.local(1)
+    plan = sw.strategies.ddp(graph, cluster)
+    with pytest.raises(RankError, match="rank 0 cannot run by itself: IndexError"):
+        rehearse(graph, plan, cluster)
+    table = OpTable()
+    assert rehearsed(graph, plan, cluster, table) == []
+    assert "was not rehearsed" in table.notes[0]
+
+
+def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    cluster = Cluster.local(2)
+    plan = sw.strategies.ddp(graph, cluster)
+    monkeypatch.setattr(
+        measured, "rehearse", lambda *_: Rehearsal(training_s={0: 3.0}, update_s={0: 1.0})
+    )
+    table = OpTable().with_programs(rehearsed(graph, plan, cluster, OpTable()))
+    estimate = sw.simulate(graph, plan, cluster, table=OpTable.from_json(table.to_json()))
+    computing = sum(plan.microbatches * stage.computing for stage in estimate.stages)
+    assert computing == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("open_s", "kept"), [(0.98, True), (0.9, False)])
+def test_the_simpler_plan_is_kept_where_another_gains_little(
+    open_s: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    monkeypatch.setattr(measured, "measure_plan", lambda *_, table, **__: table)
+    monkeypatch.setattr(measured, "rehearsed", lambda *_: [])
+
+    def pretend(graph: object, plan: sw.Plan, *_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(step_time_s=1.0 if plan.mesh.names == ("dp",) else open_s)
+
+    monkeypatch.setattr(measured, "simulate", pretend)
+    plan, _ = tune(graph, Cluster.local(2), progress=False)
+    assert (plan.mesh.names == ("dp",)) == kept
+
+
+def test_rates_of_training() -> None:
+    device = Cluster.local(1).device(0)
+    slower = at_training(device, 1.25)
+    assert slower.memory_rate(1e6) == pytest.approx(device.memory_rate(1e6) / 1.25, rel=1e-3)
+    assert slower.overhead_s == pytest.approx(device.overhead_s * 1.25, rel=1e-3)
+    ours, theirs = (d.matmul_rate("float32", 64, 64, 64) for d in (slower, device))
+    assert ours == pytest.approx(theirs / 1.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("entry", [{}, {"device": "cpu", "training": 0, "optimizer": 1}, 3])
+def test_programs_of_a_table_are_checked(entry: object) -> None:
+    text = json.dumps({"version": 1, "entries": [], "programs": [entry]})
+    with pytest.raises(ShardwiseError, match="program 0"):
+        OpTable.from_json(text)
