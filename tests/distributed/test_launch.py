@@ -323,7 +323,7 @@ def test_an_unreachable_node_is_named_in_time(tmp_path: Path) -> None:
     write(tmp_path / "train.py", "")
     cluster_file(tmp_path, addresses=("198.51.100.1", "203.0.113.1"), ssh={"port": 2222})
     began = time.monotonic()
-    code, _, err = run_launch(tmp_path, "--timeout", "3", "--", "train.py")
+    code, _, err = run_launch(tmp_path, "--timeout", "1", "--", "train.py")
     assert code == 1
     assert time.monotonic() - began < 15
     assert "2 of 2 nodes cannot start" in err

@@ -149,6 +149,7 @@ def test_a_busy_port_is_found_before_anything_starts(two: Path) -> None:
     assert (two / "ran").exists()
 
 
+@pytest.mark.slow
 def test_what_a_node_lacks_is_said_before_anything_starts(two: Path) -> None:
     code, _, err = run_launch(two, "--port", "0", "--", "nosuch.py")
     assert code == 1
