@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.training.integrations.lightning.library import (
     MultiProcessingLauncher,
@@ -109,3 +109,14 @@ class Processes(ParallelStrategy):
         if isinstance(tensor, Tensor):
             return reduce_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+    def same_weights(self, module: nn.Module) -> None:
+        """Rank 0's weights everywhere, should the ranks have begun with others."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_meta:
+                continue
+            near = tensor.detach().to(self.root_device).contiguous()
+            dist.broadcast(near, 0)
+            tensor.data.copy_(near)

@@ -18,15 +18,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, OptimizerError
 from shardwise.training.integrations.lightning.attributes import growth, snapshot
 from shardwise.training.integrations.lightning.library import (
     LightningModule,
+    is_overridden,
     is_param_in_hook_signature,
 )
 from shardwise.training.integrations.lightning.tape import Deferred, Tape
 
-__all__ = ["step_batch", "step_model", "training_arguments"]
+__all__ = ["require_supported", "step_batch", "step_model", "training_arguments"]
 
 _METRIC_CALLS = ("forward", "update", "compute", "reset")
 _MOMENT = (
@@ -67,6 +68,21 @@ def training_arguments(module: LightningModule) -> int:
             hint="def training_step(self, batch, batch_idx)",
         )
     return int(is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2))
+
+
+def require_supported(module: LightningModule) -> None:
+    """Refuse what a compiled step would silently leave out."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise OptimizerError(
+            f"{name} has automatic_optimization=False; a compiled step has its own backward",
+            hint="return the loss from training_step, and one optimizer from configure_optimizers",
+        )
+    if is_overridden("backward", module):
+        raise OptimizerError(
+            f"{name}.backward would not be called: a compiled step has its own",
+            hint="return from training_step the loss whose gradients are wanted",
+        )
 
 
 class BatchIndex(int):

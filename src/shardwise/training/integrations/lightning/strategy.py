@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import runtime as rt
@@ -30,7 +29,6 @@ from shardwise.training.integrations.lightning.library import (
     Precision,
     TrainerFn,
     init_optimizers,
-    is_overridden,
 )
 from shardwise.training.integrations.lightning.loaders import WholeBatches
 from shardwise.training.integrations.lightning.metrics import own_values
@@ -43,7 +41,11 @@ from shardwise.training.integrations.lightning.optimizers import (
 )
 from shardwise.training.integrations.lightning.precision import StepPrecision
 from shardwise.training.integrations.lightning.processes import Processes
-from shardwise.training.integrations.lightning.step import step_batch, training_arguments
+from shardwise.training.integrations.lightning.step import (
+    require_supported,
+    step_batch,
+    training_arguments,
+)
 from shardwise.training.integrations.lightning.training import Training
 
 __all__ = ["ShardwiseStrategy"]
@@ -135,9 +137,9 @@ class ShardwiseStrategy(Processes):
         for message in _NOT_SO_HERE:
             warnings.filterwarnings("ignore", message)
         module = self._module
-        _require_supported(module)
+        require_supported(module)
         self._step_precision.convert_module(module)
-        self._same_weights(module)
+        self.same_weights(module)
         own_values(module, self._open)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -394,29 +396,3 @@ class ShardwiseStrategy(Processes):
     def __getstate__(self) -> dict[str, Any]:
         fresh = {name: contextlib.ExitStack() for name in ("_open", "_validating")}
         return {**super().__getstate__(), **fresh}
-
-    def _same_weights(self, module: LightningModule) -> None:
-        """Rank 0's weights everywhere, should the ranks have begun with others."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_meta:
-                continue
-            near = tensor.detach().to(self.root_device).contiguous()
-            dist.broadcast(near, 0)
-            tensor.data.copy_(near)
-
-
-def _require_supported(module: LightningModule) -> None:
-    """Refuse what a compiled step would silently leave out."""
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise OptimizerError(
-            f"{name} has automatic_optimization=False; a compiled step has its own backward",
-            hint="return the loss from training_step, and one optimizer from configure_optimizers",
-        )
-    if is_overridden("backward", module):
-        raise OptimizerError(
-            f"{name}.backward would not be called: a compiled step has its own",
-            hint="return from training_step the loss whose gradients are wanted",
-        )
