@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import shardwise as sw
 from shardwise.training.checkpoint import reading
 from tests.support.checkpoints import (
     BEFORE,
+    FURTHER,
     SETTINGS,
     Run,
     assert_same_state,
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.distributed
 
 
 def saved_under(pool: Callable[[int], Pool], setting: str, model: str, path: Path) -> Run:
-    ranks = SETTINGS[setting][0]
+    ranks = {**SETTINGS, **FURTHER}[setting][0]
     if ranks == 1:
         return save_run(setting, model, path)
     return pool(ranks).run(save_run, setting, model, path, timeout=300)[0]
@@ -48,7 +50,7 @@ def check_pairs(
     saved = {s: saved_under(pool, s, model, folder / s) for s in before}
     paths = [folder / s for s in before]
     for setting in after:
-        ranks = SETTINGS[setting][0]
+        ranks = {**SETTINGS, **FURTHER}[setting][0]
         if ranks == 1:
             runs = [load_runs(setting, model, paths)]
         else:
@@ -67,6 +69,42 @@ def test_one_goes_on_under_another(pool: Callable[[int], Pool], tmp_path: Path) 
 @pytest.mark.parametrize("model", ["odd", "fused_gpt"])
 def test_all_pairs(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
     check_pairs(pool, model, list(SETTINGS), list(SETTINGS), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["odd", "fused_gpt"])
+def test_further_plans(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
+    check_pairs(pool, model, list(FURTHER), ["one", "pp2"], tmp_path / "a")
+    check_pairs(pool, model, ["one", "tp2xpp2"], list(FURTHER), tmp_path / "b")
+
+
+def replicated(path: Path) -> list[str]:
+    """A plain module that is the same on all ranks, as DDP has it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    sw.save_checkpoint(path, wrapped, optimizer)
+    expected = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    sw.load_checkpoint(path, wrapped, optimizer)
+    assert torch.equal(model.weight, expected)
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_what_is_the_same_on_all_ranks_is_written_once(
+    pool: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    found = pool(2).run(replicated, tmp_path / "c", timeout=60)[0]
+    kinds = ("model", "optimizer")
+    files = [f"{kind}-0000{rank}.safetensors" for rank in range(2) for kind in kinds]
+    assert set(found) <= {"checkpoint.json", *files}
+    assert {name[-13:-12] for name in found} >= {"0", "1"}  # both ranks wrote
+    manifest = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
+    sizes = sum(manifest["files"].values())
+    assert sizes < 1.1 * 2 * 4 * (64 * 64 + 64)
 
 
 # --- what goes wrong on one rank is told by all -----------------------------------------------

@@ -26,6 +26,14 @@ SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2xpp2": (4, "hybrid", {"tp": 2, "pp": 2, "num_microbatches": 3}),
     "fsdp3": (3, "fsdp", {}),
 }
+FURTHER: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero1x2": (2, "zero1", {}),
+    "zero2x3": (3, "zero2", {}),
+    "hybrid": (4, "hybrid", {"dp": 2, "tp": 2, "zero": 3}),
+    "uneven": (2, "tensor", {"shares": {"tp": (1, 3)}}),
+    "host1": (2, "zero1", {"offload": ("optimizer",)}),
+    "host3": (2, "fsdp", {"offload": ("parameters",)}),
+}
 GROUPS = [{"params": "*norm*", "weight_decay": 0.0}, {"params": "*bias", "lr": 0.02}]
 
 
@@ -74,7 +82,7 @@ class Parallel:
     """This rank of a plan."""
 
     def __init__(self, name: str, model: nn.Module, batch: Any) -> None:
-        ranks, strategy, options = SETTINGS[name]
+        ranks, strategy, options = {**SETTINGS, **FURTHER}[name]
         plan = plan_for(model, batch, strategy, ranks, **options)
         self.module, self.batch = sw.parallelize(model, batch, plan=plan), batch
         self.optimizer: Any = sw.optimizer(self.module, torch.optim.AdamW, GROUPS, lr=0.01)

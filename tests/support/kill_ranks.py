@@ -8,6 +8,7 @@ completed, and training from it must give the losses that it gave before.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -48,7 +49,7 @@ class Net(nn.Module):
 
 def train(rank: int, port: int, folder: Path) -> None:
     """One rank, for ever; rank 0 writes down what it did."""
-    os.setpgid(0, 0)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
@@ -117,6 +118,8 @@ def one_round(folder: Path, chance: random.Random) -> str:
         process.join(END_S)
         hung = process.is_alive()
         if hung:
+            os.kill(process.pid or 0, signal.SIGUSR1)  # shows where it waits
+            time.sleep(1.0)
             process.kill()
         assert not hung, f"a rank waits for ever after rank {victim} was killed"
     return check(folder, before)

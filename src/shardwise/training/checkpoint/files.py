@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +120,8 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: a pipe of that name would be waited for.
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointError(
                 f"{path.name} cannot be read: {error.strerror}", where=str(path)
@@ -155,7 +157,8 @@ class TensorFile:
         return CheckpointError(f"{self.path.name} {what}", where=str(self.path))
 
     def _read_header(self) -> dict[str, FileEntry]:
-        size = os.fstat(self._handle).st_size
+        kind = os.fstat(self._handle)
+        size = kind.st_size if stat.S_ISREG(kind.st_mode) else 0
         if size < _LENGTH.size:
             raise self._damaged(f"has {size} bytes, which is no safetensors file")
         first = bytearray(_LENGTH.size)

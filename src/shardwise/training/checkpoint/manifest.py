@@ -35,6 +35,7 @@ _FIELDS = {"format", "version", "step", "files", "sections", "aliases", "optimiz
     "crc32",
 }
 _MAX_DIMS = 64
+_MAX_BYTES = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,8 @@ class Manifest:
         """The manifest of a checkpoint's folder; the files it names have the sizes it says."""
         path = folder / MANIFEST
         try:
+            if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+                raise CheckpointError(f"{MANIFEST} is no file of a sensible size", where=str(path))
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not text"

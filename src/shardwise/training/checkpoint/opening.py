@@ -51,7 +51,7 @@ def open_checkpoint(path: str | Path) -> Opened:
 
 def _open(folder: Path) -> Opened:
     found = located(folder)
-    if (found / MANIFEST).exists():
+    if (found / MANIFEST).is_file():
         return Opened(folder=found, manifest=Manifest.read(found))
     if folder.is_dir() and any(folder.glob("*.safetensors*")):
         return Opened(folder=folder, manifest=_foreign_manifest(folder), foreign=True)

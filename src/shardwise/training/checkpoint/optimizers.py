@@ -22,6 +22,7 @@ from shardwise.training.checkpoint.values import decode, encode
 __all__ = ["OPTIMIZER", "Group", "OptimizerState", "groups_of", "load_optimizer", "save_optimizer"]
 
 OPTIMIZER = "optimizer"
+_OF_PARAMETERS = ("params", "param_names")  # entries of a group that are no options
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, state: State, rank: int) ->
     groups: list[dict[str, Any]] = []
     values: dict[str, dict[str, Any]] = {}
     for group in groups_of(optimizer, state):
-        options = {k: v for k, v in group.options.items() if k != "params"}
+        options = {k: v for k, v in group.options.items() if k not in _OF_PARAMETERS}
         mine = []
         for name, parameter in group.parameters:
             first = state.cut(name, parameter).holders[0] == rank
@@ -168,7 +169,8 @@ def _options(
             "checkpoint, with different options",
             hint="the same groups as when it was saved",
         )
-    return dict(decoded[0]) if decoded else {}
+    found = decoded[0] if decoded else {}
+    return {key: value for key, value in found.items() if key not in _OF_PARAMETERS}
 
 
 @dataclass(frozen=True, slots=True)

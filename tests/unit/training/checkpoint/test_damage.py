@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import zlib
 from collections.abc import Callable
@@ -264,6 +265,26 @@ def test_a_full_disk_keeps_the_old_one(
     assert two.latest() == two.path(2)
     two.save(3, model_of(3), wait=True)
     assert two.latest() == two.path(3)
+
+
+def test_a_limit_of_the_system_is_told(two: sw.Checkpoints, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="no space for the checkpoint: File too large"):
+            two.save(3, model_of(3), wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_pipes_in_place_of_files_are_not_waited_for(two: sw.Checkpoints) -> None:
+    for name in ("model-00000.safetensors", "checkpoint.json"):
+        (two.path(2) / name).unlink()
+        os.mkfifo(two.path(2) / name)
+        with pytest.raises(CheckpointError):
+            sw.load_checkpoint(two.path(2))
 
 
 def test_a_disk_with_too_little_space_is_noticed_before(
