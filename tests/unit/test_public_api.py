@@ -41,6 +41,7 @@ PUBLIC = [
     "schedules",
     "simulate",
     "strategies",
+    "tune",
     "verify",
 ]
 

@@ -88,13 +88,15 @@ def tune(
         own = simulate(graph, made, cluster, table=found.with_programs(programs))
         report(f"{_what(made)}: {own.step_time_s * 1e3:.3g} ms")
         if best is None or own.step_time_s < (1 - MARGIN) * best.seconds:
-            best = _Candidate(plan=made, seconds=own.step_time_s, programs=programs)
+            best = _Candidate(kind=kind, plan=made, seconds=own.step_time_s, programs=programs)
     assert best is not None
-    return best.plan, found.with_programs(best.programs)
+    table = found.with_programs(best.programs)
+    return plan(graph, cluster, table=table, **{**options, **best.kind}), table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
+    kind: dict[str, int]
     plan: Plan
     seconds: float
     programs: list[tuple[str, float, float]]

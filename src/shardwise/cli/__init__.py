@@ -63,13 +63,19 @@ def plan(
     target: Target,
     wanted: Wanted,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option("--measure", help="Measure candidates on this machine; keep the times here."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a cluster, or make a named one, and print it."""
     if wanted.automatic:  # what is wrong with the options is told before the model is captured
         wanted.machines(), wanted.search_options()
+    elif measure is not None:
+        raise typer.BadParameter("--measure: for plans that are searched, with --cluster")
     _, graph = _capture(target, wanted)
-    made = wanted.plan(graph)
+    made = wanted.plan(graph) if measure is None else wanted.measured_plan(graph, measure)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)

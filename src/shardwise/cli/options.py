@@ -139,6 +139,28 @@ class Wanted:
             graph, cluster, progress=not self.no_progress, **self.search_options()
         )
 
+    def measured_plan(self, graph: Graph, times: Path) -> Plan:
+        """The plan by times measured here, which are added to a file."""
+        import shardwise
+        from shardwise.cost import OpTable
+
+        options = self.search_options()
+        table = options.pop("table", None) or OpTable()
+        if times.exists():
+            table.merge(OpTable.load(times))
+        cluster = self.machines()
+        assert cluster is not None
+        made, table = shardwise.tune(
+            graph,
+            cluster,
+            table=table,
+            progress=not self.no_progress,
+            report=lambda what: typer.echo(what, err=True),
+            **options,
+        )
+        table.save(times)
+        return made
+
     def search_options(self) -> dict[str, Any]:
         """The keyword arguments of `sw.plan` that were given."""
         for name, for_whom in (("stages", "pipeline"), ("per_microbatch", "pipeline")):
