@@ -1,49 +1,129 @@
-"""What the pages print is what their code prints."""
+"""The code of README and documentation runs, and prints what the pages say."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import run_page, without_errors
+import shardwise as sw
+from tests.support.pages import NOT_RUN, PYTHON, TORCHRUN, read_blocks, run_page, without_errors
 
 ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "_build" not in path.parts
+}
+# Pages that take more than some seconds as a whole; others may have single blocks that do.
+SLOW = {
+    "docs/guides/huggingface.md",
+    "docs/guides/lightning.md",
+    "docs/guides/pipelines.md",
+    "docs/guides/planning.md",
+}
+RUN = [page for page, text in PAGES.items() if any(b.is_run for b in read_blocks(text))]
+PARTLY_SLOW = {page for page in RUN if any(b.mark == "slow" for b in read_blocks(PAGES[page]))}
+PROGRAMS = [
+    (page, block.code)
+    for page, text in PAGES.items()
+    for block in read_blocks(text)
+    if block.language in PYTHON and block.first_line.startswith(TORCHRUN)
+]
 
 
-@pytest.mark.parametrize(
-    ("page", "limit"),
-    [
-        ("README.md", 1),
-        ("docs/tour.md", None),
-        ("docs/guides/clusters.md", None),
-        ("docs/guides/checkpoints.md", None),
-        ("docs/guides/trainer.md", None),
-        pytest.param("docs/guides/pipelines.md", None, marks=pytest.mark.slow),
-        pytest.param("docs/guides/planning.md", None, marks=pytest.mark.slow),
-    ],
-)
-def test_printed_output_is_real(
-    page: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "100")
-    text = (ROOT / page).read_text()
-    assert without_errors(run_page(text, limit)) == without_errors(text), (
+    (folder / "examples").symlink_to(ROOT / "examples")
+    text = PAGES[page]
+    assert without_errors(run_page(text, slow=slow)) == without_errors(text), (
         f"python -m tests.support.pages {page} writes what is printed now"
     )
 
 
-def test_the_tour_shows_every_stage() -> None:
-    text = (ROOT / "docs/tour.md").read_text()
-    assert "```text\n```" not in text
-    for stage in ("capture", "strategies", "explain", "compile", "verify", "parallelize"):
-        assert stage in text
+@pytest.mark.parametrize("page", sorted(set(RUN) - SLOW))
+def test_printed_output_is_real(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_page(page, tmp_path, monkeypatch, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", sorted(SLOW | PARTLY_SLOW))
+def test_printed_output_of_long_pages_is_real(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_page(page, tmp_path, monkeypatch, slow=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("page", "code"), PROGRAMS, ids=[page for page, _ in PROGRAMS])
+def test_programs_of_pages_run_on_processes(
+    page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    *options, file = code.partition("\n")[0].removeprefix(TORCHRUN).split()
+    (tmp_path / file).write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, file]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_code_that_is_not_run_says_why() -> None:
+    for page, text in PAGES.items():
+        for block in read_blocks(text):
+            if block.language in PYTHON and block.first_line.startswith(NOT_RUN.strip()):
+                assert len(block.first_line) > len(NOT_RUN) + 10, page
+        assert "```text\n```" not in text, f"{page} prints nothing where it should"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    reached = {"docs/index.md"}
+    for page, text in PAGES.items():
+        folder = Path(page).parent
+        for block in read_blocks(text):
+            if block.language == "{toctree}":
+                names = re.findall(r"^(?:.*<)?([\w/-]+)>?$", block.code, re.M)
+                reached |= {str(folder / f"{name}.md") for name in names}
+    assert {page for page in PAGES if page.startswith("docs/")} == reached
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/reference/"))
+    documented = set(re.findall(r"shardwise\.(\w+)$", text, re.M))
+    assert set(sw.__all__) - {"__version__"} <= documented
+
+
+def test_every_error_has_its_cause_and_cure() -> None:
+    text = PAGES["docs/errors.md"]
+    for name in sw.errors.__all__:
+        assert name == "did_you_mean" or f"`{name}`" in text, name
+
+
+def test_links_of_the_readme_exist() -> None:
+    for link in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", PAGES["README.md"]):
+        assert (ROOT / link).exists(), link
+
+
+def test_the_performance_page_names_commands_and_results_that_exist() -> None:
+    text = PAGES["docs/performance.md"]
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+    for file in re.findall(r"benchmarks/results/\w+\.json", text):
+        assert (ROOT / file).is_file(), file
+    kept = {f"benchmarks/results/{p.name}" for p in (ROOT / "benchmarks/results").glob("*.json")}
+    assert kept <= set(re.findall(r"benchmarks/results/\w+\.json", text))
 
 
 def test_the_guide_to_pipelines_shows_what_is_refused() -> None:
-    text = (ROOT / "docs/guides/pipelines.md").read_text()
-    assert "```text\n```" not in text
+    text = PAGES["docs/guides/pipelines.md"]
     for words in ("ScheduleError", "couples the samples", "RankError", "no such node or module"):
         assert words in text
