@@ -49,7 +49,6 @@ class Saving:
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._told = False
 
     def wait(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is complete on all ranks; raises what failed."""
@@ -57,7 +56,6 @@ class Saving:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise CheckpointError(f"{self.path} is not complete after {timeout:g} s")
-        self._told = True
         if self._error is not None:
             raise self._error
         return self.path
@@ -114,19 +112,16 @@ _held: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Saving]] = weakref.
 
 
 def hold_step(optimizer: torch.optim.Optimizer, saving: Saving) -> None:
-    """Let the optimizer's next step wait until the state is copied aside.
-
-    Its hook is never removed: steps may run at the time of the removal.
-    """
-
-    def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        for each in _held.get(stepping, []):
-            each.staged()
-        _held[stepping] = []
-
-    if optimizer not in _held:
-        optimizer.register_step_pre_hook(before_step)
+    """Let the optimizer's next step wait until the state is copied aside."""
+    if optimizer not in _held:  # the hook stays: it costs nothing, and has no thread to race with
+        optimizer.register_step_pre_hook(_before_step)
     _held.setdefault(optimizer, []).append(saving)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for saving in _held.get(optimizer, []):
+        saving.staged()
+    _held[optimizer] = []
 
 
 def save_checkpoint(
