@@ -63,7 +63,11 @@ class Loop:
         self._gauge = _Gauge(session) if session.world.talks else None
 
     def run(self) -> Outcome:
-        """All steps that are left."""
+        """All steps that are left; a rank that fails in or between them is named by the others."""
+        with naming_failures(self.config.timeout_s):
+            return self._run()
+
+    def _run(self) -> Outcome:
         session = self.session
         stop = Stop.NO
         if not self._complete():
@@ -90,8 +94,7 @@ class Loop:
         session = self.session
         while True:
             begin = time.perf_counter()
-            with naming_failures(self.config.timeout_s):
-                fetched = next(batches)
+            fetched = next(batches)
             self._step(fetched)
             self._figures(fetched, time.perf_counter() - begin)
             self._between(fetched)

@@ -22,6 +22,7 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
 from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, save_checkpoint
+from shardwise.training.checkpoint.manifest import Manifest
 from shardwise.training.config import Named, TrainConfig, config_to_json
 from shardwise.training.ema import Ema
 from shardwise.training.evaluation import Evaluator
@@ -290,8 +291,11 @@ class Session:
         path = find_checkpoint(self.config, self.checkpoints)
         if path is None:
             return None
-        copies = {"ema": self.ema.pieces} if self.ema is not None else {}
+        averaged = self.ema is not None and "ema" in Manifest.read(path).sections
+        copies = {"ema": self.ema.pieces} if self.ema is not None and averaged else {}
         extra = load_checkpoint(path, self.module, self.optimizer, copies=copies).extra
+        if self.ema is not None and not averaged:
+            self.ema.reset()  # an average that was not asked for before begins here
         if "data" not in extra:
             raise ConfigError(
                 f"{path} holds no training: it was not saved by a Trainer", where="resume"
