@@ -17,6 +17,8 @@ from shardwise.schedules import Action, Schedule
 from shardwise.simulation.budget import Budget
 from shardwise.simulation.passes import PARTS, Need, StageMemory, stage_memory
 
+WORKSPACE_BYTES = 2 * (32 << 20)  # of cuBLAS and cuBLASLt on a stream, as torch gives it to them
+
 __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
 
 
@@ -119,8 +121,9 @@ class _Held:
             part: sum(s.static[part] for s in stages.values())
             for part in ("parameters", "optimizer")
         }
-        self.fixed = sum(s.root for s in stages.values())
-        self.fixed += max((s.batch for s in stages.values()), default=0.0)
+        self.between = max((s.batch for s in stages.values()), default=0.0)
+        self.between += WORKSPACE_BYTES if any(s.cuda for s in stages.values()) else 0.0
+        self.fixed = self.between + sum(s.root for s in stages.values())
 
     def at(self, action: Action, following: Action | None) -> dict[str, float]:
         """The parts of memory at their highest while the action runs."""
@@ -194,7 +197,7 @@ class _Held:
             **self.always,
             "gradients": sum(s.static["summed"] for s in self.stages.values()),
             "activations": 0.0,
-            "temporary": copies + max((s.batch for s in self.stages.values()), default=0.0),
+            "temporary": copies + self.between,
         }
 
 

@@ -211,25 +211,32 @@ class StageMemory:
             size = self._gradient(mine)
             begun = kind in ("middle", "last")
             whole = np.full_like(total, mine.all + self.borrowed) if begun else mine.arrived
-            if begun or size != mine.share.itemsize:
-                total += mine.own * mine.share.itemsize  # before it is added, or converted
+            fresh = self._fresh(mine, begun)
             if kind in ("last", "only") and mine.ranks > 1:
-                total += self._under_way(mine)
+                under_way = self._under_way(mine)
+                total += under_way
                 if mine.zero >= 2:
                     total += mine.complete / mine.ranks * self._master(mine)
                     whole = whole - mine.complete
-            total += whole * size
+                    if not self.cuda:  # gloo: everyone's parts arrive, then they are added
+                        fresh = np.maximum(fresh, under_way * (1 - 1 / mine.ranks))
+            total += whole * size + fresh
         return total
+
+    def _fresh(self, mine: _Summed, begun: bool) -> Floats:
+        """What a position's own gradients need before they are added, or are of their type."""
+        size, made = self._gradient(mine), mine.share.itemsize
+        each = made if begun or size != made else 0
+        if begun and size != made:
+            each += size  # converted, then added
+        return mine.own * each
 
     def _under_way(self, mine: _Summed) -> Floats:
         """Copies of gradients that are being summed over ranks."""
         wire = SIZES.get(self.setting.precision.reduce, self._gradient(mine))
         if mine.zero < 2 and wire == self._gradient(mine):
             return np.zeros_like(mine.own)
-        found = np.minimum(mine.complete * wire, IN_FLIGHT_BYTES + mine.own * wire)
-        if mine.zero >= 2 and not self.cuda:  # gloo: everyone's parts arrive before they are added
-            found = found * (2 - 1 / mine.ranks)
-        return found
+        return np.minimum(mine.complete * wire, IN_FLIGHT_BYTES + mine.own * wire)
 
     def _gathered(self) -> None:
         """Bytes of parameters that are whole, at every position of forward and of backward."""

@@ -15,7 +15,9 @@ from shardwise.equivalence.twin.decide import saying
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Resolved, model_fingerprint, resolve
+from shardwise.program.means import separate_means
 from shardwise.program.pipeline import plan_schedule
+from shardwise.program.stages import with_keys
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.fold import Fold
@@ -55,6 +57,7 @@ def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple
 
 def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
     """The folded graph, and the work of a rank of every mesh of the plan."""
+    graph = _as_run(graph, plan)
     fold = Fold.of(graph, said=saying(plan, graph))
     small = fold_plan(fold, plan, plan.choices(graph))
     facts = analyze(fold.graph)
@@ -65,6 +68,13 @@ def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
             solved: Resolved = resolve(fold.graph, divided, facts)
             works[stage.mesh] = Works(fold, facts, solved.assignments, dict(divided.roles))
     return fold, works
+
+
+def _as_run(graph: Graph, plan: Plan) -> Graph:
+    """With micro-batches a mean loss of 16 bits is a sum in 32 bits, as are the scores it is of."""
+    if not plan.splits_time or graph.loss is None or graph.values[graph.loss].dtype.itemsize > 2:
+        return graph
+    return separate_means(with_keys(graph))
 
 
 def _on_mesh(plan: Plan, mesh: Mesh, microbatches: int) -> Plan:
