@@ -190,13 +190,18 @@ class ParallelState:
         ranged = piece and entry.group is not None
         runs = local_runs(spec.shape, spec.splits, mesh.coordinates, mesh.axes)
         distinct = {split.axis for split in spec.splits} | (set(spec.sync) if ranged else set())
-        others = mesh.space_axis(*(name for name in mesh.axes if name not in distinct))
+        free = [name for name in mesh.axes if name not in distinct]
+        holders = mesh.space_axis(*free).ranks
+        if ranged:
+            # Ranges of a flat buffer differ between ranks that cut its other tensors unevenly: what
+            # makes up the whole is those of the ranks at one place on the other axes.
+            holders = holders[:1]
         return Held(
             name=spec.name,
             shape=spec.shape,
             dtype=value.dtype,
             placed=tuple(cut_boxes(runs, value, entry.bounds if ranged else None)),
-            holders=others.ranks,
+            holders=holders,
         )
 
     def filled(self) -> None:

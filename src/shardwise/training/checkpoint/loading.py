@@ -75,7 +75,7 @@ def load_checkpoint(
         opened = open_checkpoint(path)
         return _loaded(opened, state_dict=read_section(opened))
     state = state_of(module)
-    meeting = open_meeting(timeout) if state.collective else Meeting()
+    meeting = open_meeting() if state.collective else Meeting()
     found: Loaded = meeting.agree(
         lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout
     )

@@ -24,6 +24,7 @@ __all__ = ["Meeting", "open_meeting"]
 
 _POLL_S = 0.02
 _LOOK_S = 1.0  # between looks at signs of life
+_ANSWER_S = 30.0  # for the store
 _COME_S = 120.0  # for all ranks to begin the same save or load
 _KEPT = 4  # meetings whose keys stay
 
@@ -48,22 +49,39 @@ class Meeting:
         return work()
 
 
-def open_meeting(timeout: float) -> Meeting:
+def open_meeting() -> Meeting:
     """The next meeting of all ranks, of which each counts its own."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Meeting()
     with _naming_the_host():
-        return _StoreMeeting(timeout)
+        return _StoreMeeting()
+
+
+_connected: tuple[Any, Any] | None = None  # of the default process group
+
+
+def _connection() -> tuple[Any, Any]:
+    """A connection to the store for meetings alone, and what serves it.
+
+    All meetings share it, from any thread: none of them waits on it. A connection to a host that
+    is gone would be tried for minutes; that it answers is asked on the one there is.
+    """
+    global _connected
+    default: Any = torch.distributed.distributed_c10d._get_default_store()
+    default.check(["shardwise/there"])
+    if _connected is None or _connected[0] is not dist.group.WORLD:
+        made = default.clone()
+        made.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
+        _connected = dist.group.WORLD, made
+    return _connected[1], default
 
 
 class _StoreMeeting(Meeting):
-    def __init__(self, timeout: float) -> None:
+    def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         show_life()
-        default: Any = torch.distributed.distributed_c10d._get_default_store()
-        self._store = default.clone()  # a connection of its own: threads do not wait for others
-        self._served = default  # kept, so that it outlives the process group until all is said
-        self._store.set_timeout(datetime.timedelta(seconds=min(timeout, _COME_S)))
+        # What serves it is kept until all is said, even if the process group is destroyed.
+        self._store, self._server = _connection()
         self.number = self._store.add(f"shardwise/meetings/{self.rank}", 1)
         self.prefix = f"shardwise/meeting/{self.number}"
         self._failed = False

@@ -150,7 +150,7 @@ def save_checkpoint(
     A rank that fails or dies fails the save on all, which name it; what was at `path` stays.
     """
     saving = Saving(Path(path))
-    meeting = open_meeting(timeout)
+    meeting = open_meeting()
     with saving._blocking():
         try:
             contents = collect(
