@@ -27,6 +27,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp3": (3, "fsdp", {}),
 }
 FURTHER: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "fsdp2": (2, "fsdp", {}),
     "zero1x2": (2, "zero1", {}),
     "zero2x3": (3, "zero2", {}),
     "hybrid": (4, "hybrid", {"dp": 2, "tp": 2, "zero": 3}),
