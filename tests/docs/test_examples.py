@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +30,15 @@ def run(*command: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_here(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What an example of one process prints, without another import of torch."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return printed.getvalue()
 
 
 def test_numbered_examples_are_short() -> None:
@@ -66,18 +78,42 @@ def test_the_guide_to_pipelines_trains_and_records(tmp_path: Path) -> None:
     }
 
 
-def test_an_own_operator_is_cut_as_its_rule_says(tmp_path: Path) -> None:
-    text = run(str(EXAMPLES / "02_own_operator.py"), folder=tmp_path)
+def test_an_own_operator_is_cut_as_its_rule_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = run_here("02_own_operator.py", tmp_path, monkeypatch)
     assert "up         tp: 0" in text
     assert "down       tp: 1" in text
     assert "plan tensor on Mesh(tp=3) equals Ranker" in text
     assert "torch.ops.mylib.scores.default" in text
 
 
-def test_an_edited_plan_is_verified(tmp_path: Path) -> None:
-    text = run(str(EXAMPLES / "03_edit_a_plan.py"), folder=tmp_path)
+def test_an_edited_plan_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run_here("03_edit_a_plan.py", tmp_path, monkeypatch)
     assert text.count("plan hybrid on Mesh(dp=2, tp=2) equals SmallGPT") == 2
     assert "did you mean 'blocks.1.attn.qkv.weight'?" in text
+
+
+@pytest.mark.slow
+def test_own_strategies_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run_here("08_own_strategy.py", tmp_path, monkeypatch)
+    peaks = {
+        line.split()[0]: int(line.split()[1]) for line in text.splitlines() if " KiB at " in line
+    }
+    assert peaks["fsdp"] < peaks["frugal"] < peaks["ddp"]
+    assert "plan frugal on Mesh(dp=4) equals SmallGPT" in text
+    assert "plan tall_and_wide on 2 stages of Mesh(dp=2) and Mesh(tp=2)" in text
+
+
+@pytest.mark.slow
+def test_two_unequal_nodes_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run_here("09_two_nodes.py", tmp_path, monkeypatch)
+    assert (tmp_path / "plan.json").is_file()
+    step, even = (
+        int(line.split()[-2]) for line in text.splitlines() if line.startswith(("dp=", "fsdp "))
+    )
+    assert step < even
+    assert text.count(" -m shardwise.launch.node run ") == 2
 
 
 @pytest.mark.slow
