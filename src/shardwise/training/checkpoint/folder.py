@@ -92,10 +92,15 @@ class Checkpoints:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the saving under way, and remove what is not kept; raises what failed."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
+        saving = self._saving
+        if saving is None:
+            return
+        try:
             saving.wait(timeout)
-            self._remove_old()
+        finally:
+            if saving.done():
+                self._saving = None
+        self._remove_old()
 
     def all(self) -> list[Path]:
         """All complete ones, by step; their tensors are not read."""

@@ -9,6 +9,7 @@ import pickle
 import re
 import resource
 import shutil
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -311,6 +312,26 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sw.Checkpoints(tmp_path / "nothing").latest() is None
     with pytest.raises(CheckpointError, match="needs a metric"):
         sw.Checkpoints(tmp_path, keep_best=1)
+
+
+def test_a_wait_that_was_too_short_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, write = threading.Event(), writing_module.write_tensors
+
+    def slow(*args: Any) -> dict[str, int]:
+        assert go.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(writing_module, "write_tensors", slow)
+    kept = sw.Checkpoints(tmp_path)
+    kept.save(1, model_of())
+    with pytest.raises(CheckpointError, match="not complete after"):
+        kept.wait(0.05)
+    assert kept.latest() is None
+    go.set()
+    kept.wait(20)
+    assert kept.latest() == kept.path(1)
 
 
 def test_what_killed_saves_left_is_cleared_away(two: sw.Checkpoints, tmp_path: Path) -> None:
