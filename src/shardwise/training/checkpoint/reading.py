@@ -171,11 +171,7 @@ class Reader:
         start = begin + offset[0] * row
         full = tuple(target.shape[1:]) == inner
         run = math.prod(target.shape[1:]) * dtype.itemsize
-        if not full and run >= _RUN_BYTES:
-            for index in range(target.shape[0]):
-                self._ranges(file, start + index * row, dtype, inner, offset[1:], target[index])
-            return
-        if len(shape) > 1 and row > BOX_BYTES:
+        if (not full and run >= _RUN_BYTES) or (inner and row > BOX_BYTES):
             for index in range(target.shape[0]):
                 self._ranges(file, start + index * row, dtype, inner, offset[1:], target[index])
             return
