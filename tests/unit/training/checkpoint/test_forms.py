@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 import shardwise as sw
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
-from shardwise.training.checkpoint import convert_checkpoint
+from shardwise.training.checkpoint import convert_checkpoint, reading
+from shardwise.training.checkpoint.boxes import Box, Placed, narrow
+from shardwise.training.checkpoint.opening import open_checkpoint
 
 
 class Base(nn.Module):
@@ -107,6 +111,36 @@ def test_prefixes_of_base_models_are_bridged(saved: Path, tmp_path: Path) -> Non
     base = Base()
     sw.load_checkpoint(tmp_path / "with", base)
     assert torch.equal(base.norm.weight, model.model.norm.weight)
+
+
+def test_any_part_of_a_file_without_checksums_is_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_RUN_BYTES", 16)
+    monkeypatch.setattr(reading, "BOX_BYTES", 64)
+    shapes = {"a": (7, 5, 6), "b": (40,), "c": (), "d": (3, 50)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    opened, chance = open_checkpoint(tmp_path), random.Random(0)
+    for _ in range(200):
+        name, full = chance.choice(list(tensors.items()))
+        offset = tuple(chance.randrange(n) for n in full.shape)
+        size = tuple(chance.randint(1, n - o) for n, o in zip(full.shape, offset, strict=True))
+        found = torch.zeros(size)
+        wanted = [Placed(Box(offset, size), found)]
+        with reading.Reader(opened.folder, opened.manifest) as reader:
+            reader.fill([reading.Request(section="model", name=name, wanted=wanted)])
+            assert reader.bytes_read <= 4 * max(full[:1].numel() * (*size, 1)[0], found.numel())
+        assert torch.equal(found, narrow(full, offset, size))
+
+
+def test_safetensors_opens_what_is_saved(saved: Path) -> None:
+    with safe_open(saved / "model-00000.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    expected = sw.load_checkpoint(saved).state_dict
+    assert set(found) == set(expected) - {"head.weight"}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name])
 
 
 def test_the_command_line(saved: Path, tmp_path: Path) -> None:
