@@ -9,6 +9,7 @@ gradients of values come and go (`liveness`), and gradients of parameters appear
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,6 @@ from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
 from shardwise.simulation.budget import Budget
 from shardwise.simulation.passes import PARTS, Need, StageMemory, stage_memory
-
-WORKSPACE_BYTES = 2 * (32 << 20)  # of cuBLAS and cuBLASLt on a stream, as torch gives it to them
 
 __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
 
@@ -36,10 +35,22 @@ class MemoryUse:
     when: str  # an action, or "optimizer"
     over_time: tuple[tuple[str, float], ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0  # of host memory, with offload
+    host_limit_bytes: float = math.inf
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
+        return self.fullness <= 1
+
+    @property
+    def fullness(self) -> float:
+        """What is needed as a part of what there is, of the device's or of the host's memory."""
+        return max(self.peak_bytes / self.limit_bytes, self.host_bytes / self.host_limit_bytes)
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether host memory is nearer to its end than the device's."""
+        return self.host_bytes / self.host_limit_bytes > self.peak_bytes / self.limit_bytes
 
     @property
     def headroom_bytes(self) -> float:
@@ -53,6 +64,7 @@ class MemoryUse:
             "parts": dict(self.parts),
             "when": self.when,
             "others": dict(self.others),
+            "host_bytes": self.host_bytes,
         }
 
 
@@ -68,10 +80,12 @@ def group_memory(
     when = ""
     over_time: list[tuple[str, float]] = []
     actions = schedule.actions[number]
+    host = 0.0
     for index, action in enumerate(actions):
         following = actions[index + 1] if index + 1 < len(actions) else None
         parts = held.at(action, following)
         held.after(action)
+        host = max(host, held.on_host())
         total = sum(parts.values())
         over_time.append((str(action), total))
         if total > sum(best.values()):
@@ -88,6 +102,8 @@ def group_memory(
         when=when,
         over_time=tuple(over_time),
         others=budget.others(),
+        host_bytes=host,
+        host_limit_bytes=float(device.host_memory_bytes) or math.inf,  # 0: not said
     )
 
 
@@ -122,7 +138,6 @@ class _Held:
             for part in ("parameters", "optimizer")
         }
         self.between = max((s.batch for s in stages.values()), default=0.0)
-        self.between += WORKSPACE_BYTES if any(s.cuda for s in stages.values()) else 0.0
         self.fixed = self.between + sum(s.root for s in stages.values())
 
     def at(self, action: Action, following: Action | None) -> dict[str, float]:
@@ -183,6 +198,11 @@ class _Held:
             if self.last.get(action.stage) == action:
                 self.done.add(action.stage)
 
+    def on_host(self) -> float:
+        """What is in host memory between actions."""
+        moved = sum(n * self.stages[s].offloaded for s, n in self.flying.items())
+        return moved + sum(s.static["host"] for s in self.stages.values())
+
     def updating(self, device: Device) -> dict[str, float]:
         """The optimizer's step.
 
@@ -203,4 +223,4 @@ class _Held:
 
 def peak_of(uses: Sequence[MemoryUse]) -> MemoryUse:
     """The group that is nearest to its limit, or the farthest beyond."""
-    return max(uses, key=lambda use: use.peak_bytes / use.limit_bytes)
+    return max(uses, key=lambda use: use.fullness)

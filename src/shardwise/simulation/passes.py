@@ -163,10 +163,11 @@ class StageMemory:
         """Bytes that are there between passes.
 
         `summed` are gradients as the optimizer has them, `updated` the values that it updates, and
-        `largest` the largest tensor of these.
+        `largest` the largest tensor of these; `host` is in host memory.
         """
-        found = dict.fromkeys((*PARTS, "summed", "updated", "largest"), 0.0)
-        offload = self.setting.offload if self.cuda else ()
+        found = dict.fromkeys((*PARTS, "summed", "updated", "largest", "host"), 0.0)
+        moved = set(self.setting.offload) - {"activations"}
+        offload = moved if self.cuda else set()
         for mine in self.summed:
             size, master = mine.share.itemsize, self._master(mine)
             shard = mine.all / (mine.ranks if mine.sharded else 1)
@@ -178,10 +179,13 @@ class StageMemory:
             if offload:  # pieces of gradients go to the host; zero 3 gathers from a copy
                 summed = 0.0 if kept else summed
                 found["parameters"] += shard * size if gone and "parameters" not in offload else 0
+                found["host"] += 4.0 * shard * master  # values, their gradients, two states
+                if "parameters" in offload:
+                    found["host"] += (shard if gone else mine.all) * size
                 if "parameters" in offload and not gone:
                     found["parameters"] -= mine.all * size
             else:
-                stored = gone or master != size or bool(self.setting.offload)
+                stored = gone or master != size or bool(moved)
                 found["parameters"] += shard * master if stored else 0.0
                 found["optimizer"] += 2.0 * shard * master
                 found["updated"] += shard * master

@@ -38,8 +38,7 @@ def infeasible(
     use = peak_of(nearest.estimate.memory)
     changes = list(_changes(found, nearest, search, fixed, limits, again))
     lines = [
-        f"no plan fits: the smallest needs {gib(use.peak_bytes)} of {gib(use.limit_bytes)} on "
-        f"a device of {cluster.name}, {gib(use.peak_bytes - use.limit_bytes)} too much",
+        f"no plan fits: the smallest needs {_too_much(use)} of {cluster.name}",
         f"  smallest: {nearest.point}",
         f"  it holds {_parts(use)}, highest in {_moment(use.when)}",
         *(f"  would fit: {_told(change)}" for change in changes),
@@ -85,7 +84,14 @@ def _leanest(found: Found) -> list[Any]:
 
 def _excess(candidate: Candidate) -> float:
     use = peak_of(candidate.estimate.memory)
-    return use.peak_bytes / use.limit_bytes
+    return use.fullness
+
+
+def _too_much(use: MemoryUse) -> str:
+    where, needs, limit = "on a device", use.peak_bytes, use.limit_bytes
+    if use.is_host_bound:
+        where, needs, limit = "of host memory for a device", use.host_bytes, use.host_limit_bytes
+    return f"{gib(needs)} of {gib(limit)} ({gib(needs - limit)} too much) {where}"
 
 
 def _changes(
