@@ -80,7 +80,8 @@ def run_reference(
     model.zero_grad(set_to_none=True)
     losses, outputs = [], []
     for batch in batches:
-        args, kwargs = read_batch(batch).arguments(batch)
+        chosen = None if loss_fn is None else model
+        args, kwargs = read_batch(batch).arguments(batch, chosen)
         with KeepDouble(), without_checkpoints():
             output = model(*args, **kwargs)
             loss = find_loss(output, batch, loss_fn) / len(batches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +53,35 @@ class Call:
         leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args, kwargs` of the model's call."""
+    def arguments(
+        self, batch: Any, model: torch.nn.Module | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args, kwargs` of the model's call; with a model, no more than its forward takes.
+
+        A loss function reads the whole batch, so that targets need not be the model's inputs.
+        """
+        args: tuple[Any, ...] = tuple(batch) if self.kind == "positions" else (batch,)
         if self.kind == "keywords":
-            return (), dict(batch)
-        return (tuple(batch) if self.kind == "positions" else (batch,)), {}
+            kwargs = dict(batch)
+            return (), kwargs if model is None else _named(model, kwargs)
+        return (args if model is None else args[: _positions(model)]), {}
+
+
+def _positions(model: torch.nn.Module) -> int | None:
+    """How many positional arguments forward takes; None for any number."""
+    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return sum(kind not in keyword for kind in kinds)
+
+
+def _named(model: torch.nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that forward names."""
+    taken = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        return given
+    return {name: value for name, value in given.items() if name in taken}
 
 
 def read_batch(batch: Any) -> Call:

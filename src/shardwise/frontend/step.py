@@ -57,7 +57,8 @@ class Step(nn.Module):
         call, loss_fn, needs_loss = self._hidden
         report = self.outputs[0]
         before = _state(self.model)
-        args, kwargs = call.arguments(call.batch_with(tensors))
+        chosen = None if loss_fn is None else self.model
+        args, kwargs = call.arguments(call.batch_with(tensors), chosen)
         output = self.model(*args, **kwargs)
         register_dataclasses(output)
         results: list[torch.Tensor] = []

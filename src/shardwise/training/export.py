@@ -158,7 +158,7 @@ def _filled(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | 
 
 
 def _write_program(model: nn.Module, batch: Any, dynamic: bool, out: Path) -> None:
-    args, kwargs = read_batch(batch).arguments(batch)
+    args, kwargs = read_batch(batch).arguments(batch, model)
     served = _with_plain_outputs(model)
     given = inspect.signature(served.forward).bind(*args, **kwargs).arguments
     shapes = pytree.tree_map(_free, dict(given)) if dynamic else None
