@@ -48,6 +48,7 @@ def check(
         hf.assert_same(one, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_tensor_plan_equals_the_plain_trainer(pool: Callable[[int], Pool]) -> None:
     short = {"max_steps": 2, "dataloader_drop_last": True}

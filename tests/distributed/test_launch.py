@@ -68,6 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("alone")
     write(folder / "train.py", TRAIN)
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK", raising=False)
         patch.setattr(sys, "argv", ["train.py", str(folder / "out")])
         runpy.run_path(str(folder / "train.py"))
     size, losses = json.loads((folder / "out").read_text())

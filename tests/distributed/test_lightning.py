@@ -28,6 +28,7 @@ def several(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
     return [fit(ShardwiseStrategy(name, **options), **OPTIONS) for name, options in plans]
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
     expected = fit(**OPTIONS)
     for runs in pool(2).run(several, TWO, timeout=110):
