@@ -21,6 +21,7 @@ from shardwise.emit import PipelineSources, emit, emit_pipeline
 from shardwise.errors import ProgramError
 from shardwise.ir import Graph
 from shardwise.plans import Plan, resolve
+from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__
 
 CACHED_PROGRAMS = 32
@@ -172,8 +173,8 @@ def _cache_key(graph: Graph, plan: Plan) -> str:
     autograd function is known by itself, as one of the same name may compute something else.
     """
     functions = [(name, id(function)) for name, function in graph.functions.items()]
-    told = f"{__version__} {graph.fingerprint} {graph!r} {functions} {json.dumps(plan.to_json())}"
-    return hashlib.sha256(told.encode()).hexdigest()
+    told = f"{__version__} {rules_revision()} {graph.fingerprint} {graph!r} {functions}"
+    return hashlib.sha256(f"{told} {json.dumps(plan.to_json())}".encode()).hexdigest()
 
 
 def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:

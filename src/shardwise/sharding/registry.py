@@ -14,6 +14,7 @@ from shardwise.sharding.rule import Call, Localize, NodeRule, RuleFunction, whol
 
 RULES: dict[str, RuleFunction] = {}
 WHOLE: dict[str, str] = {}
+REGISTERED: list[str] = []  # by users, in order
 
 
 def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -55,10 +56,16 @@ def register_rule(
     if not name or "." not in name:
         raise RuleError(f"operator {op!r} has no namespace", hint="register_rule('mylib::op', …)")
     WHOLE.pop(name, None)
+    REGISTERED.append(name)
     if pattern is None:
         return rule(name)
     RULES[name] = from_notation(pattern)
     return None
+
+
+def rules_revision() -> int:
+    """A number that changes with every rule of a user: programs made before knew other rules."""
+    return len(REGISTERED)
 
 
 def find_rule(op: str) -> RuleFunction | None:

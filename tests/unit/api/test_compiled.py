@@ -77,3 +77,29 @@ def test_the_same_graph_is_compiled_once() -> None:
     graph = captured()
     plan = sw.strategies.fsdp(graph, sw.Cluster.local(2))
     assert sw.compile(graph, plan) is sw.compile(replace(graph), plan)
+
+
+def test_a_rule_that_is_registered_later_counts() -> None:
+    @torch.library.custom_op("test_compiled::center", mutates_args=())
+    def center(x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(dim=1, keepdim=True)
+
+    center.register_fake(torch.empty_like)
+    center.register_autograd(lambda ctx, grad: grad - grad.mean(dim=1, keepdim=True))
+
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return center(self.linear(x)).pow(3).mean()
+
+    def source(rule: str) -> str:
+        sw.register_rule("test_compiled::center", rule)
+        graph = sw.capture(Centered(), (torch.ones(5, 4),))
+        plan = sw.strategies.tensor(graph, sw.Cluster.local(2))
+        return sw.compile(graph, plan).source(0)
+
+    assert "rt.gather" not in source("b n -> b n")
+    assert "rt.gather" in source("b n^ -> b n^")
