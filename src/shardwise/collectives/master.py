@@ -1,0 +1,117 @@
+"""The linear program over the ways that are known so far.
+
+A *column* is one way for data: a tree into a root, a tree out of one, or a route. A *flow* is what
+columns compete for: the trees into rank v, the trees out of rank v, the routes from i to j. With
+a_k the part of the data on column k, and l_rk how often that column uses resource r,
+
+    minimize  t
+    such that Σ_k l_rk a_k <= c_r t          for each resource r       (price y_r)
+              Σ_{k of flow f} a_k = d_f      where the demand is fixed
+              Σ_{k into v} a_k = x_v = Σ_{k out of v} a_k,  Σ_v x_v = 1   where roots are free
+
+t is seconds per byte. All of it is per orbit of a symmetry: loads and capacities are summed over
+the resources of an orbit, x over its ranks.
+
+Enters: columns. Leaves: `Answer`: the best use of them, and prices with Σ_r c_r y_r = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Column:
+    """A way of one flow: the edges it uses, as parents of ranks or as a route, and its loads."""
+
+    flow: int
+    way: Ints
+    load: Floats
+    depth: int = 0
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        return self.flow, self.way.tobytes()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """Seconds per byte, the part of the data on each column, and the price of each resource."""
+
+    time: float
+    weights: Floats
+    prices: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Master:
+    """Capacities of the orbits of resources, and what the flows ask for.
+
+    `demand` has a value per flow; None where flows come in pairs, into a root and out of it, and
+    how much each root takes is free: then the flows 2k and 2k+1 are a pair.
+    """
+
+    capacity: Floats
+    num_flows: int
+    demand: Floats | None
+
+    def solve(self, columns: Sequence[Column]) -> Answer:
+        """The best use of these columns."""
+        rows, count = len(self.capacity), len(columns)
+        roots = 0 if self.demand is not None else self.num_flows // 2
+        width = count + roots + 1  # the last is t
+        loads = np.zeros((rows, width))
+        loads[:, :count] = np.array([column.load for column in columns]).T
+        loads[:, -1] = -self.capacity
+        # Rows are scaled to capacity 1, so that the solver's tolerances mean the same for all.
+        loads /= self.capacity[:, None]
+        scale = 1.0 / max(float(loads[:, :count].max(initial=0.0)), 1e-300)
+        loads[:, :count] *= scale
+        flows = [column.flow for column in columns]
+        result = linprog(
+            np.append(np.zeros(width - 1), 1.0),
+            A_ub=csr_array(loads) if rows else None,
+            b_ub=np.zeros(rows) if rows else None,
+            A_eq=self._equalities(flows, roots, width),
+            b_eq=np.append(np.zeros(self.num_flows), 1.0) if roots else self.demand,
+            method="highs-ds",
+        )
+        if result.x is None:
+            raise RuntimeError(f"the linear program over {count} columns failed: {result.message}")
+        prices = -result.ineqlin.marginals / self.capacity if rows else np.zeros(0)
+        return Answer(
+            time=float(result.fun) / scale,
+            weights=np.maximum(result.x[:count], 0.0),
+            prices=np.maximum(prices, 0.0),
+        )
+
+    def _equalities(self, flows: list[int], roots: int, width: int) -> csr_array:
+        count = len(flows)
+        row, place = list(flows), list(range(count))
+        value = [1.0] * count
+        if roots:
+            for flow in range(self.num_flows):
+                row.append(flow)
+                place.append(count + flow // 2)
+                value.append(-1.0)
+            row += [self.num_flows] * roots
+            place += range(count, count + roots)
+            value += [1.0] * roots
+        height = self.num_flows + (1 if roots else 0)
+        return csr_array(coo_array((value, (row, place)), shape=(height, width)))
+
+    def bound(self, costs: Floats) -> float:
+        """What no solution can be faster than, if `costs` are the least of each flow at prices
+        with Σ c y = 1."""
+        if self.demand is not None:
+            return float(costs @ self.demand)
+        return float((costs[0::2] + costs[1::2]).min(initial=np.inf))

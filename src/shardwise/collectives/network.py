@@ -1,0 +1,292 @@
+"""What sends share: ranks, resources with capacities, and what each send uses of them.
+
+Enters: a `Cluster` and some of its ranks, or names, capacities and sends given directly. Leaves:
+`Network`, as arrays over edges. An edge is a pair of ranks that can send; what it uses is a set of
+resources (cards, ports, buses, switches, trunks), each of a capacity that all its users share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ClusterError, did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+NONE = -1  # no resource, no edge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """What a send from one rank to another uses, and how long its first byte takes."""
+
+    resources: tuple[str, ...]
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: tables are made on first use
+class Network:
+    """Edges between ranks, and resources that they use; `message_s` is what a message costs a rank.
+
+    `uses[e]` are the resources of edge e, filled up with -1; `groups` are sets of ranks that belong
+    together, as those of a node: cuts around them are worth a look.
+
+    >>> ring = Network.of_links({(i, (i + 1) % 3): 1e9 for i in range(3)})
+    >>> ring.num_ranks, ring.resources[0]
+    (3, 'link 0->1')
+    """
+
+    names: tuple[str, ...]
+    resources: tuple[str, ...]
+    capacity: Floats
+    source: Ints
+    target: Ints
+    uses: Ints
+    latency_s: Floats
+    message_s: float = 0.0
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    # ------------------------------------------------------------ ways to one
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster, ranks: Sequence[int] | None = None) -> Network:
+        """The network between `ranks` of a cluster, or between all; its rank i is `ranks[i]`."""
+        chosen = list(range(cluster.num_ranks)) if ranks is None else list(ranks)
+        if len(set(chosen)) != len(chosen):
+            raise ClusterError(f"ranks {chosen} name one twice", hint="each rank once")
+        for rank in chosen:
+            cluster.path(rank, rank)  # says which rank there is not
+        topology = cluster.topology
+        who = np.array(chosen, dtype=np.int64)
+        source, target = _pairs(len(who))
+        columns, latency = topology.crossed(who[source], who[target])
+        used = np.stack(columns, axis=1)
+        capacity = topology.capacity
+        used[(used != NONE) & ~np.isfinite(capacity[used])] = NONE  # no limit at all
+        ids, flat = np.unique(used, return_inverse=True)
+        flat = flat.reshape(used.shape)
+        if len(ids) and ids[0] == NONE:
+            ids, flat = ids[1:], flat - 1
+        nodes = topology.node[who]
+        return cls(
+            names=tuple(str(rank) for rank in chosen),
+            resources=tuple(topology.label(int(i)) for i in ids),
+            capacity=capacity[ids],
+            source=source,
+            target=target,
+            uses=_trimmed(flat),
+            latency_s=np.asarray(latency, dtype=np.float64),
+            message_s=max(cluster.device(r).overhead_s for r in chosen) if chosen else 0.0,
+            groups=_grouped(nodes.tolist()),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[str],
+        capacities: Mapping[str, float],
+        sends: Mapping[tuple[str, str], Send],
+        *,
+        message_s: float = 0.0,
+    ) -> Network:
+        """Given directly: names of ranks, bytes per second of resources, and the possible sends."""
+        _check_names(ranks)
+        for name, capacity in capacities.items():
+            _positive(f"capacity of {name!r}", capacity)
+        finite = [name for name, value in capacities.items() if value < math.inf]
+        index = {name: i for i, name in enumerate(finite)}
+        place = {name: i for i, name in enumerate(ranks)}
+        ends: list[tuple[int, int]] = []
+        used: list[list[int]] = []
+        for (a, b), send in sends.items():
+            where = f"send {a} -> {b}"
+            for name in (a, b):
+                if name not in place:
+                    raise ClusterError(
+                        f"no rank {name!r}{did_you_mean(str(name), ranks)}",
+                        where=where,
+                        hint=f"ranks: {', '.join(ranks)}",
+                    )
+            if a == b:
+                raise ClusterError("a rank sends nothing to itself", where=where)
+            if not 0 <= send.latency_s < math.inf:
+                raise ClusterError(
+                    f"latency is {send.latency_s!r}, must be a number of at least 0", where=where
+                )
+            for name in send.resources:
+                if name not in capacities:
+                    raise ClusterError(
+                        f"no resource {name!r}{did_you_mean(name, capacities)}", where=where
+                    )
+            ends.append((place[a], place[b]))
+            used.append(sorted({index[name] for name in send.resources if name in index}))
+        width = max((len(row) for row in used), default=0)
+        return cls(
+            names=tuple(ranks),
+            resources=tuple(finite),
+            capacity=np.array([capacities[name] for name in finite], dtype=np.float64),
+            source=np.array([a for a, _ in ends], dtype=np.int64),
+            target=np.array([b for _, b in ends], dtype=np.int64),
+            uses=np.array(
+                [row + [NONE] * (width - len(row)) for row in used], dtype=np.int64
+            ).reshape(len(used), width),
+            latency_s=np.array([send.latency_s for send in sends.values()], dtype=np.float64),
+            message_s=message_s,
+        )
+
+    @classmethod
+    def of_links(
+        cls,
+        bandwidths: Mapping[tuple[int, int], float],
+        *,
+        num_ranks: int | None = None,
+        latency_s: float = 0.0,
+    ) -> Network:
+        """A link of its own for each pair, with its bytes per second."""
+        count = num_ranks or 1 + max((max(pair) for pair in bandwidths), default=0)
+        names = [f"link {a}->{b}" for a, b in bandwidths]
+        return cls.of(
+            [str(i) for i in range(count)],
+            dict(zip(names, bandwidths.values(), strict=True)),
+            {
+                (str(a), str(b)): Send(resources=(name,), latency_s=latency_s)
+                for (a, b), name in zip(bandwidths, names, strict=True)
+            },
+        )
+
+    @classmethod
+    def of_cards(
+        cls,
+        out: Sequence[float],
+        into: Sequence[float] | None = None,
+        *,
+        latency_s: float = 0.0,
+        message_s: float = 0.0,
+    ) -> Network:
+        """Every rank with a card, its bytes per second each way, behind a switch that never fills."""
+        into = out if into is None else into
+        names = [str(i) for i in range(len(out))]
+        capacities = {f"nic {i} out": out[i] for i in range(len(out))}
+        capacities |= {f"nic {i} in": into[i] for i in range(len(out))}
+        sends = {
+            (a, b): Send(resources=(f"nic {a} out", f"nic {b} in"), latency_s=latency_s)
+            for a in names
+            for b in names
+            if a != b
+        }
+        return cls.of(names, capacities, sends, message_s=message_s)
+
+    # ------------------------------------------------------------ what follows
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.names)
+
+    @property
+    def num_edges(self) -> int:
+        return len(self.source)
+
+    @cached_property
+    def edge(self) -> Ints:
+        """The edge from i to j, or -1, as a matrix."""
+        found = np.full((self.num_ranks, self.num_ranks), NONE, dtype=np.int64)
+        found[self.source, self.target] = np.arange(self.num_edges)
+        return found
+
+    @cached_property
+    def bandwidth(self) -> Floats:
+        """What an edge carries alone, in bytes per second."""
+        padded = np.append(self.capacity, math.inf)
+        if not self.uses.shape[1]:
+            return np.full(self.num_edges, math.inf)
+        return np.asarray(padded[self.uses].min(axis=1))
+
+    def loads(self, edges: Ints) -> Floats:
+        """How often each resource is used by `edges`, counted with repetition."""
+        used = self.uses[edges].ravel() + 1
+        return np.bincount(used, minlength=len(self.resources) + 1)[1:].astype(np.float64)
+
+    def prices(self, of_resource: Floats) -> Floats:
+        """The sum of the prices of what each edge uses."""
+        padded = np.append(of_resource, 0.0)
+        return np.asarray(padded[self.uses].sum(axis=1))
+
+    def matrix(self, of_edge: Floats) -> Floats:
+        """A value per edge as a matrix; infinite where there is no edge."""
+        found = np.full((self.num_ranks, self.num_ranks), math.inf)
+        found[self.source, self.target] = of_edge
+        return found
+
+    def unreached(self, start: int) -> list[int]:
+        """The ranks to which nothing from `start` can come, over any number of hops."""
+        seen = np.zeros(self.num_ranks, dtype=bool)
+        seen[start] = True
+        while True:
+            reached = seen.copy()
+            reached[self.target[seen[self.source]]] = True
+            if (reached == seen).all():
+                return [int(r) for r in np.flatnonzero(~seen)]
+            seen = reached
+
+    def check_reach(self, *, outward: Iterable[int], inward: Iterable[int]) -> None:
+        """Refuse if a rank cannot be reached from one of `outward`, or cannot reach `inward`."""
+        for root in outward:
+            lost = self.unreached(root)
+            if lost:
+                raise self._cut_off(root, lost[0])
+        back = Network(**{**self._fields(), "source": self.target, "target": self.source})
+        for root in inward:
+            lost = back.unreached(root)
+            if lost:
+                raise self._cut_off(lost[0], root)
+
+    def _cut_off(self, a: int, b: int) -> ClusterError:
+        return ClusterError(
+            f"rank {self.names[b]} cannot be reached from rank {self.names[a]}, directly or "
+            f"through others: {self.num_edges} sends between {self.num_ranks} ranks are possible",
+            hint=f"a link that leads to {self.names[b]}",
+        )
+
+    def _fields(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _pairs(count: int) -> tuple[Ints, Ints]:
+    source, target = np.divmod(np.arange(count * count), max(count, 1))
+    apart = source != target
+    return source[apart], target[apart]
+
+
+def _trimmed(used: Ints) -> Ints:
+    """Without columns in which no edge uses anything."""
+    return np.asarray(used[:, (used != NONE).any(axis=0)], dtype=np.int64)
+
+
+def _grouped(labels: list[int]) -> tuple[tuple[int, ...], ...]:
+    found: dict[int, list[int]] = {}
+    for rank, label in enumerate(labels):
+        found.setdefault(label, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def _check_names(ranks: Sequence[str]) -> None:
+    if not ranks:
+        raise ClusterError("a network needs at least one rank", hint='ranks: ["0", "1"]')
+    for name in ranks:
+        if list(ranks).count(name) > 1:
+            raise ClusterError(f"two ranks are named {name!r}", hint="name each differently")
+
+
+def _positive(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ClusterError(f"{what} is {value!r}, must be a number of bytes per second above 0")

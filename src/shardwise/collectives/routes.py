@@ -1,0 +1,116 @@
+"""All-to-all: routes from every rank to every other.
+
+Enters: a `Network`, the parts of each rank's data that go to each rank, and the `Symmetry`. Leaves:
+`Routing`: routes, direct or through other ranks, with the part of a rank's data that each carries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.collectives.demand import Demand
+from shardwise.collectives.generate import generate
+from shardwise.collectives.master import Column, Master
+from shardwise.collectives.network import Network
+from shardwise.collectives.symmetry import Symmetry
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Ranks from the sender to the receiver; `weight` is the part of a rank's data."""
+
+    ranks: tuple[int, ...]
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Routes, and the seconds per byte that they take and cannot be less than."""
+
+    routes: tuple[Route, ...]
+    s_per_byte: float
+    bound: float
+
+
+class RouteProblem:
+    """A flow per orbit of pairs of ranks."""
+
+    def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
+        assert demand.shares is not None
+        self.network, self.symmetry = network, symmetry
+        count = network.num_ranks
+        shares = demand.shares
+        self.pairs = [
+            (a, b)
+            for a in symmetry.representatives()
+            for b in range(count)
+            if a != b and shares[b] > 0
+        ]
+        # Pairs that begin in a representative; one stands for those that keep it in place.
+        sizes = np.bincount(symmetry.rank_orbit, minlength=count)
+        _, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
+        capacity = np.bincount(self.orbit, weights=network.capacity)
+        self.master = Master(
+            capacity=capacity.astype(np.float64),
+            num_flows=len(self.pairs),
+            demand=np.array([shares[b] * float(sizes[a]) for a, b in self.pairs]),
+        )
+
+    def solve(self, limit_s: float) -> Routing:
+        """The fastest routes."""
+        start, _ = self.price(np.zeros(len(self.master.capacity)))
+        found = generate(self.master, start, self.price, limit_s=limit_s)
+        routes = [
+            Route(ranks=tuple(int(r) for r in turn[column.way]), weight=float(weight) / each)
+            for column, weight in zip(found.columns, found.answer.weights, strict=True)
+            if weight > 1e-9 * self.master.demand[column.flow]  # type: ignore[index]
+            for each in [float(self.symmetry.order)]
+            for turn in self.symmetry.elements
+        ]
+        return Routing(
+            routes=tuple(routes), s_per_byte=found.answer.time, bound=found.bound
+        )
+
+    def price(self, prices: Floats) -> tuple[list[Column], Floats]:
+        """The cheapest route of every pair; among equal ones, that of the fewest hops."""
+        exact = self.network.prices(prices[self.orbit])
+        small = 1e-9 * max(float(exact.mean()) if len(exact) else 0.0, 1e-300)
+        cost = self.network.matrix(exact + small)
+        following = _next_hops(cost)
+        found, least = [], np.zeros(len(self.pairs))
+        for flow, (a, b) in enumerate(self.pairs):
+            way = [a]
+            while way[-1] != b:
+                way.append(int(following[way[-1], b]))
+            ranks = np.array(way, dtype=np.int64)
+            load = self.network.loads(self.network.edge[ranks[:-1], ranks[1:]])
+            column = Column(
+                flow=flow,
+                way=ranks,
+                load=np.bincount(self.orbit, weights=load, minlength=len(prices)),
+                depth=len(way) - 1,
+            )
+            found.append(column)
+            least[flow] = column.load @ prices
+        # The route is the cheapest up to what breaks ties, which the bound must not count on.
+        return found, np.maximum(least - small * self.network.num_ranks, 0.0)
+
+
+def _next_hops(cost: Floats) -> Ints:
+    """The next rank on the cheapest way from i to j (Floyd, Warshall)."""
+    count = len(cost)
+    best = cost.copy()
+    np.fill_diagonal(best, 0.0)
+    following = np.broadcast_to(np.arange(count), (count, count)).copy()
+    for middle in range(count):
+        through = best[:, middle, None] + best[middle]
+        shorter = through < best
+        best[shorter] = through[shorter]
+        following = np.where(shorter, following[:, middle, None], following)
+    return following

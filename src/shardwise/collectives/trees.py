@@ -1,0 +1,268 @@
+"""Trees into roots and out of them, priced and packed together.
+
+Enters: a `Network`, a `Demand` and the network's `Symmetry`. Leaves: `Packing`: trees with the part
+of the data that each carries, and the seconds per byte that this takes and cannot be less than.
+
+A full-duplex card carries sums inwards while it carries results outwards, so that both kinds of
+trees are packed in one program: apart, they would each be limited by the slowest card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.collectives.arborescence import cheapest, depths, shallow
+from shardwise.collectives.demand import Demand
+from shardwise.collectives.generate import generate
+from shardwise.collectives.master import Answer, Column, Master
+from shardwise.collectives.network import Network
+from shardwise.collectives.symmetry import Symmetry
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+DROPPED = (0.1, 0.05, 0.02, 0.01, 3e-3)  # parts of the data that a tree must carry to be kept
+SLACK = 1e-3  # what fewer or shallower trees may cost
+WEIGHTS = (0.0, 1e-3, 0.03, 1.0)  # how much depth counts beside prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A part of the data: the tree its sum takes to `root`, and the one its result takes from it.
+
+    Trees are parents by rank, -1 at the root; None where the operation has no such half.
+    """
+
+    weight: float
+    root: int
+    inward: Ints | None
+    outward: Ints | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Parts of one solution; `depth` is the largest number of hops of a tree."""
+
+    parts: tuple[Part, ...]
+    s_per_byte: float
+    depth: int
+
+
+class TreeProblem:
+    """The flows of a demand on a network, one pair or one per orbit of roots."""
+
+    def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
+        self.network, self.demand, self.symmetry = network, demand, symmetry
+        shares = demand.shares
+        self.roots = [
+            root
+            for root in symmetry.representatives()
+            if shares is None or shares[root] > 0
+        ]
+        self.ways = [way for way, used in ((0, demand.inward), (1, demand.outward)) if used]
+        labels, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
+        sizes = np.bincount(symmetry.rank_orbit, minlength=network.num_ranks)
+        each = None if shares is None else [shares[r] * float(sizes[r]) for r in self.roots]
+        self.master = Master(
+            capacity=np.bincount(
+                self.orbit, weights=network.capacity, minlength=len(labels)
+            ).astype(np.float64),
+            num_flows=len(self.roots) * len(self.ways),
+            demand=None if each is None else np.repeat(np.array(each), len(self.ways)),
+        )
+        usual = network.latency_s + network.message_s
+        self.delay = network.matrix(usual / max(float(usual.max(initial=0.0)), 1e-12) + 1.0)
+        self.bound = 0.0
+        self.prices: Floats = np.zeros(0)
+        self.columns: dict[tuple[int, bytes], Column] = {}
+
+    # ------------------------------------------------------------ columns
+
+    def flow(self, root: int, way: int) -> int:
+        """The number of a flow."""
+        return self.roots.index(root) * len(self.ways) + self.ways.index(way)
+
+    def column(self, flow: int, way: int, parent: Ints) -> Column:
+        """A tree as a column; `way` is 0 for trees into the root."""
+        load = self.network.loads(self.edges(parent, way))
+        return Column(
+            flow=flow,
+            way=parent,
+            load=np.bincount(self.orbit, weights=load, minlength=len(self.master.capacity)),
+            depth=int(depths(parent).max(initial=0)),
+        )
+
+    def edges(self, parent: Ints, way: int) -> Ints:
+        """The edges of a tree."""
+        rank = np.flatnonzero(parent >= 0)
+        other = parent[rank]
+        return self.network.edge[rank, other] if way == 0 else self.network.edge[other, rank]
+
+    def costs(self, prices: Floats) -> Floats:
+        """The price of each edge at prices of orbits, as a matrix."""
+        return self.network.matrix(self.network.prices(prices[self.orbit]))
+
+    def price(self, prices: Floats) -> tuple[list[Column], Floats]:
+        """The cheapest tree of every flow, and its cost."""
+        cost = self.costs(prices)
+        found, least = [], np.zeros(self.master.num_flows)
+        for root in self.roots:
+            for way in self.ways:
+                flow = self.flow(root, way)
+                parent = cheapest(cost.T if way == 0 else cost, root)
+                column = self.column(flow, way, parent)
+                found.append(column)
+                least[flow] = column.load @ prices
+        return found, least
+
+    def grown(self, prices: Floats, weights: Iterable[float], max_depth: int) -> list[Column]:
+        """Trees of at most so many hops, cheap at these prices."""
+        cost = self.costs(prices)
+        finite = cost[np.isfinite(cost) & (cost > 0)]
+        unit = float(finite.mean()) if len(finite) else 1.0
+        found = []
+        for root in self.roots:
+            for way in self.ways:
+                sides = (cost.T, self.delay.T) if way == 0 else (cost, self.delay)
+                for weight in weights:
+                    parent = shallow(*sides, root, max(weight, 1e-9) * unit, max_depth)
+                    if parent is not None:
+                        found.append(self.column(self.flow(root, way), way, parent))
+        return found
+
+    # ------------------------------------------------------------ solutions
+
+    def optimum(self, extra: Sequence[Column], limit_s: float) -> Packing:
+        """The fastest packing, of any depth; sets `bound` and `prices`."""
+        even = 1.0 / np.maximum(self.master.capacity, 1e-300)
+        start = [*self.grown(even, (0.0, 1.0), self.network.num_ranks), *extra]
+        found = generate(self.master, start, self.price, limit_s=limit_s)
+        self.bound, self.prices = found.bound, found.prices
+        self.columns = {column.key: column for column in found.columns}
+        return self.packing(found.columns, found.answer)
+
+    def within(self, max_depth: int, rounds: int) -> Packing | None:
+        """A fast packing of trees of at most `max_depth` hops; None if a root has no such tree."""
+        for column in self.grown(self.prices, WEIGHTS, max_depth):
+            self.columns.setdefault(column.key, column)
+        answer, columns = None, [c for c in self.columns.values() if c.depth <= max_depth]
+        if len({column.flow for column in columns}) < self.master.num_flows:
+            return None
+        for _ in range(rounds):
+            before, answer = answer, self.master.solve(columns)
+            if answer.time <= self.bound * (1 + SLACK):
+                break
+            if before is not None and answer.time > before.time * (1 - SLACK):
+                break
+            total = float(answer.prices @ self.master.capacity)
+            more = self.grown(answer.prices / total, WEIGHTS, max_depth) if total > 0 else []
+            new = {c.key: c for c in more if c.key not in self.columns}
+            if not new:
+                break
+            self.columns |= new
+            columns += new.values()
+        assert answer is not None
+        return self.packing(columns, answer)
+
+    def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
+        """The answer with few trees, as parts over the whole symmetry."""
+        for least in DROPPED:
+            kept = self._strong(columns, answer.weights, least)
+            if len(kept) < np.count_nonzero(answer.weights) and self._covers(kept):
+                again = self.master.solve(kept)
+                if again.time <= answer.time * (1 + SLACK):
+                    columns, answer = kept, again
+                    break
+        used = [
+            (column, float(weight))
+            for column, weight in zip(columns, answer.weights, strict=True)
+            if weight > 1e-9
+        ]
+        parts = [copy for part in self._paired(used) for copy in self._copies(part)]
+        return Packing(
+            parts=tuple(parts),
+            s_per_byte=answer.time,
+            depth=max((column.depth for column, _ in used), default=0),
+        )
+
+    def _strong(self, columns: Sequence[Column], weights: Floats, least: float) -> list[Column]:
+        """The columns that carry much of their flow, or of everything."""
+        most = np.zeros(self.master.num_flows)
+        np.maximum.at(most, [column.flow for column in columns], weights)
+        fixed = self.demand.shares is not None
+        return [
+            column
+            for column, weight in zip(columns, weights, strict=True)
+            if weight >= least * (most[column.flow] if fixed else 1.0) and weight > 0
+        ]
+
+    def _covers(self, columns: Sequence[Column]) -> bool:
+        flows = {column.flow for column in columns}
+        if self.demand.shares is not None:
+            return len(flows) == self.master.num_flows
+        return any({2 * i, 2 * i + 1} <= flows for i in range(len(self.roots)))
+
+    def _paired(self, used: Sequence[tuple[Column, float]]) -> list[Part]:
+        """Trees into a root joined with trees out of it, each with as much data."""
+        parts = []
+        for root in self.roots:
+            sides = [
+                [(c.way, w) for c, w in used if c.flow == self.flow(root, way)]
+                for way in self.ways
+            ]
+            cuts = sorted(
+                {round(cut, 12) for side in sides for cut in np.cumsum([0.0, *(w for _, w in side)])}
+            )
+            for low, high in zip(cuts, cuts[1:], strict=False):
+                if high - low < 1e-9:
+                    continue
+                trees = [_at(side, (low + high) / 2) for side in sides]
+                by_way = dict(zip(self.ways, trees, strict=True))
+                parts.append(
+                    Part(weight=high - low, root=root, inward=by_way.get(0), outward=by_way.get(1))
+                )
+        return parts
+
+    def _copies(self, part: Part) -> Iterable[Part]:
+        """The part once for each permutation of the symmetry, with as much less data."""
+        for turn in self.symmetry.elements:
+            yield Part(
+                weight=part.weight / self.symmetry.order,
+                root=int(turn[part.root]),
+                inward=_turned(part.inward, turn),
+                outward=_turned(part.outward, turn),
+            )
+
+
+def _at(side: Sequence[tuple[Ints, float]], position: float) -> Ints:
+    """The tree that carries the data at a position."""
+    end = 0.0
+    for way, weight in side:
+        end += weight
+        if position < end:
+            return way
+    return side[-1][0]
+
+
+def _turned(parent: Ints | None, turn: Ints) -> Ints | None:
+    if parent is None:
+        return None
+    found = np.full(len(parent), -1, dtype=np.int64)
+    found[turn] = np.where(parent >= 0, turn[parent], -1)
+    return found
+
+
+def load_time(network: Network, parts: Iterable[Part]) -> float:
+    """Seconds per byte of the busiest resource."""
+    load = np.zeros(len(network.resources))
+    for part in parts:
+        for way, parent in ((0, part.inward), (1, part.outward)):
+            if parent is not None:
+                rank = np.flatnonzero(parent >= 0)
+                ends = (rank, parent[rank]) if way == 0 else (parent[rank], rank)
+                load += part.weight * network.loads(network.edge[ends])
+    return float((load / network.capacity).max(initial=0.0)) if len(load) else 0.0
