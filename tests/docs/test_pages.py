@@ -26,7 +26,7 @@ SLOW = {
     "docs/guides/planning.md",
 }
 RUN = [page for page, text in PAGES.items() if any(b.is_run for b in read_blocks(text))]
-PARTLY_SLOW = {page for page in RUN if any(b.mark == "slow" for b in read_blocks(PAGES[page]))}
+PARTLY_SLOW = {page for page in RUN if any(b.is_slow for b in read_blocks(PAGES[page]))}
 PROGRAMS = [
     (page, block.code)
     for page, text in PAGES.items()
@@ -37,6 +37,8 @@ PROGRAMS = [
 
 def check_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "model", raising=False)  # a file that pages write
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "100")
     (folder / "examples").symlink_to(ROOT / "examples")

@@ -8,7 +8,7 @@ Blocks of a page share their names and run in one folder, where `examples/` is o
     # from out/ranks_0_1.py       is an excerpt: its lines are in that file, in this order
     <!-- run -->                  before a shell block: its `shardwise` commands are run
     <!-- file: model.py -->       before a block: it is written to this file
-    <!-- slow -->                 before a block: it is run by the slow tests only
+    <!-- slow -->                 before a block: it is run by the slow tests only; also `run slow`
 
 Relative errors are rounding, so their digits are not compared.
 """
@@ -52,9 +52,17 @@ class Block:
         return self.code.partition("\n")[0]
 
     @property
+    def is_shell(self) -> bool:
+        return self.mark.startswith("run")
+
+    @property
+    def is_slow(self) -> bool:
+        return self.mark.endswith("slow")
+
+    @property
     def is_run(self) -> bool:
         """Whether a test of this page does something with it."""
-        if self.mark == "run" or self.mark.startswith("file: "):
+        if self.is_shell or self.mark.startswith("file: "):
             return True
         return self.language in PYTHON and not self.first_line.startswith((NOT_RUN, TORCHRUN))
 
@@ -83,7 +91,7 @@ def run_page(text: str, *, slow: bool = True) -> str:
     names: dict[str, object] = {}
     changes: list[tuple[slice, str]] = []
     for block in read_blocks(text):
-        if not block.is_run or (block.mark == "slow" and not slow):
+        if not block.is_run or (block.is_slow and not slow):
             continue
         printed = _run(block, names)
         if block.output is not None and not block.mark.startswith("file: "):
@@ -103,7 +111,7 @@ def _run(block: Block, names: dict[str, object]) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if block.mark == "run":
+        if block.is_shell:
             for words in _commands(block.code):
                 _command(words)
         else:
