@@ -38,7 +38,8 @@ PROGRAMS = [
 def check_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "model", raising=False)  # a file that pages write
+    for module in ("model", "train"):  # files that pages write
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "100")
     (folder / "examples").symlink_to(ROOT / "examples")

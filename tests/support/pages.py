@@ -4,7 +4,7 @@ Blocks of a page share their names and run in one folder, where `examples/` is o
 
     ```python                     is run; a ```text (or bare) block after it is what it prints
     # not run: needs 8 GPUs       as its first line: is not, and the reader sees why
-    # torchrun … train.py         is a program by itself, run on processes by the slow tests
+    # torchrun … train.py         is a program, written to this file; the slow tests run it on ranks
     # from out/ranks_0_1.py       is an excerpt: its lines are in that file, in this order
     <!-- run -->                  before a shell block: its `shardwise` commands are run
     <!-- file: model.py -->       before a block: it is written to this file
@@ -52,6 +52,13 @@ class Block:
         return self.code.partition("\n")[0]
 
     @property
+    def file(self) -> str:
+        """The file that it is written to, if it is."""
+        if self.language in PYTHON and self.first_line.startswith(TORCHRUN):
+            return self.first_line.split()[-1]
+        return self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else ""
+
+    @property
     def is_shell(self) -> bool:
         return self.mark.startswith("run")
 
@@ -62,16 +69,16 @@ class Block:
     @property
     def is_run(self) -> bool:
         """Whether a test of this page does something with it."""
-        if self.is_shell or self.mark.startswith("file: "):
+        if self.is_shell or self.file:
             return True
-        return self.language in PYTHON and not self.first_line.startswith((NOT_RUN, TORCHRUN))
+        return self.language in PYTHON and not self.first_line.startswith(NOT_RUN)
 
 
 def read_blocks(text: str) -> list[Block]:
     """All fenced blocks of a page."""
     found = list(FENCE.finditer(text))
     blocks = []
-    for here, then in zip(found, [*found[1:], None], strict=True):
+    for here, then in zip(found, [*found[1:], None], strict=False):
         adjacent = then is not None and not text[here.end() : then.start()].strip()
         printed = adjacent and then is not None and then["info"] in ("", "text")
         mark = MARK.search(text[: here.start()])
@@ -94,7 +101,7 @@ def run_page(text: str, *, slow: bool = True) -> str:
         if not block.is_run or (block.is_slow and not slow):
             continue
         printed = _run(block, names)
-        if block.output is not None and not block.mark.startswith("file: "):
+        if block.output is not None and not block.file:
             changes.append((block.output, printed))
     for place, printed in reversed(changes):
         text = text[: place.start] + printed + text[place.stop :]
@@ -102,8 +109,8 @@ def run_page(text: str, *, slow: bool = True) -> str:
 
 
 def _run(block: Block, names: dict[str, object]) -> str:
-    if block.mark.startswith("file: "):
-        Path(block.mark.removeprefix("file: ")).write_text(block.code)
+    if block.file:
+        Path(block.file).write_text(block.code)
         return ""
     if block.first_line.startswith(EXCERPT):
         _check_excerpt(block)
