@@ -4,8 +4,9 @@ Enters: what each step of a program makes, keeps and gives back (`Moment`). Leav
 memory of a `Work`, one entry per node.
 
 A value that autograd keeps is there from the node that makes it, and in backward until the first
-node that needs it is done: `saved` counts it at the one, `held` at the other. With recomputation a
-block keeps what enters it, and the results of products where they are kept ("selective").
+node that needs it is done: `saved` counts it at the one, `held` at the other; what comes from
+another block counts where it enters (`entering`). With recomputation a block keeps what enters it,
+and the results of products where they are kept ("selective").
 
 Backward is played as autograd does it: a gradient lives from the last use of its value to the node
 that made it; gradients of several uses are added in place where nothing else shares the memory.
@@ -164,9 +165,9 @@ class Liveness:
         return found
 
     def arrays(self) -> dict[str, Floats]:
-        """`saved`, `held` and `unsaved` of every mode, `gradients`, `…_extra` and `shared`."""
-        found = {f"{n}{m}": np.zeros(self.count + 1) for n in ("saved", "held") for m in MODES}
-        found |= {f"unsaved{m}": np.zeros(self.count + 1) for m in MODES}
+        """`saved`, `held`, `entering`, `unsaved` by mode, `gradients`, `…_extra` and `shared`."""
+        names = ("saved", "held", "entering", "unsaved")
+        found = {f"{n}{m}": np.zeros(self.count + 1) for n in names for m in MODES}
         found["shared"] = np.zeros(self.count + 1)
         for moment in self.moments:
             inside = bool(self.blocks[moment.node])
@@ -216,8 +217,12 @@ class Liveness:
         if not keepers:
             _between(found["unsaved" + mode], at, last + 1, memory.size)
             return
-        found["saved" + mode][at] += memory.size
         first = at if many else min(keepers)
+        enters = not many and self.blocks[first] != memory.home
+        if enters:  # between layers that are folded into one, only the node that it enters is there
+            _between(found["unsaved" + mode], at, first, memory.size)
+            found["entering" + mode][first] += memory.size
+        found["saved" + mode][first if enters else at] += memory.size
         found["held" + mode][first] += memory.size
         if not mode and not memory.trained:  # a later stage computes it again, for its own
             _between(found["shared"], first, max(keepers) + 1, memory.size)

@@ -267,15 +267,14 @@ class StageMemory:
     def _activations(self) -> None:
         """What is kept at every position in backward, and the second forward of blocks."""
         held, plain = self.cut("held" + self.mode), self.cut("held")
-        before = float(self.whole("saved" + self.mode)[: self.first].sum())
-        passing = before - float(self.whole("held" + self.mode)[: self.first].sum())
+        # What of the stages before is kept here: of a block that is cut, or as it enters the first.
+        before = self.whole("saved" + self.mode)[: self.first].sum()
+        self.begun = max(float(before - self.whole("held" + self.mode)[: self.first].sum()), 0.0)
         self.entered = 0.0
-        if (
-            self.first
-        ):  # what is received is kept, needed or not; the rest each stage has for itself
-            self.entered = max(self.received - passing, 0.0) + float(
-                self.whole("shared")[self.first]
-            )
+        if self.first:  # what is received stays, needed or not; the rest each stage has for itself
+            counted = self.begun + self._entering()
+            self.entered = max(self.received - counted, 0.0)
+            self.entered += float(self.whole("shared")[self.first])
         kept = np.cumsum(held)
         self.kept = self.entered + (float(kept[-1]) if len(kept) else 0.0)
         self.again = np.zeros_like(kept)
@@ -294,11 +293,16 @@ class StageMemory:
             kept = np.where(inside, kept_again, kept)
         self.kept_at = self.entered + kept
 
+    def _entering(self) -> float:
+        """What enters the first block of the stage, and is kept there."""
+        _, _, end = next(iter(self.layers.fold.runs(self.first, self.end)))
+        return float(self.whole("entering" + self.mode)[self.first : end].sum())
+
     def _forward(self) -> Need:
         saved = self.cut("saved" + self.mode)
         kept = np.cumsum(saved) - saved
         rest = self.cut("unsaved" + self.mode) + self.cut("forward_extra") + self.whole_forward
-        entered = self.entered + min(self.received, float(self.kept))
+        entered = self.entered + min(self.received, self.begun)
         return _most(np.zeros_like(kept), kept + entered, rest)
 
     def _backward(self, kind: str) -> Need:

@@ -91,6 +91,9 @@ class Work:
     held: Floats  # the same bytes at the first node whose backward needs them
     held_full: Floats
     held_selective: Floats
+    entering: Floats  # of these, what comes from another block
+    entering_full: Floats
+    entering_selective: Floats
     unsaved: Floats  # alive after this node without being kept
     unsaved_full: Floats
     unsaved_selective: Floats
@@ -107,6 +110,7 @@ class Work:
 
     ARRAYS = (
         "saved", "saved_full", "saved_selective", "held", "held_full", "held_selective",
+        "entering", "entering_full", "entering_selective",
         "unsaved", "unsaved_full", "unsaved_selective", "shared", "gradients", "forward_extra",
         "backward_extra", "waiting", "crossing",
     )  # fmt: skip

@@ -89,3 +89,30 @@ def test_what_many_blocks_use_is_kept_once_and_where_it_is_made() -> None:
     for mode in ("", "_full", "_selective"):
         assert found["held" + mode].tolist() == [8.0, 0.0, 0.0]
     assert found["shared"].tolist() == [0.0, 8.0, 8.0]
+
+
+def test_what_comes_from_another_block_counts_where_it_enters() -> None:
+    """Layers that are folded into one have the node that a value enters, not all that make it."""
+    moments = [
+        Moment(node=0, operands=(), results=(("x", "x"),)),
+        Moment(node=1, operands=("x",), results=(("y", "y"),), keeps=frozenset({"x"})),
+        Moment(node=2, operands=("y",), results=(("z", "z"),)),
+    ]
+    sizes = dict.fromkeys("xyz", 8.0)
+    found = Liveness(moments, ["layers.0", "layers.1", ""], sizes, frozenset("xyz")).arrays()
+    for mode in ("", "_full", "_selective"):
+        assert found["saved" + mode].tolist() == found["held" + mode].tolist() == [0.0, 8.0, 0.0]
+        assert found["entering" + mode].tolist() == [0.0, 8.0, 0.0]
+
+
+def test_what_a_model_gives_back_is_there_to_the_end_of_forward() -> None:
+    moments = [
+        Moment(node=0, operands=(), results=(("scores", "scores"),)),
+        Moment(node=1, operands=("scores",), results=(("wide", "wide"),)),
+        Moment(node=2, operands=("wide",), results=(("loss", "loss"),)),
+    ]
+    sizes = {"scores": 8.0, "wide": 16.0, "loss": 1.0}
+    shown = Liveness(moments, [""] * 3, sizes, frozenset(sizes), frozenset({"scores"}))
+    assert shown.arrays()["unsaved"].tolist() == [0.0, 8.0, 24.0]
+    plain = Liveness(moments, [""] * 3, sizes, frozenset(sizes))
+    assert plain.arrays()["unsaved"].tolist() == [0.0, 8.0, 16.0]
