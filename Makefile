@@ -63,7 +63,8 @@ format: setup ## Format the code and apply safe fixes
 	@$(PY) -m ruff check --fix
 	@$(PY) -m ruff format
 
-docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html
+docs: $(VENV)/.stamp-docs ## Run the documentation's code, and build it into docs/_build/html
+	@$(PY) -m pytest -q -m "not slow" tests/docs/test_pages.py $(PYTEST_ARGS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

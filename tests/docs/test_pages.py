@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,14 @@ def test_every_error_has_its_cause_and_cure() -> None:
     text = PAGES["docs/errors.md"]
     for name in sw.errors.__all__:
         assert name == "did_you_mean" or f"`{name}`" in text, name
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    draw = runpy.run_path(str(ROOT / "docs/pictures/draw.py"))
+    for name, content in draw["pictures"]():
+        assert (ROOT / "docs/pictures" / name).read_text() == content, (
+            "python docs/pictures/draw.py writes them"
+        )
 
 
 def test_links_of_the_readme_exist() -> None:
