@@ -166,7 +166,7 @@ class TreeProblem:
             self.columns |= new
             columns += new.values()
         assert answer is not None
-        return self.packing(columns, answer)
+        return self.packing(columns[: len(answer.weights)], answer)
 
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
         """The answer with few trees, as parts over the whole symmetry."""
@@ -266,3 +266,9 @@ def load_time(network: Network, parts: Iterable[Part]) -> float:
                 ends = (rank, parent[rank]) if way == 0 else (parent[rank], rank)
                 load += part.weight * network.loads(network.edge[ends])
     return float((load / network.capacity).max(initial=0.0)) if len(load) else 0.0
+
+
+def deepest(parts: Iterable[Part]) -> int:
+    """The most hops of a tree."""
+    trees = [tree for part in parts for tree in (part.inward, part.outward) if tree is not None]
+    return max((int(depths(tree).max(initial=0)) for tree in trees), default=0)

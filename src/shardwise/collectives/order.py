@@ -1,0 +1,154 @@
+"""The order of messages: when each would leave and arrive.
+
+Enters: a `Network`, and chunks with the ways they take and the moments at which they may start.
+Leaves: `Ordered`: sends and receipts in the order of their moments, if each resource serves what
+comes to it first come, first served, and no more than a window of messages is under way on an edge.
+A chunk's turn comes when its part would have sent the chunks before it at its planned rate: a part
+that starts with all it has would stand in the way of what others pass on.
+
+Ranks that list their instructions in this one order cannot wait for each other for ever: it is
+itself a run of all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.collectives.network import Network
+from shardwise.collectives.trees import Part
+
+Message = tuple[int, int, str, int, int]  # sender, receiver, "reduce" or "receive", chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """The sends of a chunk. A gate opens when `waits` messages have come to it, and then lets the
+    sends of `opens` go; a send is (sender, receiver, kind, the gate that it leads to)."""
+
+    sends: tuple[tuple[int, int, str, int], ...]
+    waits: tuple[int, ...]
+    opens: tuple[tuple[int, ...], ...]
+
+
+class Released(NamedTuple):
+    """A chunk that may take its way from a moment on."""
+
+    moment: float
+    way: Way
+    chunk: int
+    num_bytes: int
+
+
+def tree_way(part: Part) -> Way:
+    """Sums from the leaves to the root, then copies from there: a gate for each rank and half."""
+    half = part.inward if part.inward is not None else part.outward
+    count = 0 if half is None else len(half)
+    sends: list[tuple[int, int, str, int]] = []
+    waits = [0] * count + [1] * count
+    opens: list[list[int]] = [[] for _ in range(2 * count)]
+    if part.inward is not None:
+        for rank, parent in enumerate(part.inward.tolist()):
+            if parent >= 0:
+                opens[rank].append(len(sends))
+                waits[parent] += 1
+                sends.append((rank, parent, "reduce", parent))
+    if part.outward is not None:
+        for rank, parent in enumerate(part.outward.tolist()):
+            if parent >= 0:
+                gate = part.root if parent == part.root else count + parent
+                opens[gate].append(len(sends))
+                sends.append((parent, rank, "receive", count + rank))
+    return Way(sends=tuple(sends), waits=tuple(waits), opens=tuple(map(tuple, opens)))
+
+
+def route_way(ranks: Sequence[int]) -> Way:
+    """One send after the other."""
+    hops = range(len(ranks) - 1)
+    return Way(
+        sends=tuple((ranks[i], ranks[i + 1], "receive", i + 1) for i in hops),
+        waits=(0, *(1 for _ in hops)),
+        opens=(*((i,) for i in hops), ()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordered:
+    """Messages, each twice: as it leaves (True) and as it arrives (False); and the last moment."""
+
+    events: tuple[tuple[bool, Message], ...]
+    seconds: float
+
+
+def in_order(network: Network, released: Sequence[Released], window: int) -> Ordered:
+    """All sends and receipts, first what happens first."""
+    run = _Run(network, released, window)
+    run.play()
+    run.events.sort(key=lambda event: event[:2])
+    events = tuple((leaves, message) for _, _, leaves, message in run.events)
+    return Ordered(events=events, seconds=max((e[0] for e in run.events), default=0.0))
+
+
+class _Run:
+    """Messages that may leave, by moment; what resources and ranks are busy with."""
+
+    def __init__(self, network: Network, released: Sequence[Released], window: int) -> None:
+        self.released, self.window = released, window
+        self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
+        self.capacity, self.latency = network.capacity.tolist(), network.latency_s.tolist()
+        self.edge, self.each, self.count = network.edge.tolist(), network.message_s, network.num_ranks
+        self.free = [0.0] * len(self.capacity)
+        self.busy = [0.0] * self.count
+        self.waits = [list(item.way.waits) for item in released]
+        self.opened: list[dict[int, float]] = [{} for _ in released]
+        self.queue: list[tuple[float, int, int, int]] = []
+        self.arrivals: list[list[float]] = [[] for _ in range(network.num_edges)]
+        self.events: list[tuple[float, float, bool, Message]] = []
+
+    def play(self) -> None:
+        for number, item in enumerate(self.released):
+            for gate, needed in enumerate(item.way.waits):
+                if not needed:
+                    self.let_go(number, gate, item.moment)
+        while self.queue:
+            moment, turn, number, send = heapq.heappop(self.queue)
+            a, b, _, _ = self.released[number].way.sends[send]
+            arrivals = self.arrivals[self.edge[a][b]]
+            if len(arrivals) >= self.window and arrivals[-self.window] > moment:
+                again = (arrivals[-self.window], turn, number, send)
+                heapq.heappush(self.queue, again)
+            else:
+                self.leave(moment, number, send)
+
+    def let_go(self, number: int, gate: int, moment: float) -> None:
+        """A gate has opened: its sends may leave."""
+        way = self.released[number].way
+        for send in way.opens[gate]:
+            a, b, _, _ = way.sends[send]
+            # Of one moment: not all ranks to the same one first.
+            heapq.heappush(self.queue, (moment, (b - a) % self.count, number, send))
+
+    def leave(self, moment: float, number: int, send: int) -> None:
+        """A message leaves, occupies what is on its way, and comes to a gate."""
+        item = self.released[number]
+        a, b, kind, gate = item.way.sends[send]
+        edge = self.edge[a][b]
+        done = start = self.busy[a] = max(self.busy[a], moment) + self.each
+        for resource in self.uses[edge]:
+            done_here = max(self.free[resource], start) + item.num_bytes / self.capacity[resource]
+            self.free[resource] = done_here
+            done = max(done, done_here)
+        done += self.latency[edge]
+        self.busy[b] += self.each
+        self.arrivals[edge].append(done)
+        message = (a, b, kind, item.chunk, item.chunk + 1)
+        place = len(self.events)
+        self.events.append((moment, place, True, message))
+        self.events.append((done, place + 0.5, False, message))
+        opened = self.opened[number]
+        opened[gate] = max(opened.get(gate, 0.0), done)
+        self.waits[number][gate] -= 1
+        if not self.waits[number][gate]:
+            self.let_go(number, gate, opened[gate])

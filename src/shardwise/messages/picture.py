@@ -1,0 +1,142 @@
+"""Pictures of a program's trees, as text and as SVG.
+
+Enters: a `MessageProgram`. Leaves: text. Chunks that travel the same way are one picture: arrows of
+`reduce` lead sums inwards, those of `receive` lead copies outwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.messages.program import MessageProgram
+
+Edge = tuple[int, int]
+SIDE, CIRCLE, DOT, GAP = 220, 78, 12, 14  # of a picture, in pixels
+COLORS = {"sums": "#b3541e", "copies": "#1f5f8b"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Travel:
+    """The edges of chunks that travel alike, in the order of their first messages."""
+
+    chunks: tuple[int, ...]
+    elements: int
+    sums: tuple[Edge, ...]
+    copies: tuple[Edge, ...]
+
+
+def travels(program: MessageProgram) -> list[Travel]:
+    """The ways of all chunks, those with the most elements first."""
+    sums: dict[int, list[Edge]] = {}
+    copies: dict[int, list[Edge]] = {}
+    for rank, mine in enumerate(program.instructions):
+        for step in mine:
+            if step.kind != "send":
+                found = sums if step.kind == "reduce" else copies
+                for chunk in range(step.first, step.stop):
+                    found.setdefault(chunk, []).append((step.peer, rank))
+    alike: dict[tuple[tuple[Edge, ...], tuple[Edge, ...]], list[int]] = {}
+    for chunk in range(len(program.chunks)):
+        key = (tuple(sorted(sums.get(chunk, ()))), tuple(sorted(copies.get(chunk, ()))))
+        if key != ((), ()):
+            alike.setdefault(key, []).append(chunk)
+    found_travels = [
+        Travel(
+            chunks=tuple(chunks),
+            elements=sum(program.chunks[c].size for c in chunks),
+            sums=inward,
+            copies=outward,
+        )
+        for (inward, outward), chunks in alike.items()
+    ]
+    return sorted(found_travels, key=lambda travel: -travel.elements)
+
+
+def trees_text(program: MessageProgram, most: int = 16) -> str:
+    """The ways as trees of ranks, at most so many of them."""
+    found = travels(program)
+    lines = []
+    for travel in found[:most]:
+        share = travel.elements / max(program.numel, 1)
+        lines.append(f"{share:.1%} of the elements, {len(travel.chunks)} chunks")
+        for what, edges, towards in (
+            ("sums, towards", [(b, a) for a, b in travel.sums], "<-"),
+            ("copies, from", list(travel.copies), "->"),
+        ):
+            for root in _roots(edges):
+                lines.append(f"  {what} rank {root}")
+                lines += [f"    {line}" for line in _branches(root, edges, towards, "", set())]
+    if len(found) > most:
+        lines.append(f"and {len(found) - most} more ways")
+    return "\n".join(lines)
+
+
+def _roots(edges: list[Edge]) -> list[int]:
+    """Ranks above all others; where ranks exchange, as in recursive doubling, the first."""
+    below = {b for _, b in edges}
+    top = sorted({a for a, _ in edges} - below)
+    return top or sorted({a for a, _ in edges})[:1]
+
+
+def _branches(
+    root: int, edges: list[Edge], arrow: str, indent: str, seen: set[int]
+) -> Iterator[str]:
+    seen.add(root)
+    children = [b for a, b in edges if a == root and b not in seen]
+    for number, child in enumerate(children):
+        last = number == len(children) - 1
+        yield f"{indent}{'└' if last else '├'}{arrow} {child}"
+        if child not in seen:
+            yield from _branches(child, edges, arrow, indent + ("   " if last else "│  "), seen)
+
+
+def svg(program: MessageProgram, most: int = 16) -> str:
+    """The ways as arrows between ranks on circles."""
+    found = travels(program)[:most]
+    columns = max(1, min(4, len(found)))
+    rows = -(-len(found) // columns)
+    width, height = columns * (SIDE + GAP) + GAP, rows * (SIDE + 2 * GAP) + GAP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11" text-anchor="middle">',
+        "<defs>",
+        *(
+            f'<marker id="{name}" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" '
+            f'markerHeight="6" orient="auto"><path d="M0 0 L6 3 L0 6 z" fill="{color}"/></marker>'
+            for name, color in COLORS.items()
+        ),
+        "</defs>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for number, travel in enumerate(found):
+        x = GAP + (number % columns) * (SIDE + GAP)
+        y = GAP + (number // columns) * (SIDE + 2 * GAP)
+        parts += _drawing(program, travel, x + SIDE / 2, y + SIDE / 2)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _drawing(program: MessageProgram, travel: Travel, x: float, y: float) -> Iterator[str]:
+    def place(rank: int, radius: float = CIRCLE) -> tuple[float, float]:
+        angle = 2 * math.pi * rank / program.num_ranks - math.pi / 2
+        return x + radius * math.cos(angle), y + radius * math.sin(angle)
+
+    share = travel.elements / max(program.numel, 1)
+    yield f'<text x="{x:.1f}" y="{y + SIDE / 2:.1f}">{share:.1%} of the elements</text>'
+    for name, edges in (("sums", travel.sums), ("copies", travel.copies)):
+        for a, b in edges:
+            (x0, y0), (x1, y1) = place(a), place(b)
+            length = max(math.hypot(x1 - x0, y1 - y0), 1.0)
+            dx, dy = (x1 - x0) / length, (y1 - y0) / length
+            # Aside of the straight line, so that both ways between two ranks can be told apart.
+            ox, oy = -dy * 3, dx * 3
+            yield (
+                f'<line x1="{x0 + dx * DOT + ox:.1f}" y1="{y0 + dy * DOT + oy:.1f}" '
+                f'x2="{x1 - dx * DOT + ox:.1f}" y2="{y1 - dy * DOT + oy:.1f}" '
+                f'stroke="{COLORS[name]}" marker-end="url(#{name})"/>'
+            )
+    for rank in range(program.num_ranks):
+        cx, cy = place(rank)
+        yield f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{DOT - 2}" fill="#eee" stroke="#555"/>'
+        yield f'<text x="{cx:.1f}" y="{cy + 4:.1f}">{rank}</text>'

@@ -1,0 +1,239 @@
+"""A collective as messages: what each rank sends, receives and adds, in order.
+
+Enters: what the solver makes, or a file. Leaves: `MessageProgram`, data that the runtime runs.
+
+Data are cut into chunks, ranges of elements. A rank runs its list in order:
+
+    send 3 -> 1      chunk 3, as it is now, to rank 1
+    receive 3 <- 1   the chunk that rank 1 sends takes the place of mine
+    reduce 3 <- 1    the chunk that rank 1 sends is added to mine: mine + theirs
+
+Between two ranks, messages arrive in the order in which they were sent; `window` of them may be
+under way before the sender must wait. A message may hold several neighbouring chunks: `3:5`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.errors import ProgramError, did_you_mean
+
+FORMAT_VERSION = 1
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+KINDS = ("send", "receive", "reduce")
+_INSTRUCTION = re.compile(r"(send|receive|reduce) (\d+)(?::(\d+))? (->|<-) (\d+)")
+
+
+class Chunk(NamedTuple):
+    """Elements `start` to `stop` of every rank's buffer.
+
+    Of an all-to-all: those of rank `source`'s input, which become elements from `place` on of rank
+    `target`'s output.
+    """
+
+    start: int
+    stop: int
+    source: int = -1
+    target: int = -1
+    place: int = -1
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Instruction(NamedTuple):
+    """One step of a rank: chunks `first` to `stop` to or from rank `peer`."""
+
+    kind: str
+    peer: int
+    first: int
+    stop: int
+
+    def __str__(self) -> str:
+        chunks = str(self.first) if self.stop == self.first + 1 else f"{self.first}:{self.stop}"
+        return f"{self.kind} {chunks} {'->' if self.kind == 'send' else '<-'} {self.peer}"
+
+    @staticmethod
+    def parse(text: str, where: str) -> Instruction:
+        """The instruction that `str` wrote."""
+        found = _INSTRUCTION.fullmatch(text.strip())
+        if found is None or (found[1] == "send") != (found[4] == "->"):
+            raise ProgramError(
+                f"{text!r} is no instruction", where=where, hint="send 3 -> 1, reduce 3:5 <- 1"
+            )
+        first = int(found[2])
+        stop = int(found[3]) if found[3] else first + 1
+        return Instruction(found[1], int(found[5]), first, stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageProgram:
+    """The lists of all ranks. `counts` are the elements of each rank: what it is left with of a
+    reduce-scatter, brings to an all-gather, or gets from each rank of an all-to-all; empty else.
+    """
+
+    operation: str
+    num_ranks: int
+    numel: int
+    chunks: tuple[Chunk, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+    counts: tuple[int, ...] = ()
+    root: int = -1
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise ProgramError(
+                f"no operation {self.operation!r}{did_you_mean(self.operation, OPERATIONS)}",
+                hint=", ".join(OPERATIONS),
+            )
+        if len(self.instructions) != self.num_ranks:
+            raise ProgramError(f"{len(self.instructions)} lists for {self.num_ranks} ranks")
+        if self.window < 1:
+            raise ProgramError(f"a window of {self.window} messages", hint="window: 1")
+        if (self.operation in ("broadcast", "reduce")) != (0 <= self.root < self.num_ranks):
+            raise ProgramError(f"{self.operation} with root {self.root}")
+        self._check_counts()
+        for rank, mine in enumerate(self.instructions):
+            for number, step in enumerate(mine):
+                self._check_step(rank, number, step)
+
+    def _check_counts(self) -> None:
+        cut = self.operation in ("reduce_scatter", "all_gather", "all_to_all")
+        if cut != bool(self.counts) or (cut and len(self.counts) != self.num_ranks):
+            raise ProgramError(f"{len(self.counts)} counts for {self.operation}")
+        if cut and (min(self.counts) < 0 or sum(self.counts) != self.numel):
+            raise ProgramError(f"counts {self.counts} do not add up to {self.numel} elements")
+        for number, chunk in enumerate(self.chunks):
+            if not 0 <= chunk.start <= chunk.stop <= self.numel:
+                raise ProgramError(
+                    f"chunk {number} is {chunk.start}:{chunk.stop} of {self.numel} elements"
+                )
+
+    def _check_step(self, rank: int, number: int, step: Instruction) -> None:
+        known = 0 <= step.first < step.stop <= len(self.chunks)
+        if step.kind not in KINDS or not known or not 0 <= step.peer < self.num_ranks:
+            raise ProgramError(
+                f"{step}: {len(self.chunks)} chunks, {self.num_ranks} ranks",
+                where=f"rank {rank}, instruction {number}",
+            )
+        if step.peer == rank:
+            raise ProgramError(
+                f"{step}: to itself", where=f"rank {rank}, instruction {number}"
+            )
+
+    # ------------------------------------------------------------ what follows
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each rank's elements begin."""
+        return tuple(accumulate(self.counts, initial=0))[:-1]
+
+    @property
+    def num_messages(self) -> int:
+        return sum(step.kind == "send" for mine in self.instructions for step in mine)
+
+    def begins_with(self, rank: int) -> list[int]:
+        """The chunks that a rank has something of before the first message."""
+        return [c for c, chunk in enumerate(self.chunks) if self._has(rank, chunk)]
+
+    def ends_with(self, rank: int) -> list[int]:
+        """The chunks whose result a rank must have after the last message."""
+        return [c for c, chunk in enumerate(self.chunks) if self._wants(rank, chunk)]
+
+    def _has(self, rank: int, chunk: Chunk) -> bool:
+        if self.operation == "all_to_all":
+            return chunk.source == rank
+        if self.operation == "broadcast":
+            return rank == self.root
+        return self.operation != "all_gather" or self._owns(rank, chunk)
+
+    def _wants(self, rank: int, chunk: Chunk) -> bool:
+        if self.operation == "all_to_all":
+            return chunk.target == rank
+        if self.operation == "reduce":
+            return rank == self.root
+        return self.operation != "reduce_scatter" or self._owns(rank, chunk)
+
+    def _owns(self, rank: int, chunk: Chunk) -> bool:
+        first = self.offsets[rank]
+        return first <= chunk.start and chunk.stop <= first + self.counts[rank]
+
+    # ------------------------------------------------------------ files and text
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with a version."""
+        return {
+            "version": FORMAT_VERSION,
+            "operation": self.operation,
+            "num_ranks": self.num_ranks,
+            "numel": self.numel,
+            "counts": list(self.counts),
+            "root": self.root,
+            "window": self.window,
+            "chunks": [list(c[:2] if c.source < 0 else c) for c in self.chunks],
+            "ranks": [[str(step) for step in mine] for mine in self.instructions],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: str = "the program") -> MessageProgram:
+        """The program that `to_json` wrote."""
+        known = ("operation", "num_ranks", "numel", "counts", "root", "window", "chunks", "ranks")
+        if not isinstance(data, Mapping) or data.get("version") != FORMAT_VERSION:
+            raise ProgramError(f"no program of version {FORMAT_VERSION}", where=where)
+        for name in known:
+            if name not in data:
+                raise ProgramError(f"field {name!r} is missing", where=where)
+        try:
+            return MessageProgram(
+                operation=str(data["operation"]),
+                num_ranks=int(data["num_ranks"]),
+                numel=int(data["numel"]),
+                counts=tuple(map(int, data["counts"])),
+                root=int(data["root"]),
+                window=int(data["window"]),
+                chunks=tuple(Chunk(*map(int, chunk)) for chunk in data["chunks"]),
+                instructions=tuple(
+                    tuple(Instruction.parse(step, f"{where}, rank {rank}") for step in mine)
+                    for rank, mine in enumerate(data["ranks"])
+                ),
+            )
+        except (TypeError, ValueError) as error:
+            raise ProgramError(f"malformed: {error}", where=where) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> MessageProgram:
+        """Read what `save` wrote."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ProgramError(f"cannot read {path}: {error}") from None
+        return MessageProgram.from_json(data, str(path))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self, ranks: Iterable[int] | None = None) -> list[str]:
+        """As text: the chunks, then the list of each rank, or of some."""
+        found = [
+            f"{self.operation} of {self.numel} elements on {self.num_ranks} ranks: "
+            f"{len(self.chunks)} chunks, {self.num_messages} messages"
+        ]
+        for number, chunk in enumerate(self.chunks):
+            ends = f" of rank {chunk.source} -> {chunk.target}" if chunk.source >= 0 else ""
+            found.append(f"chunk {number}: elements {chunk.start}:{chunk.stop}{ends}")
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            found.append(f"rank {rank}:")
+            found += [f"  {step}" for step in self.instructions[rank]]
+        return found
