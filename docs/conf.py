@@ -11,7 +11,7 @@ author = "The Shardwise authors"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "command_line"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "command_line", "signatures"]
 exclude_patterns = ["_build"]
 nitpicky = False  # annotations name types of torch and of inner modules, which have no pages here
 
@@ -25,8 +25,10 @@ python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 
+smartquotes = False  # `--cluster` is typed with two dashes
 html_theme = "furo"
 html_title = "Shardwise"
 html_static_path = ["_static"]
 html_css_files = ["shardwise.css"]
 html_copy_source = False
+pygments_dark_style = "github-dark"

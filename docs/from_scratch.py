@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# 1. The model ------------------------------------------------------------------------------------
+# 1. The model -----------------------------------------------------------------
 # Written for one device. What it computes for a batch is, by definition, what every plan computes.
 
 
@@ -33,7 +33,7 @@ class MLP(nn.Module):
         return (self.down(self.up(x).relu()) - y).pow(2).mean()
 
 
-# 2. Capture --------------------------------------------------------------------------------------
+# 2. Capture -------------------------------------------------------------------
 # (shardwise/frontend) A graph is a list of calls in order, each with its operands' names.
 
 
@@ -95,7 +95,7 @@ def as_sum(node: Node, shapes: dict[str, tuple[int, ...]]) -> list[Node]:
     ]
 
 
-# 3. Rules ----------------------------------------------------------------------------------------
+# 3. Rules ---------------------------------------------------------------------
 # (shardwise/sharding/rules) How may a call be cut? One line per operator: letters are axes of the
 # call. An axis that is missing in the result is summed over. `+n` is added to the result.
 
@@ -147,7 +147,7 @@ def choices(node: Node) -> Iterator[Choice]:
         yield Choice(name=f"cut {axis}", needs=tuple(needs), gives=gives)
 
 
-# 4. Moves ----------------------------------------------------------------------------------------
+# 4. Moves ---------------------------------------------------------------------
 # (shardwise/runtime/moves.py) Between what a call gives and what the next one needs, data moves.
 # Every move knows its backward: that is all that makes parallel training differentiable.
 #
@@ -177,7 +177,7 @@ def cost(move: str, elements: int, needs_gradient: bool) -> int:
     return elements * (forward + backward * needs_gradient)
 
 
-# 5. The plan -------------------------------------------------------------------------------------
+# 5. The plan ------------------------------------------------------------------
 # (shardwise/planner) A choice for every call. All combinations are tried here; the real search is
 # an integer program. A sent element costs as much as SEND multiply-adds.
 
@@ -216,7 +216,7 @@ def held(graph: Graph, plan: Plan, value: str, need: str) -> str:
     return plan[value].gives if value in plan else "R"
 
 
-# 6. Lowering and code ----------------------------------------------------------------------------
+# 6. Lowering and code ---------------------------------------------------------
 # (shardwise/program, shardwise/emit) Local calls with the moves between them, as Python source.
 
 CODE = {
@@ -250,7 +250,7 @@ def emit(graph: Graph, plan: Plan) -> str:
     )
 
 
-# 7. Ranks ----------------------------------------------------------------------------------------
+# 7. Ranks ---------------------------------------------------------------------
 # (shardwise/runtime) Here a rank is a thread, and a group is a row of slots with a barrier.
 
 
@@ -342,7 +342,7 @@ def parameter_cuts(graph: Graph, plan: Plan) -> dict[str, int | None]:
     return cuts
 
 
-# 8. Verification ---------------------------------------------------------------------------------
+# 8. Verification --------------------------------------------------------------
 # (shardwise/equivalence) The emitted code is run, and everything is compared with the model.
 
 

@@ -14,7 +14,7 @@ from shardwise import schedules
 
 COLOURS = {  # variables of furo, or of shardwise.css, and what a file by itself has
     "ink": "var(--color-foreground-primary, #222)",
-    "soft": "var(--color-foreground-muted, #6b6f76)",
+    "soft": "var(--color-foreground-secondary, #5a5c63)",
     "box": "var(--color-background-secondary, #f8f9fb)",
     "page": "var(--color-background-primary, #fff)",
     "one": "var(--picture-one, #9ec5fe)",

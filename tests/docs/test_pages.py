@@ -112,6 +112,17 @@ def test_every_error_has_its_cause_and_cure() -> None:
         assert name == "did_you_mean" or f"`{name}`" in text, name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_documentation_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("furo", reason="`make docs` installs what the documentation needs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run(
+        [*command, "docs", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_pictures_are_what_their_script_draws() -> None:
     draw = runpy.run_path(str(ROOT / "docs/pictures/draw.py"))
     for name, content in draw["pictures"]():
