@@ -11,7 +11,7 @@ author = "The Shardwise authors"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "command_line", "signatures"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "command_line", "docstrings"]
 exclude_patterns = ["_build"]
 nitpicky = False  # annotations name types of torch and of inner modules, which have no pages here
 

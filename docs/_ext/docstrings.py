@@ -1,0 +1,47 @@
+"""Signatures and docstrings as a person would read them.
+
+Enters: what autodoc read. Leaves: signatures without the homes of types, and `...` for defaults
+that are made; indented tables of docstrings as they are written.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+
+HOME = re.compile(r"~(?:\w+\.)+(\w+)")
+ANNOTATED = re.compile(r"Annotated\[(\w+), [^\[\]]*\]")
+
+
+def shorten(
+    app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str, result: str
+) -> tuple[str, str] | None:
+    """`~collections.abc.Mapping[str, int] = <factory>` is `Mapping[str, int] = ...`."""
+    if not signature or "<factory>" not in signature:
+        return None
+    short = HOME.sub(r"\1", signature).replace("<factory>", "...")
+    return ANNOTATED.sub(r"\1", short), result
+
+
+def keep_tables(
+    app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]
+) -> None:
+    """An indented paragraph is text to be shown as it is, which reStructuredText marks by `::`."""
+    kept: list[str] = []
+    for before, line in zip(["", *lines], lines, strict=False):
+        is_block = kept and kept[-1].startswith("    ")
+        if line.startswith("    ") and not before.strip() and not is_block:
+            last = next((text for text in reversed(kept) if text.strip()), "")
+            if not last.startswith(("    ", "::")):
+                kept += ["::", ""]
+        kept.append(line)
+    lines[:] = kept
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-process-docstring", keep_tables)
+    return {"parallel_read_safe": True}
