@@ -24,7 +24,7 @@ def cheapest(cost: Floats, root: int) -> Ints:
     """
     cost = cost.copy()
     np.fill_diagonal(cost, math.inf)
-    parent = _contract(cost, root)
+    parent: Ints = _contract(cost, root)
     parent[root] = -1
     return parent
 
@@ -32,7 +32,7 @@ def cheapest(cost: Floats, root: int) -> Ints:
 def _contract(cost: Floats, root: int) -> Ints:
     size = len(cost)
     everyone = np.arange(size)
-    parent = cost.argmin(axis=0)
+    parent: Ints = cost.argmin(axis=0)
     parent[root] = root
     cycles = _cycles(parent.tolist(), root)
     if not cycles:
@@ -114,9 +114,8 @@ def shallow(cost: Floats, delay: Floats, root: int, weight: float, max_depth: in
 
 def depths(parent: Ints) -> Ints:
     """The hops from the root to every rank."""
-    found = np.zeros(len(parent), dtype=np.int64)
-    at = parent.copy()
-    while (at >= 0).any():
-        found += at >= 0
-        at = np.where(at >= 0, parent[at], -1)
+    found = (parent >= 0).astype(np.int64)
+    above = np.where(parent >= 0, parent, np.arange(len(parent)))
+    for _ in range(len(parent).bit_length()):  # twice as far each time; the root adds nothing
+        found, above = found + found[above], above[above]
     return found

@@ -24,7 +24,7 @@ from shardwise.collectives.network import Network
 from shardwise.collectives.symmetry import Symmetry
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 ALL_SETS = 5  # ranks up to which every set is tried
 
 
@@ -41,7 +41,7 @@ def family(network: Network, symmetry: Symmetry) -> list[tuple[int, ...]]:
     if count <= ALL_SETS:
         every = range(1, count)
         return [s for size in every for s in itertools.combinations(range(count), size)]
-    some = [(rank,) for rank in symmetry.representatives()]
+    some: list[tuple[int, ...]] = [(rank,) for rank in symmetry.representatives()]
     some += [*network.groups, *symmetry.blocks]
     others = [tuple(r for r in range(count) if r not in set(s)) for s in some]
     return [s for s in dict.fromkeys([*some, *others]) if 0 < len(s) < count]
@@ -117,12 +117,13 @@ class _Cuts:
                 least.append(needed)
         return np.array(rows), np.array(least)
 
-    def _directions(self, leaves: Ints, enters: Ints) -> list[Ints]:
+    def _directions(self, leaves: Bools, enters: Bools) -> list[Bools]:
         if self.demand.operation == "all_to_all":
             return [leaves]
-        return [x for x, used in ((leaves, self.demand.inward), (enters, self.demand.outward)) if used]
+        both = ((leaves, self.demand.inward), (enters, self.demand.outward))
+        return [crossing for crossing, used in both if used]
 
-    def _needed(self, inside: NDArray[np.bool_]) -> float:
+    def _needed(self, inside: Bools) -> float:
         shares = self.demand.shares
         if shares is None:
             return 1.0

@@ -71,7 +71,7 @@ def demand_of(
         given = None
     else:
         given = _normal(shares if shares is not None else [1.0] * count, count)
-    if shares is not None and given is None or (rooted and shares is not None):
+    if (shares is not None and given is None) or (rooted and shares is not None):
         raise ClusterError(f"{operation} has no shares", hint="leave them out")
     demand = Demand(operation=operation, shares=given, root=root)
     _check_reach(network, demand)

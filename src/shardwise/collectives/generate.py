@@ -34,7 +34,6 @@ class Generated:
     answer: Answer
     bound: float
     prices: Floats
-    rounds: int
 
 
 def generate(
@@ -48,10 +47,10 @@ def generate(
     answer = master.solve(list(columns.values()))
     if not len(master.capacity):
         return Generated(
-            columns=tuple(columns.values()), answer=answer, bound=0.0, prices=best_prices, rounds=0
+            columns=tuple(columns.values()), answer=answer, bound=0.0, prices=best_prices
         )
-    smoothing, rounds = SMOOTHING, 0
-    for rounds in range(1, MAX_ROUNDS + 1):
+    smoothing = SMOOTHING
+    for _ in range(MAX_ROUNDS):
         tried = _normal(smoothing * best_prices + (1 - smoothing) * answer.prices, master)
         found, costs = price(tried)
         proved = master.bound(costs)
@@ -75,7 +74,6 @@ def generate(
         answer=answer,
         bound=min(bound, answer.time),
         prices=best_prices,
-        rounds=rounds,
     )
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.collectives.demand import Demand
-from shardwise.collectives.lower import program_of
+from shardwise.collectives.lower import Lowered
 from shardwise.collectives.network import Network
 from shardwise.collectives.order import Message
 from shardwise.collectives.timing import rounds_s
 from shardwise.collectives.trees import Part, load_time
-from shardwise.messages import Chunk, MessageProgram
+from shardwise.messages import Chunk
 
 Ints = NDArray[np.int64]
 ALL_ORDERS = 6  # ranks up to which all rings are tried
@@ -101,20 +101,21 @@ class Rounds:
     chunks: tuple[Chunk, ...]
     rounds: tuple[tuple[Message, ...], ...]
 
-    def seconds(self, network: Network, item_bytes: int) -> float:
-        """The time that they should take."""
-        return rounds_s(network, self.rounds, self.chunks, item_bytes)
-
-    def program(self, num_ranks: int) -> MessageProgram:
-        """As lists; in a round, a rank sends before it receives."""
-        events = [
-            (leaves, message)
-            for messages in self.rounds
-            for leaves in (True, False)
-            for message in messages
-        ]
-        numel = self.chunks[-1].stop
-        return program_of(self.demand, num_ranks, numel, self.counts, self.chunks, events)
+    def lowered(self, network: Network, item_bytes: int) -> Lowered:
+        """In a round, a rank sends before it receives."""
+        return Lowered(
+            demand=self.demand,
+            num_ranks=network.num_ranks,
+            counts=self.counts,
+            chunks=self.chunks,
+            events=tuple(
+                (leaves, message)
+                for messages in self.rounds
+                for leaves in (True, False)
+                for message in messages
+            ),
+            seconds=rounds_s(network, self.rounds, self.chunks, item_bytes),
+        )
 
     def load_time(self, network: Network) -> float:
         """Seconds per byte of the busiest resource."""
@@ -130,7 +131,8 @@ class Rounds:
 
 def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds | None:
     """All-reduce in log2 n steps: pairs exchange all they have. Ranks beyond a power of two give
-    theirs to another before, and get the result after."""
+    theirs to another before, and get the result after.
+    """
     if demand.operation != "all_reduce":
         return None
     core = 1 << (network.num_ranks.bit_length() - 1)
@@ -160,9 +162,7 @@ def halving_doubling(
     if demand.inward:
         rounds.append([(r, r - core, "reduce", 0, core) for r in extra])
         for bit in reversed(_bits(core)):
-            rounds.append(
-                [(r, r ^ bit, "reduce", *_run(r ^ bit, bit)) for r in range(core)]
-            )
+            rounds.append([(r, r ^ bit, "reduce", *_run(r ^ bit, bit)) for r in range(core)])
     if demand.outward:
         for bit in _bits(core):
             rounds.append([(r, r ^ bit, "receive", *_run(r, bit)) for r in range(core)])

@@ -1,13 +1,13 @@
 """From parts and routes to a program of messages.
 
 Enters: parts of the data with their trees, or routes, the number of elements, and the size of a
-chunk. Leaves: `Lowered`: the program, in the order in which its messages would leave and arrive
-(`order.py`), and the time that this takes.
+chunk. Leaves: `Lowered`: messages in the order in which they would leave and arrive (`order.py`),
+the time that this takes, and the program of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -23,16 +23,44 @@ WINDOW = 4  # messages under way on an edge: enough to keep it busy while a rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A program, and the seconds that it should take."""
+    """Messages as they leave (True) and arrive (False), and the seconds that they should take."""
 
-    program: MessageProgram
+    demand: Demand
+    num_ranks: int
+    counts: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    events: tuple[tuple[bool, Message], ...]
     seconds: float
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.events) // 2
+
+    def program(self, numel: int) -> MessageProgram:
+        """Lists that follow the order of the events."""
+        lists: list[list[Instruction]] = [[] for _ in range(self.num_ranks)]
+        for leaves, (a, b, kind, first, stop) in self.events:
+            if leaves:
+                lists[a].append(Instruction("send", b, first, stop))
+            else:
+                lists[b].append(Instruction(kind, a, first, stop))
+        return MessageProgram(
+            operation=self.demand.operation,
+            num_ranks=self.num_ranks,
+            numel=numel,
+            chunks=self.chunks,
+            instructions=tuple(tuple(mine) for mine in lists),
+            counts=self.counts,
+            root=-1 if self.demand.root is None else self.demand.root,
+            window=WINDOW,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     """How many elements of how many bytes, at most how many of them in a chunk, and the time that
-    the busiest resource takes for all."""
+    the busiest resource takes for all.
+    """
 
     numel: int
     item_bytes: int
@@ -66,36 +94,14 @@ class _Builder:
     def lowered(self, counts: tuple[int, ...]) -> Lowered:
         """The program, in the order in which messages leave."""
         ordered = in_order(self.network, self.released, WINDOW)
-        ranks, numel = self.network.num_ranks, self.size.numel
-        program = program_of(self.demand, ranks, numel, counts, self.chunks, ordered.events)
-        return Lowered(program=program, seconds=ordered.seconds)
-
-
-def program_of(
-    demand: Demand,
-    num_ranks: int,
-    numel: int,
-    counts: tuple[int, ...],
-    chunks: Sequence[Chunk],
-    events: Iterable[tuple[bool, Message]],
-) -> MessageProgram:
-    """Lists that follow the order of the events: a message leaves, or arrives."""
-    lists: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    for leaves, (a, b, kind, first, stop) in events:
-        if leaves:
-            lists[a].append(Instruction("send", b, first, stop))
-        else:
-            lists[b].append(Instruction(kind, a, first, stop))
-    return MessageProgram(
-        operation=demand.operation,
-        num_ranks=num_ranks,
-        numel=numel,
-        chunks=tuple(chunks),
-        instructions=tuple(tuple(mine) for mine in lists),
-        counts=counts,
-        root=-1 if demand.root is None else demand.root,
-        window=WINDOW,
-    )
+        return Lowered(
+            demand=self.demand,
+            num_ranks=self.network.num_ranks,
+            counts=counts,
+            chunks=tuple(self.chunks),
+            events=ordered.events,
+            seconds=ordered.seconds,
+        )
 
 
 def lower_parts(
@@ -150,10 +156,10 @@ def even_counts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 def _bounds(items: Sequence[Part] | Sequence[Route], count: int) -> list[int]:
     total = sum(item.weight for item in items) or 1.0
-    ends = [round(count * end / total) for end in accumulate((i.weight for i in items), initial=0.0)]
+    weights = (item.weight for item in items)
+    ends = [round(count * end / total) for end in accumulate(weights, initial=0.0)]
     return [*ends[:-1], count] if items else [0]
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
-

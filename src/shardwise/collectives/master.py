@@ -111,7 +111,8 @@ class Master:
 
     def bound(self, costs: Floats) -> float:
         """What no solution can be faster than, if `costs` are the least of each flow at prices
-        with Σ c y = 1."""
+        with Σ c y = 1.
+        """
         if self.demand is not None:
             return float(costs @ self.demand)
         return float((costs[0::2] + costs[1::2]).min(initial=np.inf))

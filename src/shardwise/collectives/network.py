@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -173,7 +173,7 @@ class Network:
         latency_s: float = 0.0,
         message_s: float = 0.0,
     ) -> Network:
-        """Every rank with a card, its bytes per second each way, behind a switch that never fills."""
+        """Every rank with a card, its bytes per second each way, on a switch that never fills."""
         into = out if into is None else into
         names = [str(i) for i in range(len(out))]
         capacities = {f"nic {i} out": out[i] for i in range(len(out))}
@@ -244,7 +244,7 @@ class Network:
             lost = self.unreached(root)
             if lost:
                 raise self._cut_off(root, lost[0])
-        back = Network(**{**self._fields(), "source": self.target, "target": self.source})
+        back = replace(self, source=self.target, target=self.source)
         for root in inward:
             lost = back.unreached(root)
             if lost:
@@ -256,9 +256,6 @@ class Network:
             f"through others: {self.num_edges} sends between {self.num_ranks} ranks are possible",
             hint=f"a link that leads to {self.names[b]}",
         )
-
-    def _fields(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def _pairs(count: int) -> tuple[Ints, Ints]:

@@ -21,12 +21,14 @@ from shardwise.collectives.network import Network
 from shardwise.collectives.trees import Part
 
 Message = tuple[int, int, str, int, int]  # sender, receiver, "reduce" or "receive", chunks
+Entry = tuple[float, int, int, int]  # a moment, an order among equals, a chunk's way, a send of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """The sends of a chunk. A gate opens when `waits` messages have come to it, and then lets the
-    sends of `opens` go; a send is (sender, receiver, kind, the gate that it leads to)."""
+    sends of `opens` go; a send is (sender, receiver, kind, the gate that it leads to).
+    """
 
     sends: tuple[tuple[int, int, str, int], ...]
     waits: tuple[int, ...]
@@ -86,7 +88,7 @@ def in_order(network: Network, released: Sequence[Released], window: int) -> Ord
     """All sends and receipts, first what happens first."""
     run = _Run(network, released, window)
     run.play()
-    run.events.sort(key=lambda event: event[:2])
+    run.events.sort()  # places are unique: nothing after them is compared
     events = tuple((leaves, message) for _, _, leaves, message in run.events)
     return Ordered(events=events, seconds=max((e[0] for e in run.events), default=0.0))
 
@@ -98,13 +100,15 @@ class _Run:
         self.released, self.window = released, window
         self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
         self.capacity, self.latency = network.capacity.tolist(), network.latency_s.tolist()
-        self.edge, self.each, self.count = network.edge.tolist(), network.message_s, network.num_ranks
+        self.edge, self.each = network.edge.tolist(), network.message_s
+        self.count = network.num_ranks
         self.free = [0.0] * len(self.capacity)
         self.busy = [0.0] * self.count
         self.waits = [list(item.way.waits) for item in released]
         self.opened: list[dict[int, float]] = [{} for _ in released]
-        self.queue: list[tuple[float, int, int, int]] = []
+        self.queue: list[Entry] = []
         self.arrivals: list[list[float]] = [[] for _ in range(network.num_edges)]
+        self.held: list[list[Entry]] = [[] for _ in range(network.num_edges)]
         self.events: list[tuple[float, float, bool, Message]] = []
 
     def play(self) -> None:
@@ -113,14 +117,25 @@ class _Run:
                 if not needed:
                     self.let_go(number, gate, item.moment)
         while self.queue:
-            moment, turn, number, send = heapq.heappop(self.queue)
+            moment, _, number, send = entry = heapq.heappop(self.queue)
             a, b, _, _ = self.released[number].way.sends[send]
-            arrivals = self.arrivals[self.edge[a][b]]
-            if len(arrivals) >= self.window and arrivals[-self.window] > moment:
-                again = (arrivals[-self.window], turn, number, send)
+            edge = self.edge[a][b]
+            arrivals, held = self.arrivals[edge], self.held[edge]
+            opens = arrivals[-self.window] if len(arrivals) >= self.window else 0.0
+            if moment >= opens:
+                self.leave(moment, number, send)
+                if held and held[0] is entry:
+                    held.pop(0)
+                    if held:
+                        held[0] = (moment, *held[0][1:])
+                        heapq.heappush(self.queue, held[0])
+            elif not held or held[0] is entry:
+                # The window is full: the first to wait tries again when it moves.
+                again = (opens, *entry[1:])
+                held[:1] = [again]
                 heapq.heappush(self.queue, again)
             else:
-                self.leave(moment, number, send)
+                held.append(entry)
 
     def let_go(self, number: int, gate: int, moment: float) -> None:
         """A gate has opened: its sends may leave."""

@@ -73,9 +73,7 @@ class RouteProblem:
             for each in [float(self.symmetry.order)]
             for turn in self.symmetry.elements
         ]
-        return Routing(
-            routes=tuple(routes), s_per_byte=found.answer.time, bound=found.bound
-        )
+        return Routing(routes=tuple(routes), s_per_byte=found.answer.time, bound=found.bound)
 
     def price(self, prices: Floats) -> tuple[list[Column], Floats]:
         """The cheapest route of every pair; among equal ones, that of the fewest hops."""
@@ -90,11 +88,9 @@ class RouteProblem:
                 way.append(int(following[way[-1], b]))
             ranks = np.array(way, dtype=np.int64)
             load = self.network.loads(self.network.edge[ranks[:-1], ranks[1:]])
+            summed = np.bincount(self.orbit, weights=load, minlength=len(prices))
             column = Column(
-                flow=flow,
-                way=ranks,
-                load=np.bincount(self.orbit, weights=load, minlength=len(prices)),
-                depth=len(way) - 1,
+                flow=flow, way=ranks, load=summed.astype(np.float64), depth=len(way) - 1
             )
             found.append(column)
             least[flow] = column.load @ prices

@@ -34,9 +34,9 @@ from shardwise.errors import ClusterError
 from shardwise.messages import MessageProgram
 
 LIMIT_S = 20.0  # CPU seconds for the linear program; what it has not proved by then is said
-ROUNDS = 6  # of column generation for each limit of depth
+ROUNDS = 4  # of column generation for each limit of depth
 SMALLEST_CHUNK_BYTES = 32 * 1024
-MOST_MESSAGES = 16_000  # of a program in several turns of chunks
+MOST_MESSAGES = 1_000  # of a rank in a program with several turns of chunks
 COMPARED = 1_000  # messages of a candidate while it is compared with others
 WORTH = 0.01  # of the time: what smaller chunks must save
 PROVED = 1e-4  # a gap to the bound below which a time counts as optimal
@@ -114,8 +114,10 @@ def solve(
     _check_size(network, operation, numel, item_bytes, counts)
     demand = demand_of(network, operation, root=root, shares=counts if numel else None)
     count = network.num_ranks
-    given = () if demand.shares is None or demand.root is not None else (
-        tuple(counts) if counts is not None else even_counts(numel, demand.shares)
+    given = (
+        ()
+        if demand.shares is None or demand.root is not None
+        else (tuple(counts) if counts is not None else even_counts(numel, demand.shares))
     )
     symmetry = find_symmetry(network, demand.colors(count))
     work = _Work(network, demand, symmetry, numel, item_bytes, given, limit_s)
@@ -143,19 +145,22 @@ class _Work:
         self.bottlenecks: tuple[str, ...] = ()
 
     def solve(self) -> Solution:
-        candidates = [c for c in self.candidates() if c is not None]
-        timed = [(c, c.lower(self.chunk(c))) for c in candidates]
+        timed: list[tuple[_Candidate, Lowered]] = []
+        for candidate in sorted(self.candidates(), key=lambda c: c.s_per_byte):
+            quickest = min((found.seconds for _, found in timed), default=math.inf)
+            if candidate.s_per_byte * self.num_bytes < quickest:  # else its bytes take longer
+                timed.append((candidate, candidate.lower(self.chunk(candidate))))
         timed.sort(key=lambda row: row[1].seconds)
         best, lowered = timed[0][0], self.tuned(*timed[0])
         for other, coarse in timed[1:]:
             # Others had few chunks, too; those that could do better are given smaller ones.
-            if other.s_per_byte * self.num_bytes < lowered.seconds * (1 - WORTH):
+            if other.s_per_byte * self.num_bytes < lowered.seconds * (1 - 4 * WORTH):
                 finer = self.tuned(other, coarse)
                 if finer.seconds < lowered.seconds:
                     best, lowered = other, finer
         return Solution(
             name=best.name,
-            program=lowered.program,
+            program=lowered.program(self.numel),
             item_bytes=self.item_bytes,
             predicted_s=lowered.seconds,
             bandwidth_s=best.s_per_byte * self.num_bytes,
@@ -168,23 +173,29 @@ class _Work:
         )
 
     def tuned(self, candidate: _Candidate, lowered: Lowered) -> Lowered:
-        """With smaller chunks, as long as this pays."""
-        chunk = self.chunk(candidate)
-        least = candidate.s_per_byte * self.num_bytes
-        while candidate.chunked and lowered.seconds > (1 + WORTH) * least:
-            chunk //= 2
-            too_small = chunk * self.item_bytes < SMALLEST_CHUNK_BYTES
-            if too_small or 2 * lowered.program.num_messages > MOST_MESSAGES:
+        """With smaller chunks, as long as this pays: what is lost is about as much as they are."""
+        chunk, least = self.chunk(candidate), candidate.s_per_byte * self.num_bytes
+        while candidate.chunked and lowered.seconds > (1 + 2 * WORTH) * least:
+            lost = lowered.seconds / least - 1 if least > 0 else 0.0
+            factor = max(
+                WORTH / lost if lost else 1.0,
+                lowered.num_messages / (MOST_MESSAGES * self.network.num_ranks),
+                SMALLEST_CHUNK_BYTES / (chunk * self.item_bytes),
+            )
+            if factor > 0.75:
                 break
+            chunk = max(1, round(chunk * factor))
             before, finer = lowered, candidate.lower(chunk)
-            if finer.seconds >= before.seconds:
-                break
-            lowered = finer
+            if finer.seconds < before.seconds:
+                lowered = finer
+            else:  # too many messages; half of the way may be better
+                halfway = candidate.lower(round(chunk / math.sqrt(factor)))
+                lowered = min(lowered, halfway, key=lambda found: found.seconds)
             if finer.seconds > before.seconds * (1 - WORTH):
                 break
         return lowered
 
-    def candidates(self) -> Iterator[_Candidate | None]:
+    def candidates(self) -> Iterator[_Candidate]:
         if self.network.num_ranks == 1:
             yield self.trees("none", (), 0.0, 0)
             return
@@ -198,9 +209,15 @@ class _Work:
         ):
             if parts is not None:
                 yield self.trees(name, parts, load_time(self.network, parts), deepest(parts))
-        yield self.fixed("recursive doubling", recursive_doubling(self.network, self.demand, self.numel))
-        halving = halving_doubling(self.network, self.demand, self.numel, self.counts)
-        yield self.fixed("halving and doubling", halving)
+        for name, rounds in (
+            ("recursive doubling", recursive_doubling(self.network, self.demand, self.numel)),
+            (
+                "halving and doubling",
+                halving_doubling(self.network, self.demand, self.numel, self.counts),
+            ),
+        ):
+            if rounds is not None:
+                yield self.fixed(name, rounds)
 
     # ------------------------------------------------------------ kinds of candidates
 
@@ -210,9 +227,9 @@ class _Work:
         optimum = problem.optimum([], self.limit_s)
         self.bound = problem.bound
         self.bottlenecks = _bottlenecks(self.network, problem)
-        depth = 1
+        depth, useful = 1, optimum.s_per_byte + self._latency_s(optimum) / max(self.num_bytes, 1)
         while depth < optimum.depth:
-            found = problem.within(depth, ROUNDS)
+            found = problem.within(depth, ROUNDS, useful)
             if found is not None:
                 yield self.packed(found)
                 if found.s_per_byte <= problem.bound * (1 + SLACK):
@@ -225,9 +242,7 @@ class _Work:
         name = f"trees of depth {packing.depth}"
         return self.trees(name, packing.parts, packing.s_per_byte, packing.depth)
 
-    def trees(
-        self, name: str, parts: Sequence[Part], s_per_byte: float, depth: int
-    ) -> _Candidate:
+    def trees(self, name: str, parts: Sequence[Part], s_per_byte: float, depth: int) -> _Candidate:
         """Parts with trees, in chunks."""
 
         def lower(chunk: int) -> Lowered:
@@ -266,20 +281,11 @@ class _Work:
             largest=max((route.weight for route in found.routes), default=1.0),
         )
 
-    def fixed(self, name: str, rounds: Rounds | None) -> _Candidate | None:
+    def fixed(self, name: str, rounds: Rounds) -> _Candidate:
         """Rounds of messages that are as they are."""
-        if rounds is None:
-            return None
-
-        def lower(_: int) -> Lowered:
-            return Lowered(
-                program=rounds.program(self.network.num_ranks),
-                seconds=rounds.seconds(self.network, self.item_bytes),
-            )
-
         return _Candidate(
             name=name,
-            lower=lower,
+            lower=lambda _: rounds.lowered(self.network, self.item_bytes),
             s_per_byte=rounds.load_time(self.network),
             depth=len(rounds.rounds),
             per_turn=1,
@@ -314,6 +320,13 @@ class _Work:
         largest = self.num_bytes * candidate.largest
         bytes_each = max(largest / max(turns, 1.0), min(SMALLEST_CHUNK_BYTES, largest))
         return max(1, round(bytes_each / self.item_bytes))
+
+    def _latency_s(self, packing: Packing) -> float:
+        """What hops and messages of a packing cost beside bytes, at most; all that depth saves."""
+        hop = float(self.network.latency_s.max(initial=0.0)) + self.network.message_s
+        messages = 4 * len(packing.parts) * self.network.message_s
+        filling = packing.s_per_byte * self.num_bytes * 0.1
+        return 2 * packing.depth * hop + messages * self.network.num_ranks + filling
 
     def _message_s(self) -> float:
         typical = float(np.median(self.network.latency_s)) if self.network.num_edges else 0.0

@@ -91,17 +91,17 @@ class _Tester:
         _, latency = np.unique(network.latency_s, return_inverse=True)
         self.factor = (2 * latency + 1).astype(np.uint64)
         _, self.kind = np.unique(network.capacity, return_inverse=True)
-        self.of_rank: list[list[int]] = [[] for _ in range(count)]
-        for edge, (a, b) in enumerate(zip(network.source.tolist(), network.target.tolist(), strict=True)):
-            self.of_rank[a].append(edge)
-            self.of_rank[b].append(edge)
+        both = np.concatenate([network.source, network.target])
+        order = np.argsort(both, kind="stable") % max(network.num_edges, 1)
+        self.of_rank = np.split(order, np.cumsum(np.bincount(both, minlength=count))[:-1])
 
     def keeps(self, turn: Ints, moved: Sequence[int]) -> bool:
         """Whether `turn`, which moves only the ranks `moved`, leaves everything as it is."""
         if (self.colors[turn] != self.colors).any():
             return False
-        edges = np.unique(np.concatenate([np.array(self.of_rank[r], dtype=np.int64) for r in moved]))
-        if (self.network.edge[turn[self.network.source[edges]], turn[self.network.target[edges]]] < 0).any():
+        edges = np.unique(np.concatenate([self.of_rank[r] for r in moved]))
+        source, target = self.network.source[edges], self.network.target[edges]
+        if (self.network.edge[turn[source], turn[target]] < 0).any():
             return False
         before, after = self._words(edges, None), self._words(edges, turn)
         if int(before.sum()) != int(after.sum()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,10 @@ from shardwise.collectives.symmetry import Symmetry
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-DROPPED = (0.1, 0.05, 0.02, 0.01, 3e-3)  # parts of the data that a tree must carry to be kept
+DROPPED = (0.05, 0.01, 3e-3)  # parts of the data that a tree must carry to be kept
+HOPELESS = 1.5  # times what would be useful: more columns will not do
 SLACK = 1e-3  # what fewer or shallower trees may cost
-WEIGHTS = (0.0, 1e-3, 0.03, 1.0)  # how much depth counts beside prices
+WEIGHTS = (1e-3, 0.03, 1.0)  # how much depth counts beside prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +61,7 @@ class TreeProblem:
         self.network, self.demand, self.symmetry = network, demand, symmetry
         shares = demand.shares
         self.roots = [
-            root
-            for root in symmetry.representatives()
-            if shares is None or shares[root] > 0
+            root for root in symmetry.representatives() if shares is None or shares[root] > 0
         ]
         self.ways = [way for way, used in ((0, demand.inward), (1, demand.outward)) if used]
         labels, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
@@ -92,9 +92,14 @@ class TreeProblem:
         return Column(
             flow=flow,
             way=parent,
-            load=np.bincount(self.orbit, weights=load, minlength=len(self.master.capacity)),
+            load=self.by_orbit(load),
             depth=int(depths(parent).max(initial=0)),
         )
+
+    def by_orbit(self, load: Floats) -> Floats:
+        """Loads of resources, summed over each orbit."""
+        count = len(self.master.capacity)
+        return np.bincount(self.orbit, weights=load, minlength=count).astype(np.float64)
 
     def edges(self, parent: Ints, way: int) -> Ints:
         """The edges of a tree."""
@@ -145,11 +150,14 @@ class TreeProblem:
         self.columns = {column.key: column for column in found.columns}
         return self.packing(found.columns, found.answer)
 
-    def within(self, max_depth: int, rounds: int) -> Packing | None:
-        """A fast packing of trees of at most `max_depth` hops; None if a root has no such tree."""
+    def within(self, max_depth: int, rounds: int, useful: float) -> Packing | None:
+        """A fast packing of trees of at most `max_depth` hops, or None: if a root has no such tree,
+        or if it seems to take more than `useful` seconds per byte.
+        """
         for column in self.grown(self.prices, WEIGHTS, max_depth):
             self.columns.setdefault(column.key, column)
-        answer, columns = None, [c for c in self.columns.values() if c.depth <= max_depth]
+        answer: Answer | None = None
+        columns = [c for c in self.columns.values() if c.depth <= max_depth]
         if len({column.flow for column in columns}) < self.master.num_flows:
             return None
         for _ in range(rounds):
@@ -158,6 +166,8 @@ class TreeProblem:
                 break
             if before is not None and answer.time > before.time * (1 - SLACK):
                 break
+            if answer.time > useful * HOPELESS:
+                return None
             total = float(answer.prices @ self.master.capacity)
             more = self.grown(answer.prices / total, WEIGHTS, max_depth) if total > 0 else []
             new = {c.key: c for c in more if c.key not in self.columns}
@@ -166,6 +176,8 @@ class TreeProblem:
             self.columns |= new
             columns += new.values()
         assert answer is not None
+        if answer.time > useful:
+            return None
         return self.packing(columns[: len(answer.weights)], answer)
 
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
@@ -211,13 +223,11 @@ class TreeProblem:
         parts = []
         for root in self.roots:
             sides = [
-                [(c.way, w) for c, w in used if c.flow == self.flow(root, way)]
-                for way in self.ways
+                [(c.way, w) for c, w in used if c.flow == self.flow(root, way)] for way in self.ways
             ]
-            cuts = sorted(
-                {round(cut, 12) for side in sides for cut in np.cumsum([0.0, *(w for _, w in side)])}
-            )
-            for low, high in zip(cuts, cuts[1:], strict=False):
+            ends = [accumulate((weight for _, weight in side), initial=0.0) for side in sides]
+            cuts = sorted({round(end, 12) for side in ends for end in side})
+            for low, high in pairwise(cuts):
                 if high - low < 1e-9:
                     continue
                 trees = [_at(side, (low + high) / 2) for side in sides]

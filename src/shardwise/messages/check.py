@@ -21,7 +21,8 @@ Term = tuple[int, int]  # whose contributions, as bits; a number for the order o
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a right program uses: `scratch_elements` of a rank for messages that are received
-    but not yet added or passed on."""
+    but not yet added or passed on.
+    """
 
     num_messages: int
     sent_elements: tuple[int, ...]

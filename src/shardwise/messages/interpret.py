@@ -45,9 +45,7 @@ def _cut(program: MessageProgram, rank: int, array: Array) -> dict[int, Array]:
     }
 
 
-def _joined(
-    program: MessageProgram, rank: int, mine: dict[int, Array], dtype: Any
-) -> Array | None:
+def _joined(program: MessageProgram, rank: int, mine: dict[int, Array], dtype: Any) -> Array | None:
     wanted = program.ends_with(rank)
     if program.operation == "reduce" and rank != program.root:
         return None

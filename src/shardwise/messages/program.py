@@ -125,9 +125,7 @@ class MessageProgram:
                 where=f"rank {rank}, instruction {number}",
             )
         if step.peer == rank:
-            raise ProgramError(
-                f"{step}: to itself", where=f"rank {rank}, instruction {number}"
-            )
+            raise ProgramError(f"{step}: to itself", where=f"rank {rank}, instruction {number}")
 
     # ------------------------------------------------------------ what follows
 
