@@ -39,13 +39,18 @@ PROGRAMS = [
 def check_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.syspath_prepend(str(folder))
-    for module in ("model", "train"):  # files that pages write
-        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "100")
     (folder / "examples").symlink_to(ROOT / "examples")
     text = PAGES[page]
-    assert without_errors(run_page(text, slow=slow)) == without_errors(text), (
+    known = set(sys.modules)
+    try:
+        printed = run_page(text, slow=slow)
+    finally:
+        for name in set(sys.modules) - known:
+            if str(folder) in (getattr(sys.modules[name], "__file__", None) or ""):
+                del sys.modules[name]  # a file that the page wrote
+    assert without_errors(printed) == without_errors(text), (
         f"python -m tests.support.pages {page} writes what is printed now"
     )
 
