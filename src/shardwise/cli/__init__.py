@@ -20,6 +20,7 @@ import typer
 
 from shardwise.cli.advise import advise
 from shardwise.cli.checkpoint import app as checkpoint_app
+from shardwise.cli.collective import app as collective_app
 from shardwise.cli.export import export
 from shardwise.cli.figures import NARROWEST, terminal_width
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
@@ -175,6 +176,7 @@ app.command()(profile)
 app.command()(predict)
 app.command()(train)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(collective_app, name="collective")
 app.command()(export)
 app.command(context_settings=LAUNCH_CONTEXT)(launch)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,30 @@ class Solution:
     def proved(self) -> bool:
         """Whether no trees could use the network better."""
         return self.gap <= PROVED
+
+    def to_json(self) -> dict[str, Any]:
+        """Its times for machines, and the program."""
+        return {
+            "name": self.name,
+            "num_bytes": self.num_bytes,
+            "item_bytes": self.item_bytes,
+            "predicted_s": self.predicted_s,
+            "bandwidth_s": self.bandwidth_s,
+            "lp_bound_s": self.lp_bound_s,
+            "cut_bound_s": self.cut_bound_s,
+            "gap": self.gap,
+            "proved": self.proved,
+            "bottlenecks": list(self.bottlenecks),
+            "depth": self.depth,
+            "symmetry": self.symmetry,
+            "others": dict(self.others),
+            "program": self.program.to_json(),
+        }
+
+    def __str__(self) -> str:
+        from shardwise.collectives.text import solution_text
+
+        return solution_text(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +221,13 @@ class _Work:
         return lowered
 
     def candidates(self) -> Iterator[_Candidate]:
-        if self.network.num_ranks == 1:
-            yield self.trees("none", (), 0.0, 0)
-            return
         if self.demand.operation == "all_to_all":
             yield self.routes()
+            return
+        if self.network.num_ranks == 1:
+            alone = np.array([-1])
+            part = Part(weight=1.0, root=0, inward=alone, outward=alone)
+            yield self.trees("nothing to send", (part,), 0.0, 0)
             return
         yield from self.solved()
         for name, parts in (
@@ -263,8 +290,10 @@ class _Work:
 
     def routes(self) -> _Candidate:
         """Routes of an all-to-all."""
-        problem = RouteProblem(self.network, self.demand, self.symmetry)
-        found: Routing = problem.solve(self.limit_s)
+        found = Routing(routes=(), s_per_byte=0.0, bound=0.0)
+        if self.network.num_ranks > 1:
+            problem = RouteProblem(self.network, self.demand, self.symmetry)
+            found = problem.solve(self.limit_s)
         self.bound = found.bound
 
         def lower(chunk: int) -> Lowered:

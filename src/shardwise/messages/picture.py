@@ -65,6 +65,10 @@ def trees_text(program: MessageProgram, most: int = 16) -> str:
             ("sums, towards", [(b, a) for a, b in travel.sums], "<-"),
             ("copies, from", list(travel.copies), "->"),
         ):
+            if edges and not _roots(edges):
+                pairs = sorted({(min(edge), max(edge)) for edge in edges})
+                told = ", ".join(f"{a} and {b}" for a, b in pairs)
+                lines.append(f"  {what.partition(',')[0]}, exchanged between {told}")
             for root in _roots(edges):
                 lines.append(f"  {what} rank {root}")
                 lines += [f"    {line}" for line in _branches(root, edges, towards, "", set())]
@@ -74,10 +78,8 @@ def trees_text(program: MessageProgram, most: int = 16) -> str:
 
 
 def _roots(edges: list[Edge]) -> list[int]:
-    """Ranks above all others; where ranks exchange, as in recursive doubling, the first."""
-    below = {b for _, b in edges}
-    top = sorted({a for a, _ in edges} - below)
-    return top or sorted({a for a, _ in edges})[:1]
+    """Ranks above all others; none where ranks exchange, as in recursive doubling."""
+    return sorted({a for a, _ in edges} - {b for _, b in edges})
 
 
 def _branches(

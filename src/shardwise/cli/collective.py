@@ -1,0 +1,178 @@
+"""`shardwise collective`: an operation solved into messages for the links of a cluster.
+
+Enters: a cluster file or known machines, an operation and a size; or a program's file. Leaves:
+times and bounds, the program as a file, its lists and trees as text, a picture.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.clusters import cluster_of
+from shardwise.cli.target import AsJson
+from shardwise.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise.collectives import Solution
+    from shardwise.messages import MessageProgram
+
+app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1}
+MOST_CHUNKS = 40  # that `show` lists unless a rank is asked for
+
+Machines = Annotated[
+    str,
+    typer.Argument(
+        metavar="CLUSTER", help="A file such as cluster.yaml, or h100:8x8.", show_default=False
+    ),
+]
+Operation = Annotated[
+    str,
+    typer.Option("--op", help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, …"),
+]
+Bytes = Annotated[str, typer.Option("--bytes", help="The size of the data: 64MB, 16MiB, 4096.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="The type of an element.")]
+Root = Annotated[int | None, typer.Option("--root", help="Of a broadcast or reduce.")]
+Ranks = Annotated[str, typer.Option("--ranks", help="Some of the cluster's: 0-3,8. All if empty.")]
+
+
+@app.command()
+def solve(
+    machines: Machines,
+    operation: Operation = "all_reduce",
+    num_bytes: Bytes = "64MB",
+    dtype: Dtype = "float32",
+    root: Root = None,
+    ranks: Ranks = "",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the program here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest program, and say what it takes and what no program can be faster than."""
+    solution = _solved(machines, operation, num_bytes, dtype, root, ranks)
+    if out is not None:
+        solution.program.save(out)
+    if as_json:
+        typer.echo(json.dumps(solution.to_json(), indent=2))
+        return
+    typer.echo(str(solution))
+    if out is not None:
+        typer.echo(f"{out}: shardwise collective show {out}")
+
+
+@app.command()
+def show(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROGRAM.json|CLUSTER",
+            help="What `solve -o` wrote, or machines to solve for.",
+            show_default=False,
+        ),
+    ],
+    operation: Operation = "all_reduce",
+    num_bytes: Bytes = "64MB",
+    dtype: Dtype = "float32",
+    root: Root = None,
+    ranks: Ranks = "",
+    rank: Annotated[int | None, typer.Option("--rank", help="The list of one rank.")] = None,
+    picture: Annotated[Path | None, typer.Option("--svg", help="Draw the trees here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a program: the trees of its data, and what each rank sends, receives and adds."""
+    from shardwise.messages import svg
+
+    program = _read(source)
+    if program is None:
+        program = _solved(source, operation, num_bytes, dtype, root, ranks).program
+    if rank is not None and not 0 <= rank < program.num_ranks:
+        raise typer.BadParameter(f"--rank {rank}: the program has {program.num_ranks} ranks")
+    if picture is not None:
+        picture.write_text(svg(program), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(program.to_json(), indent=2))
+        return
+    typer.echo("\n".join(_shown(program, rank)))
+    if picture is not None:
+        typer.echo(f"{picture}")
+
+
+def _shown(program: MessageProgram, rank: int | None) -> Iterable[str]:
+    from shardwise.messages import check, trees_text
+
+    facts = check(program)
+    if rank is not None or len(program.chunks) <= MOST_CHUNKS:
+        yield from program.lines(None if rank is None else [rank])
+    else:
+        yield program.lines([])[0]
+        yield "--rank 0 lists the chunks and what rank 0 does"
+    yield ""
+    yield trees_text(program)
+    yield ""
+    yield (
+        f"checked: every rank ends with what it must; at most {program.window} messages under way "
+        f"on an edge, {facts.scratch_elements} elements of scratch on a rank"
+    )
+
+
+def _read(source: str) -> MessageProgram | None:
+    """The program of a file; None if it is something else, as a cluster in JSON."""
+    from shardwise.messages import MessageProgram
+
+    if Path(source).suffix != ".json":
+        return None
+    try:
+        data = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return MessageProgram.load(source)  # says what is wrong
+    return MessageProgram.from_json(data, source) if "operation" in data else None
+
+
+def _solved(
+    machines: str, operation: str, size: str, dtype: str, root: int | None, ranks: str
+) -> Solution:
+    from shardwise.collectives import Network, solve
+
+    if dtype not in ITEM_BYTES:
+        raise typer.BadParameter(f"--dtype {dtype!r}{did_you_mean(dtype, ITEM_BYTES)}")
+    num_bytes, item = bytes_of(size), ITEM_BYTES[dtype]
+    if num_bytes % item:
+        raise typer.BadParameter(f"--bytes {size}: {num_bytes} bytes are no whole {dtype}s")
+    network = Network.of_cluster(cluster_of(machines), ranks_of(ranks) or None)
+    return solve(network, operation, num_bytes // item, item_bytes=item, root=root)
+
+
+def bytes_of(text: str) -> int:
+    """A size with its unit.
+
+    >>> bytes_of("64MB"), bytes_of("1.5 KiB"), bytes_of("12")
+    (64000000, 1536, 12)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in UNITS:
+        raise typer.BadParameter(f"--bytes {text!r} is no size, as 64MB, 16MiB or 4096")
+    return round(float(found[1]) * UNITS[found[2].upper()])
+
+
+def ranks_of(text: str) -> list[int]:
+    """Ranks and ranges of them.
+
+    >>> ranks_of("0-3,8")
+    [0, 1, 2, 3, 8]
+    """
+    found: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        low, dash, high = part.partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()):
+            raise typer.BadParameter(f"--ranks {text!r} is no list of ranks, as 0-3,8")
+        found += range(int(low), int(high or low) + 1)
+    return found

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardwise.collectives import OPERATIONS, Network, Send, Solution, solve
+from shardwise.collectives.demand import demand_of
+from shardwise.collectives.known import ring
+from shardwise.collectives.trees import load_time
+from shardwise.errors import ClusterError
+from shardwise.messages import MessageProgram, check, interpret
+
+DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
+rates = st.sampled_from([1.0, 1.0, 2.0, 2.5, 7.0, 40.0]).map(lambda x: x * 1e8)
+latencies = st.sampled_from([0.0, 1e-6, 5e-5])
+
+
+@st.composite
+def networks(draw: st.DrawFn, most: int = 9) -> Network:
+    """Cards behind a trunk or a bus, direct links, some missing: anything that connects all."""
+    count = draw(st.integers(2, most))
+    kind = draw(st.sampled_from(["cards", "links", "trunk", "bus", "some links"]))
+    names = [str(i) for i in range(count)]
+    pairs = list(itertools.permutations(range(count), 2))
+    if kind == "some links":
+        ring_links = {(i, (i + 1) % count) for i in range(count)}
+        more = draw(st.lists(st.sampled_from(pairs), max_size=2 * count))
+        pairs = sorted(ring_links | set(more))
+    capacities: dict[str, float] = {}
+    sends = {}
+    cards = [draw(rates) for _ in names]
+    side = [draw(st.booleans()) for _ in names]
+    for a, b in pairs:
+        used = []
+        if kind in ("links", "some links"):
+            used = [f"link {a} {b}"]
+            capacities[used[0]] = draw(rates)
+        else:
+            used = [f"out {a}", f"in {b}"]
+            capacities |= {used[0]: cards[a], used[1]: cards[b]}
+        if kind == "trunk" and side[a] != side[b]:
+            used.append(f"trunk {side[a]}")
+            capacities[used[-1]] = 2e8
+        if kind == "bus":
+            used.append("bus")
+            capacities["bus"] = 3e8
+        sends[names[a], names[b]] = Send(resources=tuple(used), latency_s=draw(latencies))
+    return Network.of(names, capacities, sends, message_s=draw(latencies))
+
+
+def true_result(program: MessageProgram, inputs: list[np.ndarray], rank: int) -> np.ndarray | None:
+    operation = program.operation
+    if operation in ("all_reduce", "reduce", "reduce_scatter"):
+        total = sum(x.astype(np.float64) for x in inputs)
+        if operation == "reduce_scatter":
+            first = program.offsets[rank]
+            return total[first : first + program.counts[rank]]
+        return total if operation == "all_reduce" or rank == program.root else None
+    if operation == "all_gather":
+        return np.concatenate(inputs)
+    if operation == "broadcast":
+        return inputs[program.root]
+    first, count = program.offsets[rank], program.counts[rank]
+    return np.concatenate([x[first : first + count] for x in inputs])
+
+
+def same(solution: Solution, dtype: str, seed: int) -> None:
+    program = solution.program
+    random = np.random.default_rng(seed)
+    sizes = program.counts if program.operation == "all_gather" else ()
+    # Small whole numbers: every sum is exact in every dtype.
+    inputs = [
+        random.integers(0, 5, size=sizes[r] if sizes else program.numel).astype(dtype)
+        for r in range(program.num_ranks)
+    ]
+    facts = check(program)
+    results = interpret(program, inputs)
+    for rank, result in enumerate(results):
+        wanted = true_result(program, inputs, rank)
+        if wanted is None:
+            assert result is None
+        else:
+            assert result is not None
+            np.testing.assert_array_equal(result, wanted.astype(dtype))
+    assert facts.scratch_elements <= program.numel * program.num_ranks * program.window
+    assert MessageProgram.from_json(program.to_json()) == program
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    network=networks(),
+    operation=st.sampled_from(OPERATIONS),
+    numel=st.sampled_from([0, 1, 2, 3, 7, 64, 1001, 40_003, 1_000_003]),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_programs_do_what_their_operation_says(network, operation, numel, dtype, data):
+    count = network.num_ranks
+    root = data.draw(st.integers(0, count - 1)) if operation in ("broadcast", "reduce") else None
+    counts = None
+    if operation in ("reduce_scatter", "all_gather", "all_to_all") and data.draw(st.booleans()):
+        counts = data.draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))
+        numel = sum(counts)
+    item = np.dtype(dtype).itemsize
+    solution = solve(network, operation, numel, item_bytes=item, root=root, counts=counts)
+    same(solution, dtype, data.draw(st.integers(0, 99)))
+    assert solution.cut_bound_s <= solution.lp_bound_s * (1 + 1e-6) + 1e-15
+    assert solution.lp_bound_s <= solution.bandwidth_s * (1 + 1e-6) + 1e-15
+    assert solution.bandwidth_s <= solution.predicted_s * (1 + 1e-6) + 1e-15
+    assert solution.proved or "not proved" in str(solution)
+
+
+@settings(max_examples=15, deadline=None)
+@given(network=networks(most=6), operation=st.sampled_from(["all_reduce", "all_gather"]))
+def test_no_ring_is_faster(network, operation):
+    demand = demand_of(network, operation)
+    found = solve(network, operation, 4_000_000)
+    for order in itertools.permutations(range(1, network.num_ranks)):
+        parts = ring(network, demand, (0, *order))
+        if parts is not None:
+            time = load_time(network, parts) * found.num_bytes
+            assert found.lp_bound_s <= time * (1 + 1e-6)
+            # The ring's bytes alone; its latencies would come on top of it.
+            assert found.bandwidth_s <= time * (1 + 2e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(network=networks(most=5), operation=st.sampled_from(OPERATIONS[:-1]))
+def test_cuts_of_all_sets_meet_the_linear_program(network, operation):
+    found = solve(network, operation, 1_000_000)
+    assert found.cut_bound_s == pytest.approx(found.lp_bound_s, rel=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(network=networks(most=6), data=st.data())
+def test_ranks_that_cannot_be_reached_are_named(network, data):
+    lost = data.draw(st.integers(0, network.num_ranks - 1))
+    kept = [
+        (network.names[a], network.names[b])
+        for a, b in zip(network.source.tolist(), network.target.tolist(), strict=True)
+        if b != lost
+    ]
+    assume(kept)
+    broken = Network.of(
+        list(network.names), {"wire": 1e9}, {pair: Send(resources=("wire",)) for pair in kept}
+    )
+    with pytest.raises(ClusterError, match=f"rank {lost} cannot be reached from rank"):
+        solve(broken, "all_reduce", 100)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from shardwise import cli
+from shardwise.cli.collective import bytes_of, ranks_of
+
+CLUSTER = """
+version: 2
+name: slow
+devices: {cpu: {preset: cpu}}
+nodes:
+  - {name: "fast[0-2]", devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 0.8}}
+  - {name: slow, devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 0.2}}
+network: {latency_us: 50}
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["collective", *arguments])
+    out, err = capsys.readouterr()
+    code = exit_.value.code
+    assert isinstance(code, int)
+    return code, out, err
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER)
+    return str(path)
+
+
+def test_solve_says_time_and_bounds_and_writes_the_program(capsys, cluster, tmp_path):
+    file = str(tmp_path / "p.json")
+    code, out, _ = run(capsys, "solve", cluster, "--op", "all_reduce", "--bytes", "4MB", "-o", file)
+    assert code == 0
+    assert "cuts' bound    160.000 ms" in out
+    assert "proved: no algorithm" in out
+    assert "limited by nic slow.0" in out
+    code, out, _ = run(capsys, "show", file, "--svg", str(tmp_path / "p.svg"))
+    assert code == 0
+    assert "sums, towards rank" in out
+    assert "checked: every rank ends with what it must" in out
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    code, out, _ = run(capsys, "show", file, "--rank", "3")
+    assert code == 0
+    assert "rank 3:\n  send" in out
+
+
+def test_solve_in_json(capsys, cluster):
+    code, out, _ = run(capsys, "solve", cluster, "--op", "all_gather", "--bytes", "400", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["program"]["counts"] == [25, 25, 25, 25]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "all_reduc"], "did you mean 'all_reduce'"),
+        (["--bytes", "64 parsec"], "is no size"),
+        (["--bytes", "7"], "no whole float32s"),
+        (["--dtype", "float23"], "--dtype 'float23'"),
+        (["--ranks", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
+        (["--ranks", "a"], "no list of ranks"),
+        (["--op", "reduce", "--root", "9"], "root 9 is outside"),
+    ],
+)
+def test_mistakes_are_named(capsys, cluster, arguments, message):
+    try:
+        code, _, err = run(capsys, "solve", cluster, *arguments)
+    except typer.BadParameter as error:
+        code, err = 2, str(error)
+    assert code in (1, 2)
+    assert message.replace(" ", "") in err.replace("\n", "").replace("│", "").replace(" ", "")
+
+
+def test_sizes_and_ranks():
+    assert bytes_of("64MB") == 64_000_000
+    assert bytes_of("16 MiB") == 2**24
+    assert ranks_of("0-2,5") == [0, 1, 2, 5]

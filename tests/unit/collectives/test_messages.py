@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.collectives import Network, solve
+from shardwise.errors import ProgramError
+from shardwise.messages import (
+    Chunk,
+    Instruction,
+    MessageProgram,
+    check,
+    interpret,
+    svg,
+    trees_text,
+)
+
+
+def program(*lists: str, window: int = 1, chunks: int = 1) -> MessageProgram:
+    """An all-reduce of 4 elements from lists such as "send 0 -> 1; reduce 0 <- 1"."""
+    size = 4 // chunks
+    return MessageProgram(
+        operation="all_reduce",
+        num_ranks=len(lists),
+        numel=4,
+        chunks=tuple(Chunk(i * size, (i + 1) * size) for i in range(chunks)),
+        instructions=tuple(
+            tuple(Instruction.parse(step, "test") for step in text.split(";") if step.strip())
+            for text in lists
+        ),
+        window=window,
+    )
+
+
+def test_a_right_program():
+    facts = check(program("send 0 -> 1; receive 0 <- 1", "reduce 0 <- 0; send 0 -> 0"))
+    assert (facts.num_messages, facts.largest_message, facts.scratch_elements) == (2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (["", ""], "rank 0's chunk 0 lacks the part of rank 1"),
+        (["send 0 -> 1", "reduce 0 <- 0"], "rank 0's chunk 0 lacks the part of rank 1"),
+        (["send 0 -> 1", ""], "never received by rank 1"),
+        (["receive 0 <- 1", "receive 0 <- 0"], "2 ranks wait for each other"),
+        (
+            ["send 0 -> 1; send 0 -> 1", "reduce 0 <- 0; reduce 0 <- 0"],
+            "part of rank 0 is added twice",
+        ),
+        (["send 0 -> 1; reduce 0 <- 1", "reduce 0 <- 0; send 0 -> 0"], "part of rank 0 is added"),
+    ],
+)
+def test_wrong_programs(lists, message):
+    with pytest.raises(ProgramError, match=message):
+        check(program(*lists))
+
+
+def test_the_window_decides_whether_ranks_block():
+    lists = (
+        "send 0 -> 1; send 1 -> 1; receive 0 <- 1; receive 1 <- 1",
+        "reduce 1 <- 0; send 1 -> 0; reduce 0 <- 0; send 0 -> 0",
+    )
+    with pytest.raises(ProgramError, match="rank 0 sends send 0"):  # messages keep their order
+        check(program(*lists, chunks=2))
+    both = (
+        "send 0 -> 1; send 1 -> 1; receive 0 <- 1; receive 1 <- 1",
+        "send 0 -> 0; reduce 0 <- 0; reduce 1 <- 0; send 1 -> 0",
+    )
+    with pytest.raises(ProgramError, match="lacks"):
+        check(program(*both, chunks=2))
+    crossed = (
+        "send 0 -> 1; send 1 -> 1; reduce 0 <- 1; reduce 1 <- 1",
+        "send 0 -> 0; send 1 -> 0; reduce 0 <- 0; reduce 1 <- 0",
+    )
+    check(program(*crossed, chunks=2, window=2))
+    with pytest.raises(ProgramError, match="window of more than 1"):
+        check(program(*crossed, chunks=2, window=1))
+
+
+def test_sums_in_different_orders_are_refused():
+    # Everyone sends to everyone: rank 0 adds 1 then 2, rank 2 adds 0 then 1.
+    lists = [
+        "send 0 -> 1; send 0 -> 2; reduce 0 <- 1; reduce 0 <- 2",
+        "send 0 -> 0; send 0 -> 2; reduce 0 <- 0; reduce 0 <- 2",
+        "send 0 -> 0; send 0 -> 1; reduce 0 <- 0; reduce 0 <- 1",
+    ]
+    with pytest.raises(ProgramError, match="different orders on ranks 0 and 2"):
+        check(program(*lists))
+
+
+def test_chunks_must_cover_the_data_once():
+    right = program("send 0:2 -> 1; receive 0:2 <- 1", "reduce 0:2 <- 0; send 0:2 -> 0", chunks=2)
+    check(right)
+    with pytest.raises(ProgramError, match="chunks cover 3 of 4"):
+        check(replace(right, chunks=(Chunk(0, 2), Chunk(2, 3))))
+    with pytest.raises(ProgramError, match="chunks meet 2 with 1"):
+        check(replace(right, chunks=(Chunk(0, 2), Chunk(1, 4))))
+
+
+def test_a_damaged_program_is_found_wherever_it_is():
+    solved = solve(Network.of_cards([1e9, 2e9, 3e9, 1e9, 5e8]), "all_reduce", 1003).program
+    check(solved)
+    for rank, mine in enumerate(solved.instructions):
+        for number in range(len(mine)):
+            lists = list(solved.instructions)
+            lists[rank] = mine[:number] + mine[number + 1 :]
+            with pytest.raises(ProgramError):
+                check(replace(solved, instructions=tuple(lists)))
+
+
+def test_results_are_bit_equal_on_all_ranks():
+    random = np.random.default_rng(0)
+    for cards in ([1e9] * 7, [1e9, 3e8, 5e8, 5e8, 2e9, 1e8]):
+        for numel in (5, 100_003):
+            network = Network.of_cards(cards, latency_s=1e-5)
+            solved = solve(network, "all_reduce", numel).program
+            inputs = [random.standard_normal(numel).astype(np.float32) for _ in cards]
+            results = interpret(solved, inputs)
+            for result in results[1:]:
+                assert result is not None
+                assert results[0] is not None
+                assert result.tobytes() == results[0].tobytes()
+
+
+def test_files_and_text(tmp_path: Path):
+    solved = solve(Network.of_cards([1e9] * 3), "all_to_all", 10).program
+    solved.save(tmp_path / "p.json")
+    assert MessageProgram.load(tmp_path / "p.json") == solved
+    assert "chunk 1: elements" in str(solved)
+    assert str(Instruction("reduce", 3, 4, 6)) == "reduce 4:6 <- 3"
+    data = json.loads((tmp_path / "p.json").read_text())
+    data["ranks"][0][0] = "send x -> 1"
+    with pytest.raises(ProgramError, match="'send x -> 1' is no instruction"):
+        MessageProgram.from_json(data)
+    del data["ranks"]
+    with pytest.raises(ProgramError, match="'ranks' is missing"):
+        MessageProgram.from_json(data)
+    with pytest.raises(ProgramError, match="no program of version 1"):
+        MessageProgram.from_json({"version": 9})
+    with pytest.raises(ProgramError, match="cannot read"):
+        MessageProgram.load(tmp_path / "none.json")
+
+
+def test_pictures_show_the_trees():
+    network = Network.of_cards([8e8, 8e8, 8e8, 2e8])
+    solved = solve(network, "all_reduce", 1_000_000).program
+    text = trees_text(solved)
+    assert "sums, towards rank" in text
+    assert "└<- 3" in text  # the slow one is a leaf
+    drawing = svg(solved)
+    assert drawing.startswith("<svg")
+    assert drawing.count("<line") >= 6
+    small = solve(network, "all_reduce", 1).program
+    assert trees_text(small)

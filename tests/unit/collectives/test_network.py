@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.collectives import Network, Send, solve
+from shardwise.collectives.symmetry import find_symmetry
+from shardwise.errors import ClusterError
+
+TWO = {("a", "b"): Send(resources=("wire",)), ("b", "a"): Send(resources=("wire",))}
+
+
+def test_a_cluster_gives_the_resources_of_each_path():
+    cluster = Cluster.preset("h100", nodes=2)
+    network = Network.of_cluster(cluster)
+    for a, b in ((0, 1), (0, 9), (12, 3)):
+        edge = int(network.edge[a, b])
+        used = [network.resources[r] for r in network.uses[edge] if r >= 0]
+        assert sorted(used) == sorted(cluster.path(a, b).resources)
+        assert network.latency_s[edge] == cluster.path(a, b).latency_s
+        for name in used:
+            at = network.resources.index(name)
+            assert network.capacity[at] == cluster.capacities[name]
+
+
+def test_some_ranks_of_a_cluster():
+    network = Network.of_cluster(Cluster.preset("h100", nodes=2), [1, 9, 3])
+    assert network.names == ("1", "9", "3")
+    assert network.num_edges == 6
+    assert network.groups == ((0, 2), (1,))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "fast", True])
+def test_bandwidths_are_above_zero(value):
+    with pytest.raises(ClusterError, match=r"capacity of 'wire' is .*above 0"):
+        Network.of(["a", "b"], {"wire": value}, TWO)
+
+
+def test_unknown_ranks_and_resources_are_named():
+    with pytest.raises(ClusterError, match="no rank 'c'"):
+        Network.of(["a", "b"], {"wire": 1.0}, {("a", "c"): Send(resources=())})
+    with pytest.raises(ClusterError, match="no resource 'wier'; did you mean 'wire'"):
+        Network.of(["a", "b"], {"wire": 1.0}, {("a", "b"): Send(resources=("wier",))})
+    with pytest.raises(ClusterError, match="rank 7 is outside a cluster of 4"):
+        Network.of_cluster(Cluster.local(4), [0, 7])
+    with pytest.raises(ClusterError, match="two ranks are named 'a'"):
+        Network.of(["a", "a"], {}, {})
+    with pytest.raises(ClusterError, match="latency is -1"):
+        Network.of(["a", "b"], {}, {("a", "b"): Send(resources=(), latency_s=-1)})
+
+
+def test_a_rank_that_cannot_be_reached_is_an_error_only_where_it_matters():
+    one_way = Network.of_links({(0, 1): 1e9, (1, 2): 1e9})
+    assert solve(one_way, "broadcast", 10, root=0).program.num_messages
+    with pytest.raises(ClusterError, match="rank 0 cannot be reached from rank 1"):
+        solve(one_way, "broadcast", 10, root=1)
+    with pytest.raises(ClusterError, match="rank 0 cannot be reached from rank"):
+        solve(one_way, "all_reduce", 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"operation": "all_reduec"}, "did you mean 'all_reduce'"),
+        ({"operation": "all_reduce", "root": 1}, "has no root"),
+        ({"operation": "reduce", "root": 4}, "root 4 is outside a network of 4"),
+        ({"operation": "all_gather", "counts": [1, 2]}, "add up to 3, not 10"),
+        ({"operation": "all_gather", "counts": [1, 9]}, "2 shares for 4 ranks"),
+        ({"operation": "all_reduce", "counts": [1, 2, 3, 4]}, "has no shares"),
+    ],
+)
+def test_what_cannot_be_asked_for(arguments, message):
+    operation = arguments.pop("operation")
+    with pytest.raises(ClusterError, match=message):
+        solve(Network.of_cards([1e9] * 4), operation, 10, **arguments)
+
+
+def test_symmetry_finds_devices_and_nodes():
+    symmetry = find_symmetry(Network.of_cluster(Cluster.preset("h100", nodes=4)))
+    assert symmetry.order == 32
+    assert symmetry.representatives() == [0]
+
+
+def test_symmetry_keeps_the_root_and_slow_ranks_apart():
+    network = Network.of_cards([8.0, 8.0, 8.0, 2.0])
+    assert find_symmetry(network).order == 3
+    rooted = find_symmetry(network, [1, 0, 0, 0])
+    assert rooted.order == 2
+    assert rooted.representatives() == [0, 1, 3]
+
+
+def test_symmetry_of_a_ring_is_its_rotation():
+    network = Network.of_links({(i, (i + 1) % 5): 1.0 for i in range(5)})
+    assert find_symmetry(network).order == 5
+
+
+def test_every_element_of_the_group_keeps_the_network():
+    network = Network.of_cluster(Cluster.preset("a100-80", nodes=3, devices_per_node=4))
+    symmetry = find_symmetry(network)
+    for turn in symmetry.elements:
+        moved = network.edge[turn[network.source], turn[network.target]]
+        assert (network.latency_s[moved] == network.latency_s).all()
+        np.testing.assert_array_equal(network.bandwidth[moved], network.bandwidth)
+    sizes = np.bincount(symmetry.resource_orbit)
+    assert set(sizes[sizes > 0]) <= {1, 3, 4, 12}

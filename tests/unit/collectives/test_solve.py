@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import time
+
+import networkx
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.collectives import Network, Send, solve
+from shardwise.collectives.arborescence import cheapest, depths, shallow
+from shardwise.collectives.demand import demand_of
+from shardwise.collectives.known import ring
+from shardwise.collectives.trees import load_time
+from shardwise.messages import check
+
+MBIT = 125e3
+MB_64 = 16_000_000  # elements of 4 bytes
+
+
+def library_s(network: Network) -> float:
+    """The ring in rank order, which gloo uses."""
+    parts = ring(network, demand_of(network, "all_reduce"), range(network.num_ranks))
+    assert parts is not None
+    return load_time(network, parts) * MB_64 * 4
+
+
+def switched(trunk: float, order: str, cards: float) -> Network:
+    """Hosts on two sides, `order` as "abab", with a trunk between them."""
+    names = [str(i) for i in range(len(order))]
+    capacities = {"there": trunk, "back": trunk}
+    sends = {}
+    for a in names:
+        capacities |= {f"out {a}": cards, f"in {a}": cards}
+    for a in names:
+        for b in names:
+            if a == b:
+                continue
+            used = [f"out {a}", f"in {b}"]
+            if order[int(a)] != order[int(b)]:
+                used.append("there" if order[int(a)] == "a" else "back")
+            sends[a, b] = Send(resources=tuple(used), latency_s=5e-5)
+    return Network.of(names, capacities, sends, message_s=2e-5)
+
+
+# ------------------------------------------------------------ what the solver gains
+
+
+def test_one_slow_host_is_a_leaf_of_every_tree():
+    network = Network.of_cards([800 * MBIT] * 3 + [200 * MBIT], latency_s=5e-5, message_s=2e-5)
+    found = solve(network, "all_reduce", MB_64)
+    assert found.cut_bound_s == pytest.approx(64e6 / (200 * MBIT))
+    assert found.proved
+    assert library_s(network) / found.predicted_s > 1.45
+    assert found.predicted_s < 1.06 * found.cut_bound_s
+    halves = [solve(network, op, MB_64).lp_bound_s for op in ("reduce_scatter", "all_gather")]
+    assert sum(halves) == pytest.approx(1.5 * found.lp_bound_s)
+
+
+def test_a_shared_trunk_is_crossed_once():
+    network = switched(200 * MBIT, "abab", 800 * MBIT)
+    found = solve(network, "all_reduce", MB_64)
+    assert library_s(network) / found.predicted_s > 2.8
+    assert found.predicted_s < 1.06 * found.cut_bound_s
+    assert found.bottlenecks[0].startswith(("there", "back"))
+
+
+def test_cards_of_each_rank_are_used_at_once():
+    text = """
+    version: 2
+    name: pairs
+    devices: {cpu: {preset: cpu}}
+    nodes:
+      - name: host[0-1]
+        devices: {cpu: 2}
+        link: {bandwidth_gb_per_s: 4, latency_us: 20}
+        nic: {count: 2, bandwidth_gbit_per_s: 0.2}
+    network: {latency_us: 50}
+    """
+    network = Network.of_cluster(Cluster.from_yaml(text), [0, 2, 1, 3])
+    found = solve(network, "all_reduce", MB_64)
+    assert library_s(network) / found.predicted_s > 2.7
+    assert found.predicted_s < 1.06 * found.cut_bound_s
+
+
+def test_direct_links_of_random_speeds():
+    random = np.random.default_rng(3)
+    links = {(a, b): float(random.uniform(20, 1000)) * MBIT for a in range(4) for b in range(4)}
+    network = Network.of_links({k: v for k, v in links.items() if k[0] != k[1]}, latency_s=5e-5)
+    found = solve(network, "all_reduce", MB_64)
+    assert found.proved
+    assert found.predicted_s < 1.06 * found.cut_bound_s
+    assert library_s(network) / found.predicted_s > 2
+
+
+def test_equal_hosts_gain_nothing():
+    network = Network.of_cards([800 * MBIT] * 4, latency_s=5e-5)
+    found = solve(network, "all_reduce", MB_64)
+    assert found.bandwidth_s == pytest.approx(library_s(network))
+
+
+def test_a_bus_counts_both_ways():
+    names = ["0", "1", "2"]
+    sends = {(a, b): Send(resources=("bus",)) for a in names for b in names if a != b}
+    found = solve(Network.of(names, {"bus": 1e9}, sends), "all_reduce", 1_000_000)
+    assert found.bandwidth_s == pytest.approx(4 * 4e6 / 1e9)  # 2 sums and 2 copies cross it
+    assert found.proved
+
+
+def test_all_to_all_goes_around_a_slow_link():
+    fast = {(a, b): 1e9 for a in range(3) for b in range(3) if a != b}
+    found = solve(Network.of_links(fast | {(0, 1): 1e7}), "all_to_all", 3_000_000)
+    assert found.proved
+    assert found.depth == 2
+    assert found.bandwidth_s < 0.01  # 4 MB on the slow link would take 0.4 s
+    check(found.program)
+
+
+# ------------------------------------------------------------ sizes
+
+
+def test_small_messages_take_few_steps():
+    network = Network.of_cards([1e9] * 8, latency_s=2e-5, message_s=5e-6)
+    small = solve(network, "all_reduce", 16)
+    large = solve(network, "all_reduce", MB_64)
+    assert small.name == "recursive doubling"
+    assert large.bandwidth_s < 1.001 * large.cut_bound_s
+    assert small.predicted_s < 4 * (2e-5 + 2 * 5e-6)
+    assert check(large.program).largest_message < MB_64
+
+
+def test_an_unlimited_network_is_all_latency():
+    names = ["0", "1", "2"]
+    sends = {(a, b): Send(resources=(), latency_s=1e-5) for a in names for b in names if a != b}
+    found = solve(Network.of(names, {}, sends), "all_reduce", 1000)
+    assert found.lp_bound_s == 0
+    assert found.predicted_s > 0
+    assert "latencies alone" in str(found)
+
+
+def test_one_rank_has_nothing_to_do():
+    network = Network.of(["0"], {}, {})
+    for operation in ("all_reduce", "all_to_all", "broadcast", "all_gather"):
+        assert solve(network, operation, 10).program.num_messages == 0
+
+
+def test_the_same_network_gives_the_same_program():
+    network = Network.of_cards([3e8, 5e8, 2e8, 9e8, 4e8], latency_s=1e-5)
+    first, second = (solve(network, "all_reduce", 123_457) for _ in range(2))
+    assert first == second
+
+
+def test_the_text_says_what_is_proved():
+    found = solve(Network.of_cards([1e9] * 3), "all_reduce", 999_999)
+    assert "proved: no algorithm uses the network better" in str(found)
+    assert found.to_json()["proved"] is True
+
+
+# ------------------------------------------------------------ trees
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cheapest_trees_are_those_of_networkx(seed):
+    random = np.random.default_rng(seed)
+    count = int(random.integers(2, 10))
+    cost = random.integers(1, 9, size=(count, count)).astype(float)
+    if seed % 2:
+        cost = random.uniform(0, 1, size=(count, count))
+    graph = networkx.DiGraph()
+    for a in range(count):
+        for b in range(1, count):
+            if a != b:
+                graph.add_edge(a, b, weight=cost[a, b])
+    best = networkx.minimum_spanning_arborescence(graph)
+    parent = cheapest(cost, 0)
+    found = sum(cost[parent[b], b] for b in range(1, count))
+    assert parent[0] == -1
+    assert (depths(parent)[1:] > 0).all()
+    assert found == pytest.approx(sum(d["weight"] for _, _, d in best.edges(data=True)))
+
+
+def test_shallow_trees_keep_their_depth():
+    line = np.full((5, 5), 10.0)
+    for i in range(4):
+        line[i, i + 1] = 1.0
+    ones = np.ones((5, 5))
+    deep = shallow(line, ones, 0, 0.0, 4)
+    flat = shallow(line, ones, 0, 0.0, 2)
+    assert deep is not None
+    assert flat is not None
+    assert depths(deep).max() == 4
+    assert depths(flat).max() <= 2
+    assert shallow(np.where(line < 10, line, np.inf), ones, 0, 0.0, 2) is None
+
+
+# ------------------------------------------------------------ CPU time
+
+
+def cpu_s(network: Network, num_bytes: int) -> float:
+    began = time.process_time()
+    solve(network, "all_reduce", num_bytes // 4)
+    return time.process_time() - began
+
+
+def test_eight_ranks_take_a_moment():
+    random = np.random.default_rng(0)
+    network = Network.of_cards(list(random.uniform(1e8, 1e9, 8)), latency_s=1e-5, message_s=5e-6)
+    cpu_s(network, 64_000_000)  # imports
+    assert cpu_s(network, 64_000_000) < 0.2
+
+
+@pytest.mark.slow
+def test_hundreds_of_ranks_by_symmetry():
+    assert cpu_s(Network.of_cluster(Cluster.preset("h100", nodes=4)), 2**28) < 5
+    assert cpu_s(Network.of_cluster(Cluster.preset("h100", nodes=64)), 2**30) < 60
