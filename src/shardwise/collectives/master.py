@@ -28,6 +28,9 @@ from scipy.sparse import coo_array, csr_array
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+SLOWEST = 1e8  # times what is easily reached
+NOTHING = 1e-6  # of a flow; what carries less is the solver's rounding
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
@@ -66,17 +69,42 @@ class Master:
 
     def solve(self, columns: Sequence[Column]) -> Answer:
         """The best use of these columns."""
-        rows, count = len(self.capacity), len(columns)
+        seconds = np.array([column.load for column in columns]).T / self.capacity[:, None]
+        flows = np.array([column.flow for column in columns], dtype=np.int64)
+        # In units of what is easily reached, t is near 1, where the solver's tolerances are meant
+        # for it; columns that are many millions of times slower are not told apart.
+        reached = max(self._reached(flows, seconds), 1e-300)
+        scaled = np.minimum(seconds / reached, SLOWEST)
+        found, prices = self._linear(flows.tolist(), scaled)
+        weights = self._clean(np.maximum(found, 0.0), flows)
+        return Answer(
+            time=float((seconds @ weights).max(initial=0.0)),
+            weights=weights,
+            prices=np.maximum(prices / self.capacity, 0.0),
+        )
+
+    def _clean(self, weights: Floats, flows: Ints) -> Floats:
+        """Weights without the solver's rounding: it goes to the heaviest column of its flow."""
+        total = np.bincount(flows, weights=weights, minlength=self.num_flows)
+        kept = np.where(weights > NOTHING * total[flows], weights, 0.0)
+        if self.demand is None:
+            pairs = total.reshape(-1, 2).max(axis=1)
+            wanted = np.repeat(np.where(pairs > NOTHING * pairs.sum(), pairs, 0.0), 2)
+            wanted = wanted / (wanted.sum() / 2)
+        else:
+            wanted = self.demand
+        held = np.bincount(flows, weights=kept, minlength=self.num_flows)
+        factor = np.divide(wanted, held, out=np.zeros_like(held), where=held > 0)
+        return np.asarray(kept * factor[flows])
+
+    def _linear(self, flows: list[int], seconds: Floats) -> tuple[Floats, Floats]:
+        """The linear program in the solver's form: weights, and prices times capacities."""
+        rows, count = seconds.shape
         roots = 0 if self.demand is not None else self.num_flows // 2
         width = count + roots + 1  # the last is t
         loads = np.zeros((rows, width))
-        loads[:, :count] = np.array([column.load for column in columns]).T
-        loads[:, -1] = -self.capacity
-        # Rows are scaled to capacity 1, so that the solver's tolerances mean the same for all.
-        loads /= self.capacity[:, None]
-        scale = 1.0 / max(float(loads[:, :count].max(initial=0.0)), 1e-300)
-        loads[:, :count] *= scale
-        flows = [column.flow for column in columns]
+        loads[:, :count] = seconds
+        loads[:, -1] = -1.0
         result = linprog(
             np.append(np.zeros(width - 1), 1.0),
             A_ub=csr_array(loads) if rows else None,
@@ -87,12 +115,20 @@ class Master:
         )
         if result.x is None:
             raise RuntimeError(f"the linear program over {count} columns failed: {result.message}")
-        prices = -result.ineqlin.marginals / self.capacity if rows else np.zeros(0)
-        return Answer(
-            time=float(result.fun) / scale,
-            weights=np.maximum(result.x[:count], 0.0),
-            prices=np.maximum(prices, 0.0),
-        )
+        return result.x[:count], -result.ineqlin.marginals if rows else np.zeros(0)
+
+    def _reached(self, flows: Ints, seconds: Floats) -> float:
+        """The time if each flow takes its best column, and of free roots the best one all."""
+        if not len(self.capacity):
+            return 1.0
+        best = np.full(self.num_flows, -1, dtype=np.int64)
+        for index in np.argsort(-seconds.max(axis=0), kind="stable").tolist():
+            best[flows[index]] = index
+        if self.demand is not None:
+            return float((seconds[:, best] @ self.demand).max())
+        pairs = best.reshape(-1, 2)
+        both = pairs[(pairs >= 0).all(axis=1)]
+        return float((seconds[:, both[:, 0]] + seconds[:, both[:, 1]]).max(axis=0).min())
 
     def _equalities(self, flows: list[int], roots: int, width: int) -> csr_array:
         count = len(flows)
