@@ -44,7 +44,7 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 
 test: setup ## Run the everyday tests
 	@echo 'pytest -m "not slow and not gpu", in $(JOBS) processes'
-	@$(PY) -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@$(PY) -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: setup ## Run the slow tests
 	@echo 'pytest -m "slow and not gpu"'

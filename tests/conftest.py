@@ -25,6 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write expected files anew")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one process, and all that use pools of ranks in the same one."""
+    for item in items:
+        shared = "distributed" in item.path.parts
+        group = "distributed" if shared else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Callable[[int], pools.Pool]:
     """`pool(4).run("module:function", *args)`: see `tests/support/pool.py`."""

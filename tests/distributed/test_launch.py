@@ -127,6 +127,7 @@ exec {IP} netns exec $node sh -c "${{@: -1}}"
     cluster_file(folder, counts, addresses=("10.231.77.1", "10.231.77.2"), environment=environment)
 
 
+@pytest.mark.slow
 def test_two_namespaces_train_together(
     tmp_path: Path, namespaces: tuple[str, str], alone: list[float]
 ) -> None:

@@ -62,6 +62,7 @@ def stop_and_go(folder: Path, first: str, then: str) -> tuple[Run, Run]:
     return whole, rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [("tensor", "tensor"), pytest.param("pipeline", "fsdp", marks=pytest.mark.slow)],
@@ -84,6 +85,7 @@ def other_weights(folder: Path) -> Run:
     return fit(ShardwiseStrategy("ddp"), make, max_steps=2)
 
 
+@pytest.mark.slow
 def test_ranks_begin_with_the_weights_and_shuffles_of_rank_0(
     pool: Callable[[int], Pool], tmp_path: Path
 ) -> None:

@@ -261,6 +261,7 @@ def different_batches() -> str:
     return error_of(pm.train_step, batch)
 
 
+@pytest.mark.slow
 def test_different_batches_are_an_error(pool: Callable[[int], Pool]) -> None:
     for message in pool(3).run(different_batches, timeout=110):
         assert message.startswith("BatchError: ranks [1] have other data than rank 0")

@@ -17,7 +17,13 @@ EVERYDAY = [
     ("odd", "pipeline", 2, {"stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
     ("unet", "pipeline", 4, {"stages": 2, "num_microbatches": 3}),
     ("fused_gpt", "zero2", 2, {"num_microbatches": 2}),
-    ("llama", "hybrid", 4, {"tp": 2, "pp": 2, "num_microbatches": 3, "recompute": "full"}),
+    pytest.param(
+        "llama",
+        "hybrid",
+        4,
+        {"tp": 2, "pp": 2, "num_microbatches": 3, "recompute": "full"},
+        marks=pytest.mark.slow,
+    ),
 ]
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 THOROUGH = [

@@ -55,6 +55,7 @@ def outputs_and_parts() -> None:
     assert_close(pm.train_step(other), make("odd")[0](**other)["loss"].detach(), "fewer samples")
 
 
+@pytest.mark.slow
 def test_outputs_local_batches_evaluation_and_other_sizes(pool: Callable[[int], Pool]) -> None:
     pool(4).run(outputs_and_parts, timeout=120)
 
@@ -82,6 +83,7 @@ def moved_state(ranks: int) -> None:
         assert_close(found[name], tensor, name, floor=0.01)
 
 
+@pytest.mark.slow
 def test_state_moves_between_plans(pool: Callable[[int], Pool]) -> None:
     pool(2).run(moved_state, 2, timeout=120)
 

@@ -20,6 +20,7 @@ def worst(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "falls_to"), [(50, 0.95), pytest.param(200, 0.7, marks=pytest.mark.slow)]
 )

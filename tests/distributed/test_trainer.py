@@ -64,6 +64,7 @@ def test_a_resumed_run_is_bit_equal_under_the_same_plan(
         assert before + after == straight.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_continues_on_other_ranks_and_plans(
     pool: Callable[[int], Pool], other: int, tmp_path: Path

@@ -46,6 +46,7 @@ def test_numbered_examples_are_short() -> None:
         assert len(path.read_text().splitlines()) < 80, path.name
 
 
+@pytest.mark.slow
 def test_quickstart_trains_and_saves_the_whole_model(tmp_path: Path) -> None:
     script = str(EXAMPLES / "01_quickstart.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -30,6 +30,7 @@ def run(*command: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_llama_trains_alone(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "05_llama.py"), "--steps", "2", folder=tmp_path)
     losses = [float(line.split()[-1]) for line in text.splitlines()]

@@ -80,6 +80,7 @@ def test_training_equals_one_device(
             torch.testing.assert_close(state[name], want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("zero", [0, 3])
 def test_compiled_programs(pool: Callable[[int], Pool], zero: int) -> None:

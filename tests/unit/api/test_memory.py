@@ -104,6 +104,7 @@ def test_recomputation_keeps_less() -> None:
     assert none > selective > full
 
 
+@pytest.mark.slow
 def test_schedules_keep_what_is_in_flight() -> None:
     found = {
         schedule: predicted("pipeline", 2, schedule=schedule, stages=2, num_microbatches=8)
@@ -128,6 +129,7 @@ def test_three_dimensions_with_sharded_parameters(rank: int) -> None:
     assert predicted("hybrid", 8, rank, **options).peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_micro_batches_of_their_own_count_with_the_whole_batch() -> None:
     model, batch = GPT(**SIZES), tokens(BATCH, SIZES["length"], SIZES["vocab"])
     plan = sw.strategies.ddp(

@@ -66,6 +66,7 @@ def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> No
     assert computing == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("open_s", "kept"), [(0.98, True), (0.9, False)])
 def test_the_simpler_plan_is_kept_where_another_gains_little(
     open_s: float, kept: bool, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_large_models_on_meta_are_certified(name: str, strategy: str) -> None:
     assert "scaled: " in str(certificate)
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_is_caught_on_the_twin() -> None:
     model, batch = on_meta("fused_gpt")
     graph = widen_graph(sw.capture(model, batch))

@@ -157,6 +157,7 @@ def test_the_longest_stage_is_near_the_best_of_all_cuts(seed: int) -> None:
     assert sum(crossing[i] for i in found) <= narrowest
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes_take_a_moment() -> None:
     graph = chain([16] * 10_000, 0)
     facts = analyze(graph)

@@ -55,6 +55,7 @@ def test_a_draw_repeats_within_a_step_and_changes_with_step_key_and_seed() -> No
     assert not torch.equal(first, draw("normal", rng, "a", (4,)))
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_pythons_hash_seed() -> None:
     code = "from shardwise.runtime.random import *; print(draw('uniform', Rng(3), 'x', (2,)))"
     seen = {

@@ -61,6 +61,7 @@ def test_the_plan_computes_the_model_and_takes_what_it_says(gpt, options) -> Non
     assert certificate.ok, str(certificate)
 
 
+@pytest.mark.slow
 def test_unequal_devices_take_unequal_shares(gpt) -> None:
     model, batch, graph = gpt
     cluster = sw.Cluster.from_yaml(UNEQUAL)

@@ -74,9 +74,9 @@ def unequal() -> sw.Cluster:
     ("machines", "options"),
     [
         *(("h100", options) for options in OPTIONS),
-        *(("unequal", options) for options in OPTIONS[:3]),
-        ("cpu", OPTIONS[0]),
-        ("cpu", OPTIONS[5]),
+        *(("unequal", options) for options in OPTIONS[:1]),
+        *(pytest.param("unequal", o, marks=pytest.mark.slow) for o in OPTIONS[1:3]),
+        *(pytest.param("cpu", o, marks=pytest.mark.slow) for o in (OPTIONS[0], OPTIONS[5])),
     ],
     ids=str,
 )
