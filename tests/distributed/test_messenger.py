@@ -1,0 +1,136 @@
+"""Solved programs on gloo processes give what the operations say, and name an edge that is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.collectives import Network, solve
+from shardwise.errors import RankError
+from shardwise.messages import MessageProgram
+from shardwise.runtime.messenger import Messenger
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+CARDS = {
+    "slow": [8e8, 8e8, 8e8, 2e8],
+    "three": [8e8, 3e8, 5e8],
+}
+
+
+def programs(cards: list[float], sizes: tuple[int, ...]) -> list[MessageProgram]:
+    network = Network.of_cards(cards, latency_s=1e-5, message_s=5e-6)
+    found = []
+    for numel in sizes:
+        for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+            found.append(solve(network, operation, numel).program)
+        found += [solve(network, op, numel, root=1).program for op in ("broadcast", "reduce")]
+    links = {
+        (a, b): 1e7 if (a, b) == (0, 1) else 1e9
+        for a in range(len(cards))
+        for b in range(len(cards))
+        if a != b
+    }
+    found.append(solve(Network.of_links(links), "all_to_all", 30_000).program)
+    return found
+
+
+def mine(program: MessageProgram, rank: int) -> torch.Tensor:
+    return (torch.arange(program.numel) % 97 + 1000 * rank).to(torch.float64)
+
+
+def true_result(program: MessageProgram, rank: int) -> torch.Tensor:
+    inputs = [mine(program, r) for r in range(program.num_ranks)]
+    if program.operation == "broadcast":
+        return inputs[program.root]
+    if program.operation == "all_gather":
+        cut = zip(inputs, program.offsets, program.counts, strict=True)
+        return torch.cat([x[first : first + count] for x, first, count in cut])
+    total = torch.stack(inputs).sum(0)
+    if program.operation in ("all_reduce", "reduce"):
+        return total
+    first, stop = program.offsets[rank], program.offsets[rank] + program.counts[rank]
+    if program.operation == "reduce_scatter":
+        return total[first:stop]
+    return torch.cat([x[first:stop] for x in inputs])
+
+
+def run_all(name: str, sizes: tuple[int, ...]) -> list[str]:
+    """The programs whose result is wrong on this rank."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    messenger = Messenger(timeout_s=30)
+    wrong = []
+    started = []
+    for program in programs(CARDS[name], sizes):
+        out = None
+        if program.operation == "all_to_all":
+            out = torch.full((program.counts[rank] * count,), -1.0, dtype=torch.float64)
+        data = mine(program, rank)
+        started.append((program, data, out, messenger.start(program, data, out)))
+    for program, data, out, handle in started:
+        handle.wait()
+        expected = true_result(program, rank)
+        found = data if out is None else out
+        if program.operation == "reduce_scatter":
+            found = data[program.offsets[rank] :][: program.counts[rank]]
+        if program.operation == "reduce" and rank != program.root:
+            continue
+        if not torch.equal(expected, found):
+            wrong.append(f"{program.operation} of {program.numel}")
+    messenger.close()
+    return wrong
+
+
+@pytest.mark.parametrize("name", list(CARDS))
+def test_all_operations(pool: Callable[[int], Pool], name):
+    sizes = (0, 3, 1001, 200_003)
+    for wrong in pool(len(CARDS[name])).run(f"{__name__}:run_all", name, sizes, timeout=60):
+        assert not wrong
+
+
+def bits(numel: int) -> bytes:
+    network = Network.of_cards(CARDS["slow"], latency_s=1e-5)
+    data = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    messenger = Messenger()
+    messenger.run(solve(network, "all_reduce", numel).program, data)
+    messenger.close()
+    return data.numpy().tobytes()
+
+
+def test_sums_have_the_same_bits_on_all_ranks(pool: Callable[[int], Pool]):
+    for numel in (5, 100_001):
+        results = pool(4).run(f"{__name__}:bits", numel, timeout=60)
+        assert len(set(results)) == 1
+
+
+def stopped() -> tuple[float, str, str]:
+    """Rank 3 takes no part: how long the others waited, what they said, and what came after."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    if dist.get_rank() == 3:
+        time.sleep(2.5)
+        return 0.0, "", ""
+    messenger = Messenger(group, timeout_s=1.0)
+    network = Network.of_cards(CARDS["slow"], latency_s=1e-5)
+    program = solve(network, "all_reduce", 1_000_000).program
+    began = time.monotonic()
+    said = []
+    for _ in range(2):
+        try:
+            messenger.run(program, torch.ones(1_000_000))
+        except RankError as error:
+            said.append(str(error))
+    return time.monotonic() - began, said[0], said[1]
+
+
+def test_a_rank_that_stops_is_a_time_out_that_names_the_edge(pool: Callable[[int], Pool]):
+    for took, first, second in pool(4).run(f"{__name__}:stopped", timeout=60)[:3]:
+        assert took < 10
+        assert "edge" in first
+        assert "->" in first
+        assert second == first
