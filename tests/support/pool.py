@@ -38,6 +38,8 @@ START_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
 GRACE_S = 1.0  # after a failure, time for the other ranks to report theirs
 
+STACK_S = 5.0  # for a hanging rank to say where it is
+
 
 class RankDied(RuntimeError):
     """A rank's process ended without an answer."""
@@ -64,6 +66,10 @@ class _Worker:
     process: SpawnProcess
     connection: Connection
     stacks: Path
+
+    def stack(self) -> str:
+        """What the process wrote of where it is, if it has yet."""
+        return self.stacks.read_text() if self.stacks.exists() else ""
 
 
 class Pool:
@@ -228,12 +234,14 @@ class Pool:
         for worker in hung:
             if worker.process.is_alive() and worker.process.pid:
                 os.kill(worker.process.pid, signal.SIGUSR1)
-        time.sleep(0.2)
+        end = time.monotonic() + STACK_S
+        while time.monotonic() < end and not all(w.stack().strip() for w in hung):
+            time.sleep(0.05)
+        time.sleep(0.1)  # for the last lines
         ranks = [worker.rank for worker in hung]
         lines = [f"ranks {ranks} of {self.num_ranks} gave no answer within {timeout:g} s"]
         for worker in hung:
-            stack = worker.stacks.read_text() if worker.stacks.exists() else "(no stack)"
-            lines.append(f"rank {worker.rank}:\n{stack}")
+            lines.append(f"rank {worker.rank}:\n{worker.stack() or '(no stack)'}")
         return "\n".join(lines)
 
 
