@@ -90,7 +90,7 @@ def same(solution: Solution, dtype: str, seed: int) -> None:
     assert MessageProgram.from_json(program.to_json()) == program
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     network=networks(),
     operation=st.sampled_from(OPERATIONS),
@@ -114,7 +114,7 @@ def test_programs_do_what_their_operation_says(network, operation, numel, dtype,
     assert solution.proved or "not proved" in str(solution)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(network=networks(most=6), operation=st.sampled_from(["all_reduce", "all_gather"]))
 def test_no_ring_is_faster(network, operation):
     demand = demand_of(network, operation)
@@ -128,14 +128,14 @@ def test_no_ring_is_faster(network, operation):
             assert found.bandwidth_s <= time * (1 + 2e-3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(network=networks(most=5), operation=st.sampled_from(OPERATIONS[:-1]))
 def test_cuts_of_all_sets_meet_the_linear_program(network, operation):
     found = solve(network, operation, 1_000_000)
     assert found.cut_bound_s == pytest.approx(found.lp_bound_s, rel=1e-4)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(network=networks(most=6), data=st.data())
 def test_ranks_that_cannot_be_reached_are_named(network, data):
     lost = data.draw(st.integers(0, network.num_ranks - 1))

@@ -37,7 +37,8 @@ from shardwise.messages import MessageProgram
 LIMIT_S = 20.0  # CPU seconds for the linear program; what it has not proved by then is said
 ROUNDS = 4  # of column generation for each limit of depth
 SMALLEST_CHUNK_BYTES = 32 * 1024
-MOST_MESSAGES = 1_000  # of a rank in a program with several turns of chunks
+MOST_MESSAGES = 600  # of a rank in a program with several turns of chunks
+CLOSE = 1.2  # times the best: candidates that smaller chunks could still make better
 COMPARED = 1_000  # messages of a candidate while it is compared with others
 WORTH = 0.01  # of the time: what smaller chunks must save
 PROVED = 1e-4  # a gap to the bound below which a time counts as optimal
@@ -179,7 +180,8 @@ class _Work:
         best, lowered = timed[0][0], self.tuned(*timed[0])
         for other, coarse in timed[1:]:
             # Others had few chunks, too; those that could do better are given smaller ones.
-            if other.s_per_byte * self.num_bytes < lowered.seconds * (1 - 4 * WORTH):
+            close = coarse.seconds < CLOSE * timed[0][1].seconds
+            if close and other.s_per_byte * self.num_bytes < lowered.seconds * (1 - 4 * WORTH):
                 finer = self.tuned(other, coarse)
                 if finer.seconds < lowered.seconds:
                     best, lowered = other, finer
