@@ -61,11 +61,13 @@ class RouteProblem:
             num_flows=len(self.pairs),
             demand=np.array([shares[b] * float(sizes[a]) for a, b in self.pairs]),
         )
+        self.prices: Floats = np.zeros(0)
 
     def solve(self, limit_s: float) -> Routing:
         """The fastest routes."""
         start, _ = self.price(np.zeros(len(self.master.capacity)))
         found = generate(self.master, start, self.price, limit_s=limit_s)
+        self.prices = found.prices
         routes = [
             Route(ranks=tuple(int(r) for r in turn[column.way]), weight=float(weight) / each)
             for column, weight in zip(found.columns, found.answer.weights, strict=True)

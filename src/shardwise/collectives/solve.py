@@ -27,7 +27,7 @@ from shardwise.collectives.known import (
     recursive_doubling,
 )
 from shardwise.collectives.lower import Lowered, Size, even_counts, lower_parts, lower_routes
-from shardwise.collectives.network import Network
+from shardwise.collectives.network import Floats, Ints, Network
 from shardwise.collectives.routes import RouteProblem, Routing
 from shardwise.collectives.symmetry import Symmetry, find_symmetry
 from shardwise.collectives.trees import SLACK, Packing, Part, TreeProblem, deepest, load_time
@@ -255,7 +255,8 @@ class _Work:
         problem = TreeProblem(self.network, self.demand, self.symmetry)
         optimum = problem.optimum([], self.limit_s)
         self.bound = problem.bound
-        self.bottlenecks = _bottlenecks(self.network, problem)
+        worth = problem.prices * problem.master.capacity
+        self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
         depth, useful = 1, optimum.s_per_byte + self._latency_s(optimum) / max(self.num_bytes, 1)
         while depth < optimum.depth:
             found = problem.within(depth, ROUNDS, useful)
@@ -296,6 +297,8 @@ class _Work:
         if self.network.num_ranks > 1:
             problem = RouteProblem(self.network, self.demand, self.symmetry)
             found = problem.solve(self.limit_s)
+            worth = problem.prices * problem.master.capacity
+            self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
         self.bound = found.bound
 
         def lower(chunk: int) -> Lowered:
@@ -364,14 +367,12 @@ class _Work:
         return self.network.message_s or typical or 1e-6
 
 
-def _bottlenecks(network: Network, problem: TreeProblem) -> tuple[str, ...]:
+def _bottlenecks(network: Network, orbit: Ints, worth: Floats) -> tuple[str, ...]:
     """Resources that have a price where the bound was proved, the scarcest first."""
-    worth = problem.prices * problem.master.capacity
-    order = np.argsort(-worth, kind="stable")
     found = []
-    for orbit in order:
-        if worth[orbit] > 1e-3:
-            members = np.flatnonzero(problem.orbit == orbit)
+    for number in np.argsort(-worth, kind="stable"):
+        if worth[number] > 1e-3:
+            members = np.flatnonzero(orbit == number)
             more = f" and {len(members) - 1} alike" if len(members) > 1 else ""
             found.append(network.resources[int(members[0])] + more)
     return tuple(found)

@@ -112,6 +112,7 @@ def test_all_to_all_goes_around_a_slow_link():
     found = solve(Network.of_links(fast | {(0, 1): 1e7}), "all_to_all", 3_000_000)
     assert found.proved
     assert found.depth == 2
+    assert found.bottlenecks
     assert found.bandwidth_s < 0.01  # 4 MB on the slow link would take 0.4 s
     check(found.program)
 
