@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.collectives.solve import Solution
+    from shardwise.collectives.solution import Solution
 
 SHOWN = 4  # bottlenecks
 

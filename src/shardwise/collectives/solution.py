@@ -1,0 +1,73 @@
+"""What a solve found.
+
+Enters: what `solve.py` computes. Leaves: `Solution`: a program, its times, and what is proved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.collectives.text import solution_text
+from shardwise.messages import MessageProgram
+
+PROVED = 1e-4  # a gap to the bound below which a time counts as optimal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A program with its times, for `numel` elements of `item_bytes`.
+
+    `bandwidth_s` is what the busiest resource takes; `lp_bound_s` is the least for any trees or
+    routes, `cut_bound_s` for any algorithm that moves sums and copies; both count no latency.
+    `predicted_s` is the whole time with latencies and the filling of pipelines.
+    """
+
+    name: str
+    program: MessageProgram
+    item_bytes: int
+    predicted_s: float
+    bandwidth_s: float
+    lp_bound_s: float
+    cut_bound_s: float
+    bottlenecks: tuple[str, ...]
+    depth: int
+    symmetry: int
+    others: tuple[tuple[str, float], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.program.numel * self.item_bytes
+
+    @property
+    def gap(self) -> float:
+        """How much longer the busiest resource takes than the better bound, as a part of it."""
+        bound = max(self.lp_bound_s, self.cut_bound_s)
+        return max(0.0, self.bandwidth_s / bound - 1) if bound > 0 else 0.0
+
+    @property
+    def proved(self) -> bool:
+        """Whether no trees could use the network better."""
+        return self.gap <= PROVED
+
+    def to_json(self) -> dict[str, Any]:
+        """Its times for machines, and the program."""
+        return {
+            "name": self.name,
+            "num_bytes": self.num_bytes,
+            "item_bytes": self.item_bytes,
+            "predicted_s": self.predicted_s,
+            "bandwidth_s": self.bandwidth_s,
+            "lp_bound_s": self.lp_bound_s,
+            "cut_bound_s": self.cut_bound_s,
+            "gap": self.gap,
+            "proved": self.proved,
+            "bottlenecks": list(self.bottlenecks),
+            "depth": self.depth,
+            "symmetry": self.symmetry,
+            "others": dict(self.others),
+            "program": self.program.to_json(),
+        }
+
+    def __str__(self) -> str:
+        return solution_text(self)
