@@ -26,14 +26,19 @@ from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
 from shardwise.cost.calls import UPDATES, encode
 from shardwise.cost.table import UPDATE, missing
 from shardwise.cost.timing import BUDGET_S
-from shardwise.errors import RankError
+from shardwise.errors import InfeasiblePlan, RankError
 from shardwise.ir import Graph
 from shardwise.planner.search import plan
 from shardwise.plans import Plan
 from shardwise.simulation.simulate import plan_calls, simulate
 
 TIMEOUT_S = 600.0
-KINDS: tuple[dict[str, int], ...] = ({"pp": 1, "tp": 1}, {"pp": 1}, {})
+KINDS: tuple[dict[str, int], ...] = (  # from the simplest
+    {"pp": 1, "tp": 1, "microbatches": 1},
+    {"pp": 1, "tp": 1},
+    {"pp": 1},
+    {},
+)
 ROUNDS = 3  # of rehearsing a plan and planning with what that took
 MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
 _TAIL = 6  # lines of a failed process's last words
@@ -81,8 +86,14 @@ def tune(
     found.merge(table or OpTable())
     tried: list[_Rehearsed] = []
     for kind in KINDS:
-        if all(options.get(name, value) == value for name, value in kind.items()):
+        if not all(options.get(name, value) == value for name, value in kind.items()):
+            continue
+        try:
             found = _rounds(graph, cluster, found, {**options, **kind}, tried, report)
+        except InfeasiblePlan:
+            if kind:  # more kinds of parallelism may fit
+                continue
+            raise
     best = tried[0]
     for candidate in tried[1:]:
         least = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
@@ -96,7 +107,7 @@ class _Rehearsed:
     """A plan, its predicted step, and what its programs took over the sum of their calls."""
 
     plan: Plan
-    kind: tuple[int, int]  # ranks of stages, and of tensors
+    kind: tuple[int, ...]  # ranks of stages and of tensors, micro-batches
     seconds: float
     programs: list[tuple[str, float, float]]
 
@@ -118,7 +129,7 @@ def _rounds(
         programs = rehearsed(graph, made, cluster, table)
         own = simulate(graph, made, cluster, table=table.with_programs(programs)).step_time_s
         report(f"{_best(made)['what']}: {own * 1e3:.3g} ms")
-        kind = (_best(made)["point"]["pp"], _best(made)["point"]["tp"])
+        kind = tuple(_best(made)["point"][name] for name in KINDS[0])
         tried.append(_Rehearsed(plan=made, kind=kind, seconds=own, programs=programs))
     return table
 
