@@ -26,10 +26,12 @@ from shardwise.runtime.mesh import ProcessMesh, coordinates
 from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
-from shardwise.runtime.reducer import ALONE_BYTES, Reducer, sync_axis
+from shardwise.runtime.reducer import Reducer, sync_axis
 from shardwise.runtime.splits import assemble, local_shape, take_local
 
 __all__ = ["ParameterStore"]
+
+FLAT_BYTES = 1 << 20  # a parameter of this size is a flat group of its own
 
 
 class ParameterStore:
@@ -81,7 +83,7 @@ class ParameterStore:
                 entry.own_whole(self.device)
                 continue
             spec = entry.spec
-            alone = spec.name if entry.numel * entry.dtype.itemsize >= ALONE_BYTES else None
+            alone = spec.name if entry.numel * entry.dtype.itemsize >= FLAT_BYTES else None
             types = (entry.dtype, entry.master, entry.gradient, entry.wire)
             place = (spec.unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
             key = (*place, types, alone, frozenset(entry.parts))

@@ -18,7 +18,7 @@ from shardwise.simulation.setting import Setting
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.work import Floats, Work
 
-ALONE_BYTES = 1 << 20  # a gradient of this size is summed by itself (runtime.reducer)
+ALONE_BYTES = 4 << 20  # a gradient of this size is summed by itself (runtime.reducer)
 BUCKET_BYTES = 25 << 20  # smaller ones together (runtime.reducer)
 
 Key = tuple[tuple[str, ...], int]  # mesh axes of the gradient's sum, zero level
