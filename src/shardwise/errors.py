@@ -24,8 +24,9 @@ A message has numbers, the place (user's file:line or parameter name) and a hint
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "BatchError",
@@ -137,6 +138,9 @@ class TrainingError(ShardwiseError):
     """Training cannot go on: the loss is no number, or data ended or changed."""
 
 
+_Error = TypeVar("_Error", bound=ShardwiseError)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'layout'?` or an empty string.
 
@@ -145,3 +149,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def failed(
+    kind: type[_Error], what: str, error: Exception, hint: str = "shardwise --debug …"
+) -> _Error:
+    """The error for a user's own code that raised one: `what` failed, at its line."""
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno}"
+    message = f"{what} failed with {type(error).__name__}: {error}"
+    return kind(message, where=where, hint=f"{hint} shows the traceback")

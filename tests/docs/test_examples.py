@@ -5,31 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-
-
-def run(*command: str, folder: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.support.scripts import EXAMPLES, ROOT, run
 
 
 def run_here(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:

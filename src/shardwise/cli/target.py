@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, failed
 
 if TYPE_CHECKING:
     from shardwise.ir import Graph
@@ -54,12 +53,7 @@ def load_target(target: str) -> Loaded:
         if callable(function):
             result = function()
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ShardwiseError(
-            f"{target} failed with {type(error).__name__}: {error}",
-            where=f"{frame.filename}:{frame.lineno}",
-            hint="shardwise --debug … shows the traceback",
-        ) from error
+        raise failed(ShardwiseError, target, error) from error
     if not callable(function):
         raise typer.BadParameter(f"{path} has no function {name!r}")
     if not isinstance(result, tuple) or len(result) not in (2, 3):

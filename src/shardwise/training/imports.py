@@ -11,16 +11,17 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, failed
 from shardwise.training.config import Named
 
 __all__ = ["build", "find_class", "find_file", "load_object", "make"]
+
+DEBUG = "shardwise --debug train …"
 
 
 def build(part: Any, key: str, base: Path | None = None) -> Any:
@@ -44,12 +45,7 @@ def make(function: Callable[..., Any], args: Mapping[str, Any], key: str, name: 
     except ShardwiseError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{key}: {name} failed with {type(error).__name__}: {error}",
-            where=f"{frame.filename}:{frame.lineno}",
-            hint="shardwise --debug train … shows the traceback",
-        ) from error
+        raise failed(ConfigError, f"{key}: {name}", error, DEBUG) from error
 
 
 def check_arguments(
@@ -143,25 +139,14 @@ def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
         return _load_file(path.resolve()) if is_file else importlib.import_module(name)
     except ModuleNotFoundError as error:
         if is_file or error.name is None or not name.startswith(error.name):
-            raise _failed(name, key, error) from error
+            raise failed(ConfigError, f"{key}: importing {name}", error, DEBUG) from error
         raise ConfigError(
             f"no module {error.name!r}",
             where=key,
             hint="pip install it, set PYTHONPATH, or name a file: file.py:function",
         ) from None
     except Exception as error:
-        raise _failed(name, key, error) from error
-
-
-def _failed(name: str, key: str, error: Exception) -> ConfigError:
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}:{frame.lineno}"
-    return ConfigError(
-        f"{key}: importing {name} failed with {type(error).__name__}: {error}", where=where
-    )
+        raise failed(ConfigError, f"{key}: importing {name}", error, DEBUG) from error
 
 
 def _load_file(path: Path) -> ModuleType:
