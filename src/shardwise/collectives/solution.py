@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.text import solution_text
+from shardwise.collectives.trees import Part
 from shardwise.messages import MessageProgram
 
 PROVED = 1e-4  # a gap to the bound below which a time counts as optimal
@@ -34,6 +35,7 @@ class Solution:
     depth: int
     symmetry: int
     others: tuple[tuple[str, float], ...]
+    parts: tuple[Part, ...] = ()  # its trees; none of rounds and routes
 
     @property
     def num_bytes(self) -> int:

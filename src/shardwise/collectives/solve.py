@@ -57,6 +57,7 @@ class _Candidate:
     per_turn: int  # messages if every part is one chunk
     largest: float  # the part of the data that is the largest without chunks
     chunked: bool = True
+    parts: tuple[Part, ...] = ()
 
 
 def solve(
@@ -138,6 +139,7 @@ class _Work:
             depth=best.depth,
             symmetry=self.symmetry.order,
             others=tuple((c.name, found.seconds) for c, found in timed if c is not best),
+            parts=best.parts,
         )
 
     def tuned(self, candidate: _Candidate, lowered: Lowered) -> Lowered:
@@ -246,6 +248,7 @@ class _Work:
             depth=depth,
             per_turn=max(per_turn, 1),
             largest=max((part.weight for part in parts), default=1.0),
+            parts=tuple(parts),
         )
 
     def routes(self) -> _Candidate:
