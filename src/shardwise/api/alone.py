@@ -1,7 +1,8 @@
-"""One rank's part of a program, without the other ranks.
+"""One rank's part of a program, without its weights and, if nobody is there, without the others.
 
 Enters: a compiled program, a rank and a device. Leaves: a `ParallelModule` whose collectives answer
-at once and move nothing: what it allocates and computes is real, its results mean nothing.
+at once and move nothing: what it allocates and computes is real, its results mean nothing. On a
+mesh that is given, it communicates as any other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwise.plans import Plan
 
 
 class Alone:
-    """A rank that trains with nobody."""
+    """A rank that trains with nobody, or with those of its mesh."""
 
     def __init__(
         self,
@@ -32,9 +33,10 @@ class Alone:
         rng: type[rt.Rng] = rt.Rng,
         recorder: rt.Recorder | None = None,
         on_gradient: Callable[[Tensor], None] = lambda leaf: None,
+        mesh: rt.ProcessMesh | None = None,
     ) -> None:
         plan, graph = program.plan, program.graph
-        self.program, self.device, self.mesh = program, device, _mesh(plan, rank)
+        self.program, self.device, self.mesh = program, device, mesh or _mesh(plan, rank)
         numbers = rng(plan.seed, plan.rng, self.mesh)
         self.step: rt.StepProgram
         if isinstance(program, PipelineProgram):
@@ -48,7 +50,8 @@ class Alone:
                 module, self.mesh, generated.PARAMETERS, generated.BUFFERS, device=device
             )
             self.step = _Step(graph, plan, generated, module, self.mesh, device, recorder)
-        rt.stand_alone(self.store, on_gradient)
+        if mesh is None:
+            rt.stand_alone(self.store, on_gradient)
         self.module = rt.ParallelModule(
             self.store, self.mesh, numbers, lambda *_: self.step, check_batches=False
         )
