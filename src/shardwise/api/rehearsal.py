@@ -10,28 +10,23 @@ run at the same time, each a process with what the plan gives it, and start ever
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.api.alone import Alone
 from shardwise.api.compiled import compile
+from shardwise.api.forks import together
 from shardwise.cluster import Cluster
-from shardwise.errors import RankError
 from shardwise.ir import Graph, TensorType
 from shardwise.plans import Plan
 from shardwise.runtime.optimizer import optimizer
 
 WARM_UPS, STEPS = 2, 6
-TIMEOUT_S = 120.0
 Samples = tuple[list[float], list[float]]  # seconds of training and of the optimizer
 WEIGHT = 0.02  # standard deviation of parameters: numbers of a usual size, none too small
 
@@ -56,7 +51,7 @@ def rehearse(graph: Graph, plan: Plan, cluster: Cluster) -> Rehearsal:
         return _steps(Alone(program, rank, torch.device(kind)), meet)
 
     if kind == "cpu":
-        found = _together(steps, len(cluster.nodes[0].devices))
+        found = together(steps, len(cluster.nodes[0].devices))
     else:
         found = [steps(0, lambda: None)]
     training, update = ([_at_speed(s[i], cluster, r) for r, s in enumerate(found)] for i in (0, 1))
@@ -80,8 +75,8 @@ def _by_group(samples: Sequence[Sequence[float]], plan: Plan) -> dict[int, float
 
 def _steps(alone: Alone, meet: Callable[[], object]) -> Samples:
     """Seconds of training and of the optimizer, step by step."""
-    _fill(alone)
-    batch = _batch(alone)
+    fill(alone)
+    batch = batch_of(alone)
     adamw = optimizer(alone.module, torch.optim.AdamW, lr=0.0)
     training, update = [], []
     for _ in range(WARM_UPS + STEPS):
@@ -98,7 +93,7 @@ def _steps(alone: Alone, meet: Callable[[], object]) -> Samples:
     return training[WARM_UPS:], update[WARM_UPS:]
 
 
-def _fill(alone: Alone) -> None:
+def fill(alone: Alone) -> None:
     """Parameters of usual sizes: memory as it comes may hold numbers that take longer."""
     store = alone.store
     held: list[Tensor] = [t for e in store.entries for t in (e.leaf, e.piece)]
@@ -113,7 +108,7 @@ def _fill(alone: Alone) -> None:
                 tensor.zero_()
 
 
-def _batch(alone: Alone) -> dict[str, Tensor]:
+def batch_of(alone: Alone) -> dict[str, Tensor]:
     """Random numbers, and zeros for integers: an index that every table has."""
 
     def made(kind: TensorType) -> Tensor:
@@ -127,53 +122,3 @@ def _batch(alone: Alone) -> dict[str, Tensor]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# ---------------------------------------------------------------- processes
-
-
-def _together(steps: Callable[[int, Callable[[], object]], Samples], ranks: int) -> list[Samples]:
-    """What every rank's process found; they begin every step together.
-
-    The processes are forks: the graph and the program need not travel.
-    """
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(ranks)
-    ends, workers = [], []
-    for rank in range(ranks):
-        mine, theirs = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(steps, rank, barrier, theirs), daemon=True)
-        worker.start()
-        theirs.close()
-        ends.append(mine)
-        workers.append(worker)
-    try:
-        return [_answer(end, rank) for rank, end in enumerate(ends)]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join(TIMEOUT_S)
-
-
-def _work(steps: Any, rank: int, barrier: Any, end: Connection) -> None:
-    torch.set_num_threads(1)  # a fork has none of its parent's threads
-    try:
-        answer: Any = steps(rank, lambda: barrier.wait(TIMEOUT_S))
-    except Exception as error:  # a model's own operators may fail in any way
-        answer = f"{type(error).__name__}: {error}"
-        barrier.abort()
-    end.send_bytes(json.dumps(answer).encode())
-    end.close()
-
-
-def _answer(end: Connection, rank: int) -> Samples:
-    if not end.poll(TIMEOUT_S):
-        raise RankError(f"rank {rank} ran no step by itself within {TIMEOUT_S:g} s")
-    try:
-        answer = json.loads(end.recv_bytes())
-    except EOFError:
-        raise RankError(f"rank {rank} died while it ran by itself") from None
-    if isinstance(answer, str):
-        raise RankError(f"rank {rank} cannot run by itself: {answer}")
-    training, update = answer
-    return training, update
