@@ -17,6 +17,7 @@ ShardwiseError
 ├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
 ├── LaunchError       a node cannot be reached, or cannot start its ranks
 └── RankError         ranks disagree, are missing, or died
+    └── LinkError     a message between two ranks did not come; it names them
 
 A message has numbers, the place (user's file:line or parameter name) and a hint one can type.
 """
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "InfeasiblePlan",
     "LaunchError",
+    "LinkError",
     "LossError",
     "OptimizerError",
     "PlanError",
@@ -128,6 +130,22 @@ class LaunchError(ShardwiseError):
 
 class RankError(ShardwiseError):
     """Ranks disagree, are missing, or died."""
+
+
+class LinkError(RankError):
+    """A message did not come: `edges` are (sender, receiver), the lost ones."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        edges: Iterable[tuple[int, int]],
+        where: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.edges = tuple(edges)
+        named = ", ".join(f"edge {sender} -> {receiver}" for sender, receiver in self.edges)
+        super().__init__(message, where=f"{named}; {where}" if where else named, hint=hint)
 
 
 class ConfigError(ShardwiseError, ValueError):
