@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Cluster, Curve, Factor
 from shardwise.cluster.links import ONE, OPERATIONS, factor_of
-from shardwise.cost.traffic import PHASES, Setting
+from shardwise.cost.traffic import PHASES, Phase, Setting
 from shardwise.errors import ClusterError, did_you_mean
+from shardwise.messages.choice import CollectiveChoice
 
 Ints = NDArray[np.int64]
+PLAIN = Factor()
 
 # The algorithms of NCCL (all-reduce: ring, double binary tree, and the two-level ones of its
 # CollNet and NVLS; the others: rings, and PAT's logarithmic ones as two-level) and of our transport
@@ -85,10 +87,29 @@ class CollectiveModel:
     group_size: int
     lines: tuple[Line, ...]
     launch_s: float
+    factor: Factor = PLAIN  # what was measured beyond the wires
+    program: Line | None = None  # what a plan uses instead, from `program_bytes` on
+    program_bytes: float = math.inf
 
     def seconds(self, num_bytes: float) -> float:
         """From the moment that the last rank arrives until all are done."""
-        return min(line.seconds(num_bytes) for line in self.lines)
+        return self._best(num_bytes).seconds(num_bytes)
+
+    def line(self, algorithm: str, latency_s: float, s_per_byte: float) -> Line:
+        """A line of the wires' times, with what was measured beyond them."""
+        return Line(
+            algorithm=algorithm,
+            latency_s=latency_s * self.factor.latency,
+            s_per_byte=s_per_byte,
+            factor=self.factor.bytes,
+        )
+
+    def with_choice(self, choice: CollectiveChoice | None) -> CollectiveModel:
+        """The model of an operation that a plan lets go another way than the library's."""
+        if choice is None or choice.is_library:
+            return self
+        line = self.line(choice.uses, choice.latency_s, choice.s_per_byte)
+        return replace(self, program=line, program_bytes=choice.min_bytes)
 
     def algorithm(self, num_bytes: float) -> str:
         """The name of the quickest algorithm."""
@@ -100,6 +121,8 @@ class CollectiveModel:
         return self._best(math.inf).bottleneck
 
     def _best(self, num_bytes: float) -> Line:
+        if self.program is not None and num_bytes >= self.program_bytes:
+            return self.program
         if num_bytes == math.inf:
             return min(self.lines, key=lambda line: (line.s_per_byte, line.latency_s))
         return min(self.lines, key=lambda line: line.seconds(num_bytes))
@@ -127,6 +150,7 @@ def collective_model(
         group_size=ranks.shape[1],
         lines=lines,
         launch_s=max(device.overhead_s for node in cluster.nodes for device in node.devices),
+        factor=factor,
     )
 
 
@@ -159,10 +183,7 @@ def _line(setting: Setting, name: str, factor: Factor) -> Line:
     bottleneck = ""
     topology = setting.topology
     for phase in PHASES[name](setting):
-        used = np.zeros(topology.capacity.size + 1)
-        for ids, weights in phase.crossings:
-            used += np.bincount(ids + 1, weights=weights, minlength=used.size)
-        load = used[1:] / topology.capacity  # the first was for "no resource"
+        load = _used(phase, topology.capacity.size) / topology.capacity
         worst = int(np.argmax(load))
         latency_s += phase.latency_s
         s_per_byte += float(load[worst])
@@ -175,6 +196,28 @@ def _line(setting: Setting, name: str, factor: Factor) -> Line:
         factor=factor.bytes,
         bottleneck=bottleneck,
     )
+
+
+def _used(phase: Phase, resources: int) -> NDArray[np.float64]:
+    """Bytes over every resource for each byte of the collective's value."""
+    used = np.zeros(resources + 1)
+    for ids, weights in phase.crossings:
+        used += np.bincount(ids + 1, weights=weights, minlength=used.size)
+    return used[1:]  # the first was for "no resource"
+
+
+def crossing_bytes(
+    cluster: Cluster, operation: str, groups: NDArray[np.integer], algorithm: str
+) -> NDArray[np.float64]:
+    """Bytes over every resource of the topology, for each byte of the collective's value."""
+    ranks = _checked(cluster, operation, groups)
+    kind = cluster.device(int(ranks[0, 0])).kind
+    setting = Setting(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    resources = cluster.topology.capacity.size
+    total = np.zeros(resources)
+    for phase in PHASES[algorithm](setting):
+        total += _used(phase, resources)
+    return total
 
 
 def _factor(cluster: Cluster, setting: Setting) -> Factor:

@@ -1,0 +1,265 @@
+"""Which way each collective takes on a cluster: the library's, hierarchical, or solved trees.
+
+Enters: a cluster, an operation, and the groups of ranks that do it at the same moment. Leaves:
+`CollectiveChoice`. Predicted time decides; the library is kept unless another way saves more than
+`WORTH` of its time. Where ranks and links are all alike there is nothing to win, and nothing is
+solved. What is found depends on the arguments alone: ranks that plan by themselves agree.
+
+Groups that talk at the same moment get equal parts of what they share. What was measured beyond
+the wires for the library is taken to hold for messages, too: both run on the same processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster import Cluster
+from shardwise.collectives.bounds import cut_bound
+from shardwise.collectives.demand import demand_of
+from shardwise.collectives.derive import forest_of, lowered
+from shardwise.collectives.hierarchical import hierarchical
+from shardwise.collectives.network import Network
+from shardwise.collectives.solve import solve
+from shardwise.collectives.symmetry import find_symmetry
+from shardwise.cost.collectives import CollectiveModel, Line, collective_model
+from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, CollectiveChoice
+from shardwise.messages.forest import Forest
+
+Ints = NDArray[np.int64]
+Chooser = Callable[[str, Ints], CollectiveChoice | None]
+
+WORTH = 0.1  # of the library's time: what another way must save
+MOST_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request
+KINDS = ("cpu",)  # devices whose library runs messages as fast as it runs collectives
+ITEM_BYTES = 4
+SMALL_BYTES, LARGE_BYTES = 256 << 10, 64 << 20  # sizes that make the line of a way
+CLOSE = 0.01  # of the time: hierarchical is simpler, and taken if it is no slower than this
+HIERARCHICAL_CHUNK_BYTES = 128 * 1024
+SIZES = tuple(1 << n for n in range(16, 31))  # smaller data are a matter of latency: the library's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One way of all groups: its line, and the trees of each group."""
+
+    name: str
+    latency_s: float
+    s_per_byte: float
+    chunk_bytes: int
+    forests: tuple[Forest, ...]
+
+
+def may_gain(cluster: Cluster) -> bool:
+    """Whether some collective could be faster than the library's, from a look at the cluster.
+
+    Not where all ranks are alike and a ring in their order uses every card as well as can be:
+    devices of one node, or equal nodes of one device behind one switch.
+    """
+    if cluster.num_ranks < 2 or {n.device.kind for n in cluster.nodes} - set(KINDS):
+        return False
+    if cluster.num_nodes == 1:
+        return False
+    alike = {(node.link, node.nic, node.count) for node in cluster.nodes}
+    network = cluster.network
+    plain = not (network.trunks or network.switches or network.domains)
+    return not (plain and len(alike) == 1 and cluster.nodes[0].count == 1)
+
+
+def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS) -> Chooser | None:
+    """What chooses for a cluster, each operation and set of groups once; None if it never would."""
+    if not may_gain(cluster):
+        return None
+    known: dict[tuple[str, bytes, int], CollectiveChoice | None] = {}
+
+    def choose(operation: str, groups: Ints) -> CollectiveChoice | None:
+        rows = np.ascontiguousarray(groups, dtype=np.int64)
+        key = (operation, rows.tobytes(), rows.shape[-1])
+        if key not in known:
+            known[key] = select(cluster, operation, rows, most_ranks=most_ranks)
+        return known[key]
+
+    return choose
+
+
+def select(
+    cluster: Cluster,
+    operation: str,
+    groups: Ints | Sequence[Sequence[int]],
+    *,
+    most_ranks: int = MOST_RANKS,
+) -> CollectiveChoice | None:
+    """The choice of one operation; None where there is none: one rank, or another operation.
+
+    >>> fast = Cluster.preset("cpu", nodes=4, devices_per_node=1)
+    >>> select(fast, "all_reduce", [range(4)]).uses
+    'library'
+    """
+    rows = np.asarray(groups, dtype=np.int64)
+    if operation not in OPERATIONS or rows.shape[-1] < 2:
+        return None
+    library = collective_model(cluster, operation, rows)
+    kept = CollectiveChoice(
+        operation=operation,
+        groups=tuple(tuple(row) for row in rows.tolist()),
+        predicted_s={"library": library.seconds(REFERENCE_BYTES)},
+    )
+    if not may_gain(cluster) or rows.shape[-1] > most_ranks:
+        return kept
+    networks = contended(cluster, rows)
+    if _out_of_reach(library, networks, operation):
+        return kept
+    ways = [
+        way for way in (_hierarchical(networks, operation), _solved(networks, operation)) if way
+    ]
+    return _decided(kept, library, ways)
+
+
+def _decided(
+    kept: CollectiveChoice, library: CollectiveModel, ways: Sequence[_Way]
+) -> CollectiveChoice:
+    """The best way with the times of all; the library unless it saves enough."""
+    lines = {way.name: library.line(way.name, way.latency_s, way.s_per_byte) for way in ways}
+    seconds = {name: line.seconds(REFERENCE_BYTES) for name, line in lines.items()}
+    told = replace(kept, predicted_s={**kept.predicted_s, **seconds})
+    if not ways:
+        return told
+    least = min(seconds.values())
+    best = next(way for way in ways if seconds[way.name] <= (1 + CLOSE) * least)
+    start = _from_bytes(library, lines[best.name])
+    if start is None:
+        return told
+    return replace(
+        told,
+        uses=best.name,
+        min_bytes=start,
+        latency_s=best.latency_s,
+        s_per_byte=best.s_per_byte,
+        chunk_bytes=best.chunk_bytes,
+        forests=best.forests,
+    )
+
+
+def saves_enough(library_s: float, other_s: float) -> bool:
+    """The rule: more than a tenth of the library's time."""
+    return other_s < (1 - WORTH) * library_s
+
+
+def _from_bytes(library: CollectiveModel, line: Line) -> int | None:
+    """The size from which on a way always saves enough; None if not even for the largest."""
+    start = None
+    for size in reversed(SIZES):
+        if not saves_enough(library.seconds(size), line.seconds(size)):
+            break
+        start = size
+    return start
+
+
+def _out_of_reach(library: CollectiveModel, networks: Sequence[Network], operation: str) -> bool:
+    """Whether no program saves enough, by what must cross the cuts around ranks and nodes."""
+    least = 0.0
+    for network in _distinct(networks):
+        demand = demand_of(network, operation)
+        symmetry = find_symmetry(network, demand.colors(network.num_ranks))
+        least = max(least, cut_bound(network, demand, symmetry))
+    line = library.line("bound", 0.0, least)
+    return not saves_enough(library.seconds(LARGE_BYTES), line.seconds(LARGE_BYTES))
+
+
+# ------------------------------------------------------------ ways
+
+
+def contended(cluster: Cluster, groups: Ints) -> list[Network]:
+    """The network of each group, with its part of what several groups use."""
+    found = [Network.of_cluster(cluster, row) for row in groups.tolist()]
+    users: dict[str, int] = {}
+    for network in found:
+        for name in network.resources:
+            users[name] = users.get(name, 0) + 1
+    shares = [np.array([users[name] for name in n.resources], dtype=np.float64) for n in found]
+    return [
+        replace(network, capacity=network.capacity / share)
+        for network, share in zip(found, shares, strict=True)
+    ]
+
+
+def _solved(networks: Sequence[Network], operation: str) -> _Way | None:
+    found = [_solution(_Key(network), operation) for network in networks]
+    solved = [each for each in found if each is not None]
+    return _way("solved", solved, operation) if len(solved) == len(networks) else None
+
+
+def _hierarchical(networks: Sequence[Network], operation: str) -> _Way | None:
+    found = []
+    for network in networks:
+        parts = hierarchical(network, demand_of(network, operation))
+        if parts is None:
+            return None
+        found.append((forest_of(network, parts), HIERARCHICAL_CHUNK_BYTES))
+    return _way("hierarchical", found, operation)
+
+
+def _way(name: str, found: Sequence[tuple[Forest, int]], operation: str) -> _Way:
+    """The line through two sizes, of the slowest group; equal forests once."""
+    chunk = min(chunk for _, chunk in found)
+    small, large = (
+        max(_lowered_s(forest, operation, size, chunk) for forest in {f for f, _ in found})
+        for size in (SMALL_BYTES, LARGE_BYTES)
+    )
+    s_per_byte = (large - small) / (LARGE_BYTES - SMALL_BYTES)
+    forests = [forest for forest, _ in found]
+    return _Way(
+        name=name,
+        latency_s=max(0.0, small - s_per_byte * SMALL_BYTES),
+        s_per_byte=s_per_byte,
+        chunk_bytes=chunk,
+        forests=tuple(forests if len(set(forests)) > 1 else forests[:1]),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _lowered_s(forest: Forest, operation: str, num_bytes: int, chunk_bytes: int) -> float:
+    numel, count = num_bytes // ITEM_BYTES, forest.num_ranks
+    counts = [numel * (i + 1) // count - numel * i // count for i in range(count)]
+    return lowered(
+        forest,
+        operation,
+        numel,
+        item_bytes=ITEM_BYTES,
+        chunk_bytes=chunk_bytes,
+        counts=() if operation == "all_reduce" else counts,
+    ).seconds
+
+
+class _Key:
+    """A network, equal to others of the same figures, whoever their ranks are."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        arrays = (network.capacity, network.source, network.target, network.uses, network.latency_s)
+        figures = tuple(array.tobytes() for array in arrays)
+        self.figures = (*figures, network.uses.shape, network.message_s, network.groups)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.figures == other.figures
+
+    def __hash__(self) -> int:
+        return hash(self.figures)
+
+
+def _distinct(networks: Sequence[Network]) -> list[Network]:
+    return [key.network for key in dict.fromkeys(map(_Key, networks))]
+
+
+@lru_cache(maxsize=1024)
+def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
+    """The trees of a large transfer and the size of their chunks; None where it has none."""
+    solution = solve(key.network, operation, LARGE_BYTES // ITEM_BYTES, item_bytes=ITEM_BYTES)
+    if not solution.parts:
+        return None
+    largest = max(chunk.size for chunk in solution.program.chunks)
+    return forest_of(key.network, solution.parts), largest * ITEM_BYTES

@@ -1,0 +1,184 @@
+"""Which way an operation of some groups of ranks takes: the library's, or trees.
+
+Enters: what a selection found, or a plan's file. Leaves: `CollectiveChoice`, a part of a plan: the
+ranks, what is used from how many bytes on, the times that decided, and the trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.messages.forest import Forest, require_fields
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # that a step repeats, with trees
+WAYS = ("library", "hierarchical", "solved")
+REFERENCE_BYTES = 16 << 20  # at which times are compared in a plan's text
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveChoice:
+    """What `operation` uses on `groups`, which all do it at the same time.
+
+    Data of fewer than `min_bytes` take the library's way. `predicted_s` are the seconds of each
+    way for `REFERENCE_BYTES`; of what is used, data of b bytes take `latency_s + b * s_per_byte`.
+    There is a forest for each group, or one for all.
+    """
+
+    operation: str
+    groups: tuple[Ranks, ...]
+    uses: str = "library"
+    min_bytes: int = 0
+    latency_s: float = 0.0
+    s_per_byte: float = 0.0
+    predicted_s: Mapping[str, float] = field(default_factory=dict)
+    chunk_bytes: int = 0
+    forests: tuple[Forest, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("operation", self.operation, OPERATIONS),
+            ("uses", self.uses, WAYS),
+        ):
+            if value not in known:
+                raise PlanError(
+                    f"{name} {value!r}{did_you_mean(value, known)}", hint=", ".join(known)
+                )
+        sizes = {len(group) for group in self.groups}
+        if len(sizes) != 1 or sizes < {2} or any(len(set(g)) != len(g) for g in self.groups):
+            raise PlanError(f"groups {self.groups} are not all of as many ranks, two or more")
+        if self.is_library:
+            return
+        if len(self.forests) not in (1, len(self.groups)):
+            raise PlanError(f"{len(self.forests)} forests for {len(self.groups)} groups")
+        if any(forest.num_ranks != len(self.groups[0]) for forest in self.forests):
+            raise PlanError(f"a forest is not of the {len(self.groups[0])} ranks of a group")
+        if self.chunk_bytes < 1 or self.min_bytes < 0:
+            raise PlanError(f"chunks of {self.chunk_bytes} bytes, from {self.min_bytes} bytes on")
+        if not all(0 <= s < math.inf for s in (self.latency_s, self.s_per_byte)):
+            raise PlanError(f"{self.latency_s} s and {self.s_per_byte} s for each byte")
+
+    @property
+    def is_library(self) -> bool:
+        return self.uses == "library"
+
+    @property
+    def gain(self) -> float:
+        """What it saves of the library's time, of data of the reference size."""
+        if self.is_library or not self.predicted_s.get("library"):
+            return 0.0
+        return 1 - self.predicted_s.get(self.uses, 0.0) / self.predicted_s["library"]
+
+    def seconds(self, num_bytes: float) -> float | None:
+        """The time without the library; None if it is the library's."""
+        if self.is_library or num_bytes < self.min_bytes:
+            return None
+        return self.latency_s + num_bytes * self.s_per_byte
+
+    def forest(self, ranks: Ranks) -> Forest | None:
+        """The trees of one group; None if it is not of these, or the library is used."""
+        if self.is_library or ranks not in self.groups:
+            return None
+        return self.forests[0 if len(self.forests) == 1 else self.groups.index(ranks)]
+
+    # ------------------------------------------------------------ files and text
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "operation": self.operation,
+            "groups": [format_ranks(group) for group in self.groups],
+            "uses": self.uses,
+            "predicted_s": dict(self.predicted_s),
+        }
+        if not self.is_library:
+            for name in ("min_bytes", "latency_s", "s_per_byte", "chunk_bytes"):
+                data[name] = getattr(self, name)
+            data["forests"] = [forest.to_json() for forest in self.forests]
+        return data
+
+    @staticmethod
+    def from_json(data: Any, where: str) -> CollectiveChoice:
+        """What `to_json` gave, or an edited one."""
+        known = (
+            "operation", "groups", "uses", "predicted_s", "min_bytes", "latency_s", "s_per_byte",
+            "chunk_bytes", "forests",
+        )  # fmt: skip
+        fields = require_fields(data, known, ("operation", "groups", "uses"), where)
+        try:
+            return CollectiveChoice(
+                operation=str(fields["operation"]),
+                groups=tuple(_parse_ranks(group) for group in fields["groups"]),
+                uses=str(fields["uses"]),
+                predicted_s={
+                    str(way): float(s) for way, s in fields.get("predicted_s", {}).items()
+                },
+                min_bytes=int(fields.get("min_bytes", 0)),
+                latency_s=float(fields.get("latency_s", 0.0)),
+                s_per_byte=float(fields.get("s_per_byte", 0.0)),
+                chunk_bytes=int(fields.get("chunk_bytes", 0)),
+                forests=tuple(
+                    Forest.from_json(forest, f"{where}.forests[{i}]")
+                    for i, forest in enumerate(fields.get("forests", ()))
+                ),
+            )
+        except PlanError as error:
+            raise PlanError(error.message, where=error.where or where, hint=error.hint) from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"malformed: {error}", where=where) from None
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{way} {s * 1e3:.3g} ms" for way, s in self.predicted_s.items())
+        told = f"{self.operation} on ranks {format_groups(self.groups)}: {self.uses}"
+        if not self.is_library:
+            trees = max(len(forest.trees) for forest in self.forests)
+            start = f" from {_size(self.min_bytes)} on" if self.min_bytes else ""
+            told += f"{start}, {trees} trees, chunks of {_size(self.chunk_bytes)}"
+        return told + (f" ({_size(REFERENCE_BYTES)}: {times})" if times else "")
+
+
+def format_groups(groups: Sequence[Ranks], most: int = 4) -> str:
+    """Groups of ranks, the first of many.
+
+    >>> format_groups([(0, 1), (2, 3)])
+    '0-1 | 2-3'
+    """
+    shown = " | ".join(format_ranks(group) for group in groups[:most])
+    return shown + (f" | … {len(groups) - most} more" if len(groups) > most else "")
+
+
+def format_ranks(ranks: Ranks) -> str:
+    """Ranks as ranges, with the step where it is not 1.
+
+    >>> format_ranks((0, 1, 2, 5)), format_ranks((0, 4, 8, 12))
+    ('0-2,5', '0-12/4')
+    """
+    steps = {b - a for a, b in pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1 and next(iter(steps)) > 1:
+        return f"{ranks[0]}-{ranks[-1]}/{next(iter(steps))}"
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _parse_ranks(text: str) -> Ranks:
+    """The inverse of `format_ranks`."""
+    ranks: list[int] = []
+    for piece in str(text).split(","):
+        ends, _, step = piece.strip().partition("/")
+        first, _, last = ends.partition("-")
+        ranks += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(ranks)
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / (1 << 20):.3g} MiB"
+    return f"{num_bytes / 1024:.3g} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
