@@ -143,6 +143,7 @@ def _setting(row: Row, fold: Fold, axes: tuple[tuple[str, int], ...], count: int
         recompute=row.recompute,
         precision=_precision(row),
         prefetch=row.sharding.prefetch,
+        whole_units=True,
     )
 
 

@@ -61,12 +61,15 @@ class Levels:
         ends = np.flatnonzero(np.diff(level[order])) + 1
         return list(np.split(order, ends))
 
-    def play(self, seconds: Floats, sends: Floats) -> tuple[Floats, Floats]:
+    def play(
+        self, seconds: Floats, sends: Floats, begins: Floats | None = None
+    ) -> tuple[Floats, Floats]:
         """Start and end of every action.
 
         `seconds` are those of every action; `sends[stage]` those of a message from a stage to the
-        next one, in either direction.
+        next one, in either direction; `begins` says when each group is ready.
         """
+        first = np.zeros(len(self.stage)) if begins is None else begins[self.group]
         before = np.concatenate([[0.0], np.cumsum(sends)])
         stage, needs = self.stage, self.needs
         here, there = stage[:, None], stage[needs]
@@ -79,6 +82,7 @@ class Levels:
             ready = end[needs[mine]] + wire[mine]
             ready[missing[mine]] = 0.0
             start[mine] = np.maximum(ready.max(axis=1), end[self.before[mine]])
+            start[mine] = np.maximum(start[mine], first[mine])
             end[mine] = start[mine] + seconds[mine]
         return start, end[:-1]
 

@@ -17,8 +17,9 @@ from shardwise.schedules import Schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Key, Layers, Share, StageCost, stage_cost, with_offload
+from shardwise.simulation.stages import Layers, StageCost, stage_cost, with_offload
 from shardwise.simulation.step import Timeline, play_step
+from shardwise.simulation.sums import Key, Share
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.works import Works
 

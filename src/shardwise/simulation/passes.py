@@ -5,8 +5,9 @@ Enters: what every position keeps and needs (`Layers`), and how the step runs (`
 
 Gradients of parameters appear in the first backward of a stage, from its last position on. In its
 last one they are summed over ranks (`runtime.reducer`): with zero 2 and 3 each becomes this rank's
-piece, while up to `IN_FLIGHT_BYTES` are under way. With zero 3 a block's parameters are whole while
-it runs, with those of the next one; those outside of blocks for the whole step (`runtime.fsdp`).
+piece, while up to `OUTSTANDING_BYTES` are under way. With zero 3 a block's parameters are whole
+while it runs, with those of the next one; those outside of blocks for the whole step
+(`runtime.fsdp`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from functools import cached_property
 
 import numpy as np
 
+from shardwise.runtime.reducer import OUTSTANDING_BYTES
 from shardwise.simulation.fold import Fold
-from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Layers, Share
+from shardwise.simulation.setting import SIZES, Setting
+from shardwise.simulation.stages import Layers
+from shardwise.simulation.sums import Share
 from shardwise.simulation.times import Group
 from shardwise.simulation.work import Floats
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-IN_FLIGHT_BYTES = 256 << 20  # sums of gradients that are under way at once (runtime.reducer)
 KINDS = ("first", "middle", "last", "only")  # backwards of a step; "only" is first and last
 
 
@@ -240,7 +241,7 @@ class StageMemory:
         wire = SIZES.get(self.setting.precision.reduce, self._gradient(mine))
         if mine.zero < 2 and wire == self._gradient(mine):
             return np.zeros_like(mine.own)
-        return np.minimum(mine.complete * wire, IN_FLIGHT_BYTES + mine.own * wire)
+        return np.minimum(mine.complete * wire, OUTSTANDING_BYTES + mine.own * wire)
 
     def _gathered(self) -> None:
         """Bytes of parameters that are whole, at every position of forward and of backward."""

@@ -13,6 +13,8 @@ from shardwise.plans import Precision
 from shardwise.schedules import Schedule
 from shardwise.simulation.times import Group
 
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -21,7 +23,8 @@ class Setting:
     `cuts` are the positions at which stages begin, the first at 0; `placement` says which group
     runs each. `zero` is the level of all parameters, `zeros` that of those that match a glob; the
     last match wins. `prefetch` says whether new parameters are gathered (zero 1 and 2) while the
-    next forward already runs.
+    next forward already runs, `whole_units` that a unit's parameters travel in one message whatever
+    their size; both are of other stacks than ours.
     """
 
     groups: tuple[Group, ...]
@@ -35,6 +38,7 @@ class Setting:
     offload: tuple[str, ...] = ()
     precision: Precision = field(default_factory=Precision)
     prefetch: bool = False
+    whole_units: bool = False
 
     def level(self, parameter: str) -> int:
         """The zero level of a parameter."""
@@ -43,6 +47,16 @@ class Setting:
             if fnmatchcase(parameter, glob):
                 found = level
         return found
+
+    def wire_size(self, itemsize: int) -> int:
+        """Bytes of an element of a gradient while it is summed; `itemsize` is its parameter's."""
+        precision = self.precision
+        return SIZES.get(precision.reduce or precision.gradients or precision.master, itemsize)
+
+    @property
+    def sums(self) -> object:
+        """What of the setting decides how parameters and gradients travel."""
+        return (self.zero, tuple(self.zeros.items()), self.wire_size(0), self.whole_units)
 
     @property
     def num_ranks(self) -> int:

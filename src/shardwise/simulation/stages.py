@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
+from shardwise.simulation.sums import PURPOSES, Key, Sent, Share, before, sent, shares
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.work import Floats, Work
-
-ALONE_BYTES = 4 << 20  # a gradient of this size is summed by itself (runtime.reducer)
-BUCKET_BYTES = 25 << 20  # smaller ones together (runtime.reducer)
-
-Key = tuple[tuple[str, ...], int]  # mesh axes of the gradient's sum, zero level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +33,7 @@ class UnitCost:
     forward_talk: float  # waiting for collectives between nodes
     backward_talk: float
     again: float  # of backward: computing forward again
-    gather: float = 0.0  # parameters, before forward and before backward (zero 3)
+    gather: float = 0.0  # parameters of a block, before forward and before backward (zero 3)
     reduce: float = 0.0  # gradients, in the last backward
 
 
@@ -52,6 +48,7 @@ class StageCost:
     numel: float  # parameters that the optimizer of a rank updates, and
     tensors: int  # in how many pieces
     update_gather: float  # seconds to give all ranks the new parameters (zero 1 and 2)
+    root_gather: float = 0.0  # seconds for parameters outside of blocks, before a step (zero 3)
     update_s: float | None = None  # of the optimizer, where more is known than `numel`
 
     @property
@@ -101,22 +98,31 @@ class Layers:
         forward = spread(times.forward + times.forward_talk)
         backward = spread(times.backward + times.backward_talk) + again
         self.sums = {
-            "forward": _before(forward),
-            "backward": _before(backward),
-            "weight": _before(spread(times.weight)),
-            "forward_talk": _before(spread(times.forward_talk)),
-            "backward_talk": _before(spread(times.backward_talk)),
-            "again": _before(again),
+            "forward": before(forward),
+            "backward": before(backward),
+            "weight": before(spread(times.weight)),
+            "forward_talk": before(spread(times.forward_talk)),
+            "backward_talk": before(spread(times.backward_talk)),
+            "again": before(again),
         }
         self._shared = {} if shared is None else shared  # of all that have these parameters
         self.passes: dict[object, Any] = {}  # what `passes` remembers
 
     def parameters(self, setting: Setting) -> dict[Key, Share]:
         """The trained parameters by how their gradients are summed and shared."""
-        key = (id(self.work.parameters), setting.zero, tuple(setting.zeros.items()))
+        key = (id(self.work.parameters), setting.sums)
         if key not in self._shared:
-            self._shared[key] = _parameters(self.fold, self.work, setting)
+            self._shared[key] = shares(self.fold, self.work, setting)
         return self._shared[key]
+
+    def sent(self, first: int, end: int, setting: Setting) -> tuple[Sent, ...]:
+        """The messages of parameters and gradients of the units among positions `first:end`."""
+        key = ("sent", first, end, setting.sums)
+        if key not in self.passes:
+            runs = self.fold.runs(first, end)
+            self.passes[key] = tuple(sent(self.parameters(setting), runs, setting))
+        found: tuple[Sent, ...] = self.passes[key]
+        return found
 
     def total(self, name: str, first: int, end: int) -> float:
         """The sum over positions `first:end`."""
@@ -159,83 +165,43 @@ def _under(module: str, glob: str) -> bool:
     return any(fnmatchcase(".".join(pieces[: i + 1]), glob) for i in range(len(pieces)))
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Parameters of one kind at every position: elements, and how many messages they make."""
-
-    numel: Floats  # sums before each position
-    messages: Floats
-    tensors: Floats
-    arrives: Floats  # as numel, where a gradient first appears: at the last use
-    squares: Floats  # of the elements of each: a large parameter counts by its own size
-    itemsize: int
-
-
-def _parameters(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
-    count = len(fold.graph.nodes)
-    found: dict[Key, list[Floats]] = {}
-    size = 2
-    for held in work.parameters:
-        if not held.requires_grad:
-            continue
-        key = (held.sync, setting.level(held.name) if held.sync else 0)
-        arrays = found.setdefault(key, [np.zeros(count) for _ in range(5)])
-        arrays[0][held.node] += held.numel
-        num_bytes = held.numel * held.itemsize
-        arrays[1][held.node] += 1 if num_bytes >= ALONE_BYTES else num_bytes / BUCKET_BYTES
-        arrays[2][held.node] += 1
-        last = max((held.node, *held.others))
-        arrays[3][last if fold.copies[last] == fold.copies[held.node] else held.node] += held.numel
-        arrays[4][held.node] += float(held.numel) ** 2
-        size = held.itemsize
-    shares = {}
-    for key, arrays in found.items():
-        numel, messages, tensors, arrives, squares = (_before(fold.spread(a)) for a in arrays)
-        shares[key] = Share(numel, messages, tensors, arrives, squares, size)
-    return shares
-
-
-def _before(values: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
 def stage_cost(
     index: int, first: int, end: int, layers: Layers, group: Group, setting: Setting, clock: Clock
 ) -> StageCost:
     """The cost of the stage of positions `first:end`."""
-    units = []
-    number = setting.placement[index]
-    for name, a, b in layers.fold.runs(first, end):
-        gather, reduce = _messages(layers, a, b, group, setting, clock)
-        units.append(
-            UnitCost(
-                name=name,
-                first=a,
-                end=b,
-                **{n: layers.total(n, a, b) for n in layers.sums},
-                gather=gather,
-                reduce=reduce,
-            )
+    runs = layers.fold.runs(first, end)
+    seconds = _messages(layers, first, end, group, setting, clock)
+    units = [
+        UnitCost(
+            name=name,
+            first=a,
+            end=b,
+            **{n: layers.total(n, a, b) for n in layers.sums},
+            gather=gather,
+            reduce=reduce,
         )
-    numel, tensors, update, squares = 0.0, 0.0, 0.0, 0.0
+        for (name, a, b), gather, reduce in zip(
+            runs, seconds["gather"], seconds["reduce"], strict=True
+        )
+    ]
+    numel, tensors, squares = 0.0, 0.0, 0.0
     for (axes, zero), share in layers.parameters(setting).items():
         mine = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
         numel += mine / (ranks if zero else 1)
         tensors += float(share.tensors[end] - share.tensors[first])
         squares += float(share.squares[end] - share.squares[first]) / (ranks**2 if zero else 1)
-        if zero in (1, 2):
-            update += clock.talk("all_gather", group, axes, mine * share.itemsize)
     last = index + 1 == len(setting.cuts)
     crossing = 0.0 if last else float(layers.fold.spread(layers.work.crossing)[end])
     return StageCost(
         index=index,
-        group=number,
+        group=setting.placement[index],
         units=tuple(units),
         send_bytes=crossing,
         numel=numel,
         tensors=round(tensors),
-        update_gather=update,
+        update_gather=sum(seconds["update"]),
+        root_gather=sum(seconds["root"]),
         update_s=clock.update(layers.device, numel, squares / numel if numel else 0.0, tensors),
     )
 
@@ -261,23 +227,14 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
 
 def _messages(
     layers: Layers, first: int, end: int, group: Group, setting: Setting, clock: Clock
-) -> tuple[float, float]:
-    """Seconds to gather a unit's parameters (zero 3), and to sum its gradients."""
-    wire = _wire(setting)
-    gather = reduce = 0.0
-    for (axes, zero), share in layers.parameters(setting).items():
-        numel = float(share.numel[end] - share.numel[first])
-        if not numel or group.along(axes).shape[-1] < 2:
+) -> dict[str, list[float]]:
+    """Seconds of every unit's messages, by their purpose."""
+    runs = layers.fold.runs(first, end)
+    found = {purpose: [0.0] * len(runs) for purpose in PURPOSES}
+    for kind in layers.sent(first, end, setting):
+        rows = group.along(kind.axes)
+        if rows.shape[-1] < 2:
             continue
-        more = max(0.0, float(share.messages[end] - share.messages[first]) - 1)
-        op = "reduce_scatter" if zero >= 2 else "all_reduce"
-        reduce += clock.talk(op, group, axes, numel * (wire or share.itemsize))
-        reduce += more * clock.talk(op, group, axes, 1.0)
-        if zero == 3:
-            gather += clock.talk("all_gather", group, axes, numel * share.itemsize)
-    return gather, reduce
-
-
-def _wire(setting: Setting) -> int:
-    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-    return sizes.get(setting.precision.reduce or setting.precision.gradients, 0)
+        spent = kind.seconds(clock.collective(kind.op, rows).seconds)
+        found[kind.purpose] = [a + b for a, b in zip(found[kind.purpose], spent, strict=True)]
+    return found

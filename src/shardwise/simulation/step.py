@@ -5,7 +5,8 @@ with its start and end, what travels meanwhile, and the optimizer's step.
 
 Groups of equal ranks are played once. A result reaches another group after the time of its message;
 a group's last backward starts the sums of its gradients, and what of them is left when it ends
-is waited for. All groups end with the optimizer, then with the gathering of new parameters.
+is waited for. All groups begin with the gathering of parameters outside of blocks (zero 3), and end
+with the optimizer, then with the gathering of new parameters.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class _Play:
         key = (levels.kind * count + levels.stage) * 2 + levels.last
         seconds = _column(passes, "seconds", count)[key]
         waits = _column(passes, "waiting", count)[key]
-        starts, ends = levels.play(seconds, sends)
+        roots = self._roots()
+        starts, ends = levels.play(seconds, sends, roots)
         groups = len(self.setting.groups)
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
         finished, causes = [], []
@@ -162,7 +164,9 @@ class _Play:
             mine = levels.group == group
             spent = self._causes(key[mine], passes)
             computed = float(ends[mine].max(initial=0.0))
-            spent["bubble"] = computed - float(busy[group])
+            root = min(roots[group], float(starts[mine].min(initial=computed)))
+            spent["parameters"] += root
+            spent["bubble"] = computed - float(busy[group]) - root
             left = self._sums(group, np.flatnonzero(mine & levels.last), ends, passes, computed)
             spent["gradients"] = max(0.0, left - computed)
             finished.append(self._finish(group, max(left, computed), spent))
@@ -179,6 +183,13 @@ class _Play:
             after=tuple(self.after),
             waits=waits,
         )
+
+    def _roots(self) -> Floats:
+        """When every group has what it gathers before its first action."""
+        found = np.zeros(len(self.setting.groups))
+        for stage in self.stages:
+            found[stage.group] += stage.root_gather
+        return found
 
     def _passes(self) -> dict[int, tuple[str, Pass]]:
         """By kind, stage and whether gradients become complete: what such an action takes."""

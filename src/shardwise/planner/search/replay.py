@@ -61,6 +61,7 @@ def step_json(estimate: Estimate, setting: Setting, evaluator: Evaluator) -> dic
             "numel": stage.numel,
             "tensors": stage.tensors,
             "update_gather_s": _short(stage.update_gather),
+            "root_gather_s": _short(stage.root_gather),
         }
         for stage in estimate.stages
     ]
@@ -258,6 +259,7 @@ def _stage(index: int, row: Mapping[str, Any], units: Sequence[UnitCost]) -> Sta
         numel=float(row["numel"]),
         tensors=int(row["tensors"]),
         update_gather=float(row["update_gather_s"]),
+        root_gather=float(row.get("root_gather_s", 0.0)),
     )
 
 

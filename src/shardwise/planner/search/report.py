@@ -22,7 +22,7 @@ from shardwise.planner.search.space import Fixed
 from shardwise.plans.choices import starred
 from shardwise.simulation.estimate import Estimate
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.stages import Share
+from shardwise.simulation.sums import Share
 
 RUNNERS_UP = 5
 BINDS = 0.01  # of the step: what relaxing a constraint must buy for it to be the binding one

@@ -1,0 +1,112 @@
+"""Simulated messages of parameters and gradients are those that the runtime sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.api.alone import Alone
+from shardwise.runtime.flat import FlatGroup
+from shardwise.runtime.reducer import Reduction
+from shardwise.simulation import Evaluator
+from shardwise.simulation.simulate import setting_of, works_of
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gate = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(y) * self.gate(x).sigmoid()
+
+
+class Tower(nn.Module):
+    """Parameters on both sides of every limit of sizes, of blocks and outside of them."""
+
+    def __init__(self, layers: int, width: int, words: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.words(x)
+        for block in self.blocks:
+            h = block(h)
+        return nn.functional.cross_entropy(self.head(self.norm(h)), y)
+
+
+def tower(layers: int, width: int, words: int) -> sw.Graph:
+    batch = {name: torch.zeros(8, dtype=torch.long) for name in "xy"}
+    return sw.capture(Tower(layers, width, words), batch)
+
+
+def simulated(graph: sw.Graph, plan: sw.Plan, cluster: sw.Cluster) -> Counter[str]:
+    """The messages of a step's last backward and of its optimizer, by purpose."""
+    fold, works = works_of(graph, plan)
+    setting = setting_of(plan, fold)
+    layers = Evaluator(fold, cluster).group_layers(works, setting, 0)[0]
+    found: Counter[str] = Counter()
+    for sent in layers.sent(0, fold.size, setting):
+        found[sent.purpose] += round(float(sent.messages.sum()))
+    return found
+
+
+def sent(graph: sw.Graph, plan: sw.Plan, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """The same of the second step of rank 0, alone."""
+    found: Counter[str] = Counter()
+    gather, launch = FlatGroup.gather, Reduction.launch
+
+    def counted_gather(group: FlatGroup) -> object:
+        found["gather" if group.zero == 3 else "update"] += 1
+        return gather(group)
+
+    def counted_launch(reduction: Reduction) -> None:
+        found["reduce"] += reduction.axis.size > 1
+        launch(reduction)
+
+    patch.setattr(FlatGroup, "gather", counted_gather)
+    patch.setattr(Reduction, "launch", counted_launch)
+    alone = Alone(sw.compile(graph, plan), 0, torch.device("cpu"))
+    batch = {
+        name: torch.zeros(kind.shape, dtype=kind.dtype)
+        for name, kind in alone.batch_types().items()
+    }
+    optimizer = sw.optimizer(alone.module, torch.optim.SGD, lr=0.0)
+    for _ in range(2):
+        found.clear()
+        alone.module.train_step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("layers", "width", "words"),
+    [
+        (3, 256, 300),  # all small: one matrix of a block is 1 MiB
+        (5, 528, 2100),  # matrices of 1.06 and 4.3 MiB, and a head of 4.2 that comes first
+    ],
+)
+def test_as_many_messages_as_the_runtime_sends(
+    zero: int, layers: int, width: int, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, cluster = tower(layers, width, words), sw.Cluster.local(2)
+    plan = getattr(sw.strategies, STRATEGIES[zero])(graph, cluster)
+    assert {parameter.zero for parameter in plan.parameters.values()} == {zero}
+    predicted, seen = simulated(graph, plan, cluster), sent(graph, plan, monkeypatch)
+    assert predicted["reduce"] == seen["reduce"]
+    assert predicted["update"] == seen["update"]
+    assert 2 * predicted["gather"] + predicted["root"] == seen["gather"]  # again in backward
