@@ -40,7 +40,7 @@ import shardwise as sw
 from benchmarks.pipeline import machine
 from benchmarks.reality_models import MODELS, Made
 from benchmarks.run import ratio
-from shardwise.api.measured import tune
+from shardwise.api.tuning import tune
 from shardwise.errors import ShardwiseError
 from shardwise.profiling import profile
 

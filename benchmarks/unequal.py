@@ -31,7 +31,8 @@ from benchmarks.pipeline import machine
 from benchmarks.reality import Job, launch
 from benchmarks.reality_models import MODELS
 from benchmarks.run import ratio
-from shardwise.api.measured import measure_plan, tune
+from shardwise.api.measured import measure_plan
+from shardwise.api.tuning import tune
 from shardwise.profiling import profile
 
 LIMIT = 1.25

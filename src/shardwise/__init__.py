@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         verify,
     )
     from shardwise.api.advise import Advice, advise
-    from shardwise.api.measured import tune
+    from shardwise.api.tuning import tune
     from shardwise.cluster import Cluster, Mesh
     from shardwise.equivalence import Certificate
     from shardwise.frontend import capture
@@ -108,7 +108,7 @@ _HOME = {
     "register_rule": "shardwise.sharding",
     "save_checkpoint": "shardwise.training.checkpoint",
     "simulate": "shardwise.simulation",
-    "tune": "shardwise.api.measured",
+    "tune": "shardwise.api.tuning",
     "verify": "shardwise.api",
 }
 _MODULES = {

@@ -1,8 +1,7 @@
-"""Measured times of a plan's local calls and programs: `measure_plan`, `rehearsed`, and plans
-made with them: `tune`.
+"""Measured times of a plan's local calls and programs: `measure_plan`, `rehearsed`.
 
 Enters: a graph and the cluster it is for, on one of its machines. Leaves: an `OpTable` for `plan`
-and `simulate`, or the plan that is best by such a table.
+and `simulate`.
 
 Ranks of a CPU share its caches and memory, so as many processes measure the same calls at the
 same time as ranks would run here. A GPU is measured by one.
@@ -15,8 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -26,21 +24,12 @@ from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
 from shardwise.cost.calls import UPDATES, encode
 from shardwise.cost.table import UPDATE, missing
 from shardwise.cost.timing import BUDGET_S
-from shardwise.errors import InfeasiblePlan, RankError
+from shardwise.errors import RankError
 from shardwise.ir import Graph
-from shardwise.planner.search import plan
 from shardwise.plans import Plan
 from shardwise.simulation.simulate import plan_calls, simulate
 
 TIMEOUT_S = 600.0
-KINDS: tuple[dict[str, int], ...] = (  # from the simplest
-    {"pp": 1, "tp": 1, "microbatches": 1},
-    {"pp": 1, "tp": 1},
-    {"pp": 1},
-    {},
-)
-ROUNDS = 3  # of rehearsing a plan and planning with what that took
-MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
 _TAIL = 6  # lines of a failed process's last words
 
 
@@ -65,103 +54,6 @@ def measure_plan(
         if wanted or updates:
             found.merge(_measured(wanted, updates, device, _beside(cluster, device), budget_s))
     return found
-
-
-def tune(
-    graph: Graph,
-    cluster: Cluster,
-    *,
-    table: OpTable | None = None,
-    report: Callable[[str], None] = lambda what: None,
-    **options: Any,
-) -> tuple[Plan, OpTable]:
-    """The best plan by what its programs take on this machine, with the table that says so.
-
-    For every kind of plan (`KINDS`): plans, measures what the plan calls, plans again with these
-    times, rehearses the result, and goes on with what that took until a plan comes out again. The
-    quickest of all that were rehearsed is taken; one of more kinds of parallelism must be
-    quicker by `MARGIN`. Options are `plan`'s.
-    """
-    found = OpTable()
-    found.merge(table or OpTable())
-    tried: list[_Rehearsed] = []
-    for kind in KINDS:
-        if not all(options.get(name, value) == value for name, value in kind.items()):
-            continue
-        try:
-            found = _rounds(graph, cluster, found, {**options, **kind}, tried, report)
-        except InfeasiblePlan:
-            if kind:  # more kinds of parallelism may fit
-                continue
-            raise
-    best = tried[0]
-    for candidate in tried[1:]:
-        least = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
-        best = candidate if candidate.seconds < least else best
-    table = found.with_programs(best.programs)
-    return _reported(graph, cluster, best.plan, table, options), table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rehearsed:
-    """A plan, its predicted step, and what its programs took over the sum of their calls."""
-
-    plan: Plan
-    kind: tuple[int, ...]  # ranks of stages and of tensors, micro-batches
-    seconds: float
-    programs: list[tuple[str, float, float]]
-
-
-def _rounds(
-    graph: Graph,
-    cluster: Cluster,
-    table: OpTable,
-    options: dict[str, Any],
-    tried: list[_Rehearsed],
-    report: Callable[[str], None],
-) -> OpTable:
-    """Adds to `tried` plans of one kind, each the best by what the one before it took."""
-    programs = table.programs
-    for _ in range(ROUNDS):
-        made, table = _measured_plan(graph, cluster, table.with_programs(programs), options)
-        if any(_same(made, candidate.plan) for candidate in tried):
-            break
-        programs = rehearsed(graph, made, cluster, table)
-        own = simulate(graph, made, cluster, table=table.with_programs(programs)).step_time_s
-        report(f"{_best(made)['what']}: {own * 1e3:.3g} ms")
-        kind = tuple(_best(made)["point"][name] for name in KINDS[0])
-        tried.append(_Rehearsed(plan=made, kind=kind, seconds=own, programs=programs))
-    return table
-
-
-def _measured_plan(
-    graph: Graph, cluster: Cluster, table: OpTable, options: dict[str, Any]
-) -> tuple[Plan, OpTable]:
-    """The best plan by measured times of the calls of a first one."""
-    first = plan(graph, cluster, table=table, **options)
-    measured = measure_plan(graph, first, cluster, table=table)
-    if len(measured.entries) == len(table.entries):
-        return first, measured
-    return plan(graph, cluster, table=measured, **options), measured
-
-
-def _reported(
-    graph: Graph, cluster: Cluster, best: Plan, table: OpTable, options: dict[str, Any]
-) -> Plan:
-    """The same plan with the figures of its own rehearsal, where its settings lead to it again."""
-    point = _best(best)["point"]
-    names = ("dp", "tp", "pp", "schedule", "microbatches", "recompute", "offload")
-    fixed = {name: point[name] for name in names if point[name] not in (None, "")}
-    again = plan(graph, cluster, table=table, **{**options, **fixed})
-    return again if _same(again, best) else best
-
-
-def _same(one: Plan, other: Plan) -> bool:
-    return one.with_(search={}) == other.with_(search={})
-
-
-def _best(made: Plan) -> Any:
-    return made.search["best"]
 
 
 def rehearsed(
@@ -259,9 +151,7 @@ def _answer(process: subprocess.Popen[str], rank: int) -> OpTable:
             hint="shardwise doctor",
         )
     answer = json.loads(said.splitlines()[-1])
-    table = OpTable.from_json(answer["table"])
-    table.notes += answer["notes"]
-    return table
+    return OpTable.from_json(answer["table"])
 
 
 def _joined(tables: Sequence[OpTable]) -> OpTable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from shardwise.errors import BatchError, LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
+from shardwise.planner.search.replay import decisions
 from shardwise.plans import Plan
 from shardwise.plans.choices import known_choices
 from shardwise.runtime.allocator import grow_segments
@@ -41,7 +42,7 @@ def parallelize(
     seed: int = 0,
     compile: bool = False,
     check_batches: bool = True,
-    record: bool = False,
+    record: bool | Literal["paused"] = False,
     timeout: float = 60.0,
 ) -> rt.ParallelModule:
     """This rank's part of `model` under `plan`.
@@ -50,7 +51,7 @@ def parallelize(
     first collective, and a rank that fails, is missing or differs is named within `timeout`
     seconds. A model on meta is initialized module by module with `seed`, each rank keeping its
     part. With `compile` the generated module runs under `torch.compile`; with `record`,
-    `pm.trace(path)` gives what every rank did when.
+    `pm.trace(path)` gives what every rank did when: "paused" begins with `pm.recorder.start()`.
     """
     with starting(timeout) as agree:
         require_ranks(plan.num_ranks)
@@ -60,6 +61,8 @@ def parallelize(
     grow_segments(factory.device)
     mesh = factory.mesh()
     factory.recorder = _recorder(record, mesh, factory.device)
+    if factory.recorder is not None:
+        mesh.note(factory.recorder)
     rng = rt.Rng(plan.seed, plan.rng, mesh)
     store, first = factory.first_step(graph, program, mesh, rng)
     store.scaler = _scaler(plan)
@@ -80,11 +83,25 @@ def parallelize(
         names=list(model.state_dict()),
         recorder=factory.recorder,
         timeout=timeout,
+        about=trace_labels(plan),
     )
 
 
-def _recorder(record: bool, mesh: rt.ProcessMesh, device: torch.device) -> rt.Recorder | None:
-    return rt.Recorder(mesh.ranks[mesh.rank], device=device) if record else None
+def _recorder(
+    record: bool | Literal["paused"], mesh: rt.ProcessMesh, device: torch.device
+) -> rt.Recorder | None:
+    if not record:
+        return None
+    return rt.Recorder(mesh.ranks[mesh.rank], enabled=record != "paused", device=device)
+
+
+def trace_labels(plan: Plan) -> dict[str, str]:
+    """What a trace says of the plan that it was recorded with."""
+    return {
+        "model": plan.model,
+        "fingerprint": plan.fingerprint,
+        "plan": decisions(plan.with_(seed=0)),
+    }
 
 
 def _scaler(plan: Plan) -> rt.LossScaler | None:
@@ -207,7 +224,9 @@ class _Step:
         self.module, self.mesh, self.device, self.graph = module, mesh, device, graph
         self.plan, self.recorder = plan, recorder or rt.Recorder(0, enabled=False)
         self.dtypes = input_dtypes(graph, plan)
-        self.recorder.watch(module, plan.units)
+        # Hooks inside of a compiled program would break it up; those of units do so anyway.
+        compiled = hasattr(module, "_orig_mod")
+        self.recorder.watch(module, plan.units if compiled else rt.blocks(module))
         self.names = [i.name for i in graph.inputs]
         self.splits = dict(generated.INPUTS)
         self.spec = graph.output_spec

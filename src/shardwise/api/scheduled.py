@@ -58,7 +58,8 @@ class ScheduledStep:
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use."""
-        self.executor.tied.sum_gradients()
+        with self.store.recorder.span("waiting", "gradients"):
+            self.executor.tied.sum_gradients()
 
     def _tensors(self, batch: Any) -> Mapping[str, Tensor]:
         tensors, _ = flatten_batch(batch)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.api import measured
-from shardwise.api.measured import rehearsed, tune
+from shardwise.api import measured, tuning
+from shardwise.api.measured import rehearsed
 from shardwise.api.rehearsal import Rehearsal, rehearse
+from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import RankError, ShardwiseError
@@ -72,13 +73,14 @@ def test_the_simpler_plan_is_kept_where_another_gains_little(
     open_s: float, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
-    monkeypatch.setattr(measured, "measure_plan", lambda *_, table, **__: table)
-    monkeypatch.setattr(measured, "rehearsed", lambda *_: [])
+    monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
+    monkeypatch.setattr(tuning, "rehearsed", lambda *_: [])
+    monkeypatch.setattr(tuning, "can_try", lambda _: False)
 
     def pretend(graph: object, plan: sw.Plan, *_: object, **__: object) -> SimpleNamespace:
         return SimpleNamespace(step_time_s=1.0 if plan.mesh.names == ("dp",) else open_s)
 
-    monkeypatch.setattr(measured, "simulate", pretend)
+    monkeypatch.setattr(tuning, "simulate", pretend)
     plan, _ = tune(graph, Cluster.local(2), progress=False)
     assert (plan.mesh.names == ("dp",)) == kept
 

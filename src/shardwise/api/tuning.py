@@ -1,0 +1,215 @@
+"""The best plan by what this machine takes for it: `tune`.
+
+Enters: a graph and the cluster it is for, on one of its machines. Leaves: a plan, and the `OpTable`
+of measured times that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.api.measured import measure_plan, rehearsed
+from shardwise.api.trials import can_try, fitting, try_plans
+from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.errors import InfeasiblePlan, RankError
+from shardwise.ir import Graph
+from shardwise.planner.search import plan
+from shardwise.plans import Plan
+from shardwise.simulation.simulate import simulate
+
+KINDS: tuple[dict[str, int], ...] = (  # from the simplest
+    {"pp": 1, "tp": 1, "microbatches": 1},
+    {"pp": 1, "tp": 1},
+    {"pp": 1},
+    {},
+)
+ROUNDS = 3  # of rehearsing a plan and planning with what that took
+MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
+ZEROS = (0, 1, 2)  # tried of the simplest kind: they differ by less than predictions do
+FAR = 1.5  # of the best prediction: what a plan may be predicted to take, to be tried
+MOST = 6  # plans that are tried
+EQUAL = 0.01  # of the step: medians of a trial differ by as much
+FITS = 3  # corrections of a prediction by what was measured
+
+
+def tune(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    table: OpTable | None = None,
+    report: Callable[[str], None] = lambda what: None,
+    **options: Any,
+) -> tuple[Plan, OpTable]:
+    """The best plan by what its programs take on this machine, with the table that says so.
+
+    For every kind of plan (`KINDS`): plans, measures what the plan calls, plans again with these
+    times, rehearses the result, and goes on with what that took until a plan comes out again.
+    Where all ranks of the cluster fit on this machine, the most promising of them then run against
+    each other with all their communication, and the quickest is taken. Elsewhere the one with
+    the best prediction is, and one of more kinds of parallelism must be quicker by `MARGIN`.
+    Options are `plan`'s.
+    """
+    found = OpTable()
+    found.merge(table or OpTable())
+    tuning = _Tuning(graph, cluster, options, report)
+    for kind in KINDS:
+        if not all(options.get(name, value) == value for name, value in kind.items()):
+            continue
+        try:
+            found = tuning.rounds(found, kind)
+        except InfeasiblePlan:
+            if kind:  # more kinds of parallelism may fit
+                continue
+            raise
+    best = tuning.tried_out(found) or tuning.predicted()
+    table = found.with_programs(best.programs)
+    return tuning.reported(best.plan, table), table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A plan, its step as predicted or measured, and what its programs took over their calls."""
+
+    plan: Plan
+    seconds: float
+    programs: list[tuple[str, float, float]]
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Ranks of stages and of tensors, micro-batches."""
+        return tuple(_best(self.plan)["point"][name] for name in KINDS[0])
+
+    @property
+    def what(self) -> str:
+        return str(_best(self.plan)["what"])
+
+
+class _Tuning:
+    """The candidates of one model on one cluster."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        options: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> None:
+        self.graph, self.cluster, self.options, self.report = graph, cluster, options, report
+        self.candidates: list[_Candidate] = []
+
+    def rounds(self, table: OpTable, kind: Mapping[str, int]) -> OpTable:
+        """Adds plans of one kind, each the best by what the one before it took."""
+        programs = table.programs
+        for _ in range(ROUNDS):
+            made, table = self._measured_plan(table.with_programs(programs), kind)
+            if any(_same(made, candidate.plan) for candidate in self.candidates):
+                break
+            programs = self._add(made, table).programs
+        return table
+
+    def _add(self, made: Plan, table: OpTable) -> _Candidate:
+        told = len(table.notes)
+        programs = rehearsed(self.graph, made, self.cluster, table)
+        own = simulate(self.graph, made, self.cluster, table=table.with_programs(programs))
+        candidate = _Candidate(plan=made, seconds=own.step_time_s, programs=programs)
+        self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms predicted")
+        for note in table.notes[told:]:
+            self.report(note)
+        self.candidates.append(candidate)
+        return candidate
+
+    def _measured_plan(self, table: OpTable, kind: Mapping[str, int]) -> tuple[Plan, OpTable]:
+        """The best plan by measured times of the calls of a first one."""
+        options = {**self.options, **kind}
+        first = plan(self.graph, self.cluster, table=table, **options)
+        measured = measure_plan(self.graph, first, self.cluster, table=table)
+        if len(measured.entries) == len(table.entries):
+            return first, measured
+        return plan(self.graph, self.cluster, table=measured, **options), measured
+
+    def predicted(self) -> _Candidate:
+        """The quickest by prediction; those that were rehearsed go before others."""
+        known = [c for c in self.candidates if c.programs] or self.candidates
+        best = known[0]
+        for candidate in known[1:]:
+            least = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
+            best = candidate if candidate.seconds < least else best
+        return best
+
+    # ------------------------------------------------------------ run against each other
+
+    def tried_out(self, table: OpTable) -> _Candidate | None:
+        """The quickest of those that ran here; None where they cannot, or there is one only."""
+        if not can_try(self.cluster):
+            return None
+        for made in self._levels(table.with_programs(self.predicted().programs)):
+            if not any(_same(made, candidate.plan) for candidate in self.candidates):
+                self._add(made, table)
+        least = min(c.seconds for c in self.candidates)
+        near = [c for c in self.candidates if c.seconds <= FAR * least]
+        near = sorted(near, key=lambda c: c.seconds)[:MOST]
+        plans = fitting([c.plan for c in near], self.cluster)
+        if len(plans) < 2:
+            return None
+        try:
+            seconds = try_plans(self.graph, plans, self.cluster)
+        except RankError as error:
+            self.report(f"plans were not tried: {error.message}")
+            return None
+        found = [
+            _Candidate(plan=c.plan, seconds=s, programs=c.programs)
+            for c, s in zip(near, seconds, strict=False)
+        ]
+        for candidate in found:
+            self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms measured")
+        best = _quickest(found)
+        return _Candidate(plan=best.plan, seconds=best.seconds, programs=self._fitted(best, table))
+
+    def _levels(self, table: OpTable) -> Iterator[Plan]:
+        """The simplest kind of plan with each level of zero, where that is open."""
+        if self.options.get("zero") is not None or not self.candidates:
+            return
+        kind = dict(zip(KINDS[0], self.predicted().kind, strict=True))
+        for level in ZEROS:
+            try:
+                options = {**self.options, **kind, "zero": level}
+                yield plan(self.graph, self.cluster, table=table, **options)
+            except InfeasiblePlan:
+                continue
+
+    def _fitted(self, best: _Candidate, table: OpTable) -> list[tuple[str, float, float]]:
+        """The programs' factors with which the prediction is what was measured."""
+        programs = best.programs or [(self.cluster.device(0).name, 1.0, 1.0)]
+        for _ in range(FITS):
+            known = table.with_programs(programs)
+            predicted = simulate(self.graph, best.plan, self.cluster, table=known).step_time_s
+            by = best.seconds / predicted
+            programs = [(device, by * t, by * u) for device, t, u in programs]
+        return programs
+
+    def reported(self, best: Plan, table: OpTable) -> Plan:
+        """The same plan with the figures of its own run, where its settings lead to it again."""
+        point = _best(best)["point"]
+        names = ["dp", "tp", "pp", "schedule", "microbatches", "recompute", "offload"]
+        names += ["zero"] if point["outer"] is None else []  # one level for all
+        fixed = {name: point[name] for name in names if point[name] not in (None, "")}
+        again = plan(self.graph, self.cluster, table=table, **{**self.options, **fixed})
+        return again if _same(again, best) else best
+
+
+def _quickest(candidates: Sequence[_Candidate]) -> _Candidate:
+    """The quickest; of those that are as quick, the simplest."""
+    least = min(c.seconds for c in candidates)
+    equal = [c for c in candidates if c.seconds <= (1 + EQUAL) * least]
+    return min(equal, key=lambda c: (c.kind, c.seconds))
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return one.with_(search={}) == other.with_(search={})
+
+
+def _best(made: Plan) -> Any:
+    return made.search["best"]

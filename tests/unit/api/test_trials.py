@@ -1,0 +1,110 @@
+"""Plans that run against each other on this machine, and what `tune` makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.api import tuning
+from shardwise.api.forks import together
+from shardwise.api.trials import can_try, try_plans
+from shardwise.api.tuning import tune
+from shardwise.cluster import Cluster
+from shardwise.errors import RankError
+from tests.support import training
+
+
+def test_every_plan_is_run() -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    cluster = Cluster.local(2)
+    pipeline = sw.strategies.pipeline(graph, cluster, stages=2, num_microbatches=2)
+    plans = [sw.strategies.ddp(graph, cluster), sw.strategies.fsdp(graph, cluster), pipeline]
+    seconds = try_plans(graph, plans, cluster)
+    assert len(seconds) == 3
+    assert all(s > 0 for s in seconds)
+
+
+def test_where_plans_can_be_tried() -> None:
+    assert can_try(Cluster.local(2))
+    assert not can_try(Cluster.local(1))
+    assert not can_try(Cluster.preset("h100", nodes=1, devices_per_node=2))
+    assert not can_try(Cluster.preset("cpu", nodes=2, devices_per_node=2))
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_the_rank_that_failed_is_named(meets: bool) -> None:
+    def work(rank: int, meet: Callable[[], object]) -> int:
+        if rank == 2:
+            raise ValueError("no such thing")
+        if meets:
+            meet()
+        return rank
+
+    with pytest.raises(RankError, match="rank 2 cannot run here: ValueError: no such thing"):
+        together(work, 3, timeout=20.0)
+
+
+def test_ranks_that_take_too_long_are_named() -> None:
+    def work(rank: int, meet: Callable[[], object]) -> None:
+        if rank == 0:
+            meet()
+
+    with pytest.raises(RankError, match=r"rank 0 did not end within 0\.2 s"):
+        together(work, 2, timeout=0.2)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No times are measured, and all plans are predicted to take as long."""
+    monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
+    monkeypatch.setattr(tuning, "rehearsed", lambda *_: [])
+    monkeypatch.setattr(tuning, "simulate", lambda *_, **__: SimpleNamespace(step_time_s=1.0))
+
+
+def _zero(plan: sw.Plan) -> int:
+    search: Any = plan.search
+    return int(search["best"]["point"]["zero"])
+
+
+@pytest.mark.parametrize("quickest", [0, 2])
+def test_the_quickest_that_ran_is_taken(
+    quickest: int, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+
+    def run(_: object, plans: Sequence[sw.Plan], __: object) -> list[float]:
+        return [0.9 if _zero(plan) == quickest else 1.0 for plan in plans]
+
+    monkeypatch.setattr(tuning, "try_plans", run)
+    said: list[str] = []
+    plan, _ = tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
+    assert _zero(plan) == quickest
+    assert any("900 ms measured" in line for line in said)
+
+
+def test_plans_that_cannot_run_are_told_and_predicted(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[float]:
+        raise RankError("rank 1 died while it ran here")
+
+    monkeypatch.setattr(tuning, "try_plans", fail)
+    said: list[str] = []
+    graph = sw.capture(*training.make("fused_gpt"))
+    tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
+    assert "plans were not tried: rank 1 died while it ran here" in said
+
+
+def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    made = {z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)}
+    found = tuning._Tuning(graph, Cluster.local(2), {}, lambda _: None)
+    found.candidates = [
+        tuning._Candidate(plan=made[0], seconds=0.5, programs=[]),
+        tuning._Candidate(plan=made[1], seconds=1.0, programs=[("cpu", 1.2, 1.1)]),
+    ]
+    assert found.predicted().plan is made[1]
