@@ -15,6 +15,8 @@ ShardwiseError
 ├── ConfigError       a training's settings are wrong: a file, a key or a value of one
 ├── TrainingError     training cannot go on: the loss is no number, data ended or changed
 ├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
+├── TraceError        a recorded trace is damaged, or not of this plan
+├── WatchError        a run's folder cannot be watched
 ├── LaunchError       a node cannot be reached, or cannot start its ranks
 └── RankError         ranks disagree, are missing, or died
     └── LinkError     a message between two ranks did not come; it names them
@@ -46,8 +48,10 @@ __all__ = [
     "RankError",
     "RuleError",
     "ShardwiseError",
+    "TraceError",
     "TrainingError",
     "VerifyError",
+    "WatchError",
     "did_you_mean",
 ]
 
@@ -122,6 +126,14 @@ class OptimizerError(ShardwiseError):
 
 class CheckpointError(ShardwiseError):
     """A checkpoint is damaged, incomplete or for another model, or cannot be written."""
+
+
+class TraceError(ShardwiseError):
+    """A recorded trace is damaged, or not of this plan."""
+
+
+class WatchError(ShardwiseError):
+    """A run's folder cannot be watched: it is not there, or holds no run."""
 
 
 class LaunchError(ShardwiseError):

@@ -9,6 +9,7 @@ from shardwise.runtime.executor import *  # noqa: F403
 from shardwise.runtime.failures import *  # noqa: F403
 from shardwise.runtime.mesh import *  # noqa: F403
 from shardwise.runtime.module import *  # noqa: F403
+from shardwise.runtime.noting import *  # noqa: F403
 from shardwise.runtime.offload import *  # noqa: F403
 from shardwise.runtime.operators import *  # noqa: F403
 from shardwise.runtime.operators.factories import *  # noqa: F403

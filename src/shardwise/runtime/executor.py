@@ -28,7 +28,7 @@ from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.pipeline import OutputSpec, PipelineSpec, StageModules
 from shardwise.runtime.probe import probing
 from shardwise.runtime.reading import BatchReader
-from shardwise.runtime.recorder import Recorder
+from shardwise.runtime.recorder import Recorder, blocks
 from shardwise.runtime.splits import join
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tied import TiedParameters
@@ -84,7 +84,7 @@ class Executor:
         self._last_forward = _last(self.actions, "F")
         self._last_backward = _last(self.actions, "BW")  # every I is followed by its W
         self._split = any(a.kind == "I" for a in self.actions)
-        if self.recorder.enabled:
+        if recorder is not None:
             self._watch()
 
     # --- a whole step --------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Executor:
             for module in stage.modules:
                 if not any(module is known for known in seen):
                     seen.append(module)
-                    self.recorder.watch(module, _blocks(module))
+                    self.recorder.watch(module, blocks(module))
 
     def _span(self, action: Action) -> contextlib.AbstractContextManager[object]:
         return self.recorder.span(
@@ -285,15 +285,6 @@ def _joined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
         total = torch.stack(parts).sum(0)
         return total / len(parts) if output.averaged else total
     return parts[-1]
-
-
-def _blocks(module: nn.Module) -> list[str]:
-    """Paths of the submodules that are called: blocks of the model."""
-    return [
-        path
-        for path, child in module.named_modules()
-        if path and type(child).forward is not nn.Module.forward
-    ]
 
 
 def _deferring(queue: WeightQueue | None) -> contextlib.AbstractContextManager[object]:

@@ -107,9 +107,10 @@ class FlatGroup:
     """
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, device: torch.device) -> None:
-        self.entries, self.axis = tuple(entries), axis
+        self.entries = tuple(entries)
         first = self.entries[0]
         self.zero = 3 if first.leaves_device else first.spec.zero
+        self.axis = axis.about("parameters" if self.zero == 3 else "update")
         self.numel = sum(entry.numel for entry in self.entries)
         self.sizes = [part(self.numel, axis.size, i)[1] for i in range(axis.size)]
         self.offsets = list(itertools.accumulate((e.numel for e in self.entries), initial=0))

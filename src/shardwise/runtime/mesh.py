@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
+from shardwise.runtime.noting import NotingTransport
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 from shardwise.shares import axes_of, part, product
 
@@ -49,6 +51,12 @@ class Axis:
     def length(self, n: int) -> int:
         """How many of `n` this rank has."""
         return part(n, self.shares, self.index)[1]
+
+    def about(self, cause: str) -> Axis:
+        """This axis, for collectives of a cause, where a recorder asks for causes."""
+        if not isinstance(self._transport, NotingTransport):
+            return self
+        return Axis(self.name, self._group, self._transport.about(cause), self.shares)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Reduce a contiguous tensor in place over the axis."""
@@ -171,6 +179,11 @@ class ProcessMesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
+
+    def note(self, recorder: Recorder) -> None:
+        """Record the collectives of axes that are made from now on."""
+        self.transport = NotingTransport(self.transport, recorder)
+        self._cached.clear()
 
     def axis(self, *names: str) -> Axis:
         """These mesh axes as one, given in the mesh's order; none: this rank alone."""

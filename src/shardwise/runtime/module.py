@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import Axis, ProcessMesh
+from shardwise.runtime.noting import plain_transport
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.random import Rng
 from shardwise.runtime.recorder import Recorder
@@ -65,7 +66,10 @@ Specialize = Callable[[Any, bool], StepProgram]
 
 
 class ParallelModule(nn.Module):
-    """This rank's part of a model that all ranks train together."""
+    """This rank's part of a model that all ranks train together.
+
+    `about` says of what its traces are: they hold it.
+    """
 
     def __init__(
         self,
@@ -78,10 +82,14 @@ class ParallelModule(nn.Module):
         names: Sequence[str] = (),
         recorder: Recorder | None = None,
         timeout: float = 60.0,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
         self.recorder, self.timeout = recorder, timeout
+        self.about = dict(about or {})
+        if recorder is not None:
+            store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
         self._specialize = specialize
         self._programs: dict[Hashable, StepProgram] = {}
@@ -102,9 +110,10 @@ class ParallelModule(nn.Module):
         with self._naming_failures():
             key, program = self._program(batch, training=True, local=local)
             self.rng.step += 1
-            with self.store.step(key):
-                loss, out = program.train(batch, self.store, outputs=outputs, local=local)
-            program.finish()
+            with self.store.recorder.span("step", "step", step=self.rng.step):
+                with self.store.step(key):
+                    loss, out = program.train(batch, self.store, outputs=outputs, local=local)
+                program.finish()
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
     def eval_step(self, batch: Any, *, local: bool = False) -> Any:
@@ -123,7 +132,7 @@ class ParallelModule(nn.Module):
 
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Between processes, a rank that fails is named by the others."""
-        if isinstance(self.mesh.transport, ProcessGroupTransport):
+        if isinstance(plain_transport(self.mesh.transport), ProcessGroupTransport):
             return naming_failures(self.timeout)
         return contextlib.nullcontext()
 
@@ -195,7 +204,7 @@ class ParallelModule(nn.Module):
         events = gather_events(everyone, self.recorder.take(), device)
         if events is None:
             return None
-        found = merge(events, clocks)
+        found = merge(events, clocks, self.about)
         if path is not None:
             write_trace(path, found)
         return found

@@ -154,12 +154,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if overflow:
             self.skipped_steps += 1
             return loss
-        self.store.link_gradients()
-        try:
-            self.inner.step()
-        finally:
-            self.store.unlink_gradients()
-        self.store.gather_updates()
+        recorder = self.store.recorder
+        with recorder.span("compute", "optimizer"):
+            self.store.link_gradients()
+            try:
+                self.inner.step()
+            finally:
+                self.store.unlink_gradients()
+        with recorder.span("waiting", "update"):
+            self.store.gather_updates()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -274,7 +277,13 @@ def clip_grad_norm_(
     The norm is that of the whole model's gradient: every element of every rank's part counts
     once. It is the same on all ranks, which call this together.
     """
-    store = pm.store
+    with pm.store.recorder.span("compute", "clipping"):
+        return _clip(pm.store, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def _clip(
+    store: ParameterStore, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> Tensor:
     held = [(e, grad) for e in store.entries if (grad := store.gradient(e)) is not None]
     mine = [grad for entry, grad in held if _counts(store, entry) and grad.numel()]
     total = _total_norm(store, mine, norm_type)

@@ -2,13 +2,17 @@
 
 Times are `time.perf_counter_ns()`. On CUDA, where the host runs ahead, a span is measured by
 events on the stream that is current at its beginning and end; `take` waits for the device.
+
+Lanes: "step" (a whole `train_step`, with its number), "compute" (actions of the schedule, clipping,
+the optimizer), "groups" (blocks inside of actions), "communication" (what travels, from its start
+until it was waited for) and "waiting" (what of it held this rank up, named after its cause).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Event", "Recorder"]
+__all__ = ["Event", "Recorder", "blocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +46,23 @@ class Recorder:
 
     def __init__(self, rank: int, enabled: bool = True, device: torch.device | str = "cpu") -> None:
         self.rank, self.enabled = rank, enabled
+        self._watched: list[_Watch] = []
         self._events: list[Event] = []
         self._timed: list[_CudaSpan] = []
         self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
         self._origin: tuple[torch.cuda.Event, int] | None = None
+
+    def start(self, *, blocks: bool = True) -> None:
+        """Record from now on, or go on after `pause`; without `blocks`, as cheaply as possible."""
+        self.enabled = True
+        for watch in self._watched if blocks else ():
+            watch.attach()
+
+    def pause(self) -> None:
+        """Record nothing until `start`; what was recorded stays."""
+        self.enabled = False
+        for watch in self._watched:
+            watch.detach()
 
     def span(
         self, lane: str, name: str, **details: Any
@@ -79,20 +96,15 @@ class Recorder:
         Recomputed forwards are recorded within their backward. A backward ends when the inputs'
         gradients are there; it has no length where no input needs one. Call the result to stop.
         """
-        handles: list[Any] = []
-        for path in paths if self.enabled else ():
-            submodule = module.get_submodule(path)
-            forward, backward = self._open(f"forward {path}"), self._open(f"backward {path}")
-            handles += [
-                submodule.register_forward_pre_hook(forward.begin),
-                submodule.register_forward_hook(forward.end, always_call=True),
-                submodule.register_full_backward_pre_hook(backward.begin),
-                submodule.register_full_backward_hook(backward.end),
-            ]
+        watch = _Watch([(module.get_submodule(path), path) for path in paths], self._open)
+        self._watched.append(watch)
+        if self.enabled:
+            watch.attach()
 
         def stop() -> None:
-            for handle in handles:
-                handle.remove()
+            watch.detach()
+            if watch in self._watched:
+                self._watched.remove(watch)
 
         return stop
 
@@ -111,6 +123,15 @@ class Recorder:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def blocks(module: nn.Module) -> list[str]:
+    """Paths of the submodules that are called: blocks of the model."""
+    return [
+        path
+        for path, child in module.named_modules()
+        if path and type(child).forward is not nn.Module.forward
+    ]
 
 
 class _Span:
@@ -201,3 +222,30 @@ class _Hooks:
         # A compiled program calls them as they are.
         self.begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
         self.end = torch.compiler.disable(end)  # type: ignore[no-untyped-call]
+
+
+class _Watch:
+    """Submodules whose forward and backward are recorded, while hooks are attached to them."""
+
+    def __init__(
+        self, modules: Sequence[tuple[nn.Module, str]], spans: Callable[[str], _Hooks]
+    ) -> None:
+        self._modules, self._spans = modules, spans
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Add the hooks, unless they are there."""
+        for module, path in self._modules if not self._handles else ():
+            forward, backward = self._spans(f"forward {path}"), self._spans(f"backward {path}")
+            self._handles += [
+                module.register_forward_pre_hook(forward.begin),
+                module.register_forward_hook(forward.end, always_call=True),
+                module.register_full_backward_pre_hook(backward.begin),
+                module.register_full_backward_hook(backward.end),
+            ]
+
+    def detach(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -48,7 +48,7 @@ class Reduction:
     """Gradients that are summed together, and divided by the scale of the loss."""
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None) -> None:
-        self.entries, self.axis, self.group = tuple(entries), axis, group
+        self.entries, self.axis, self.group = tuple(entries), axis.about("gradients"), group
         first = self.entries[0]
         self.master = first.master
         self.wire = first.wire if axis.size > 1 else first.gradient

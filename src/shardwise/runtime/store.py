@@ -26,6 +26,7 @@ from shardwise.runtime.mesh import ProcessMesh, coordinates
 from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.reducer import Reducer, sync_axis
 from shardwise.runtime.splits import assemble, local_shape, take_local
 
@@ -65,6 +66,7 @@ class ParameterStore:
         self.units = Units([g for g in self.groups if g.zero == 3], self.reducer.flush)
         self.with_gradient: set[Entry] = set()
         self.scaler: LossScaler | None = None
+        self.recorder = Recorder(mesh.rank, enabled=False)
         self.after_update: list[Callable[[], None]] = []
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         self.trained_elsewhere: tuple[tuple[str, ...], ...] = ()  # of parameters, with aliases

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 Trace = dict[str, Any]
+FORMAT, VERSION = "shardwise-trace", 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,14 @@ def gather_events(
     ]
 
 
-def merge(per_rank: Sequence[Sequence[Event]], clocks: Clocks | None = None) -> Trace:
+def merge(
+    per_rank: Sequence[Sequence[Event]],
+    clocks: Clocks | None = None,
+    about: Mapping[str, str] | None = None,
+) -> Trace:
     """One trace of all ranks: a process per rank, a thread per lane, arrows for transfers.
+
+    Its `otherData` says what it is, so that it can be told from others: `about`, and the ranks.
 
     An arrow goes from an event named "send…" to the other with the same `transfer` detail.
     Events of a lane that overlap without being nested are shown in rows of their own.
@@ -119,7 +126,9 @@ def merge(per_rank: Sequence[Sequence[Event]], clocks: Clocks | None = None) -> 
             _slice(event, rank, tids[row], offset + begin)
             for event, row in zip(_ordered(events), rows, strict=True)
         ]
-    return {"traceEvents": labels + slices + _arrows(slices), "displayTimeUnit": "ms"}
+    told = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
+    found = labels + slices + _arrows(slices)
+    return {"otherData": told, "displayTimeUnit": "ms", "traceEvents": found}
 
 
 def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:

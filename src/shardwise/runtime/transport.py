@@ -9,6 +9,7 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,17 @@ class Pending:
 
         chained._finish = finish
         return chained
+
+    def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
+        """The same tensor, waited for inside a context."""
+        inside = Pending(self._result)
+
+        def finish() -> None:
+            with context():
+                inside._result = self.wait()
+
+        inside._finish = finish
+        return inside
 
 
 class Transport(Protocol):

@@ -42,6 +42,7 @@ class Timeline:
 
     step_time_s: float
     causes: Mapping[str, float]  # seconds of the group that ends last, by cause
+    by_group: tuple[Mapping[str, float], ...] = field(repr=False)  # the same of every group
     busy: tuple[float, ...]  # seconds in which each group computes
     bubble_fraction: float
     schedule: Schedule = field(repr=False)
@@ -175,6 +176,7 @@ class _Play:
         return Timeline(
             step_time_s=step,
             causes=causes[finished.index(step)],
+            by_group=tuple(causes),
             busy=tuple(float(b) for b in busy),
             bubble_fraction=float(np.mean(1 - busy / step)) if step else 0.0,
             schedule=levels.schedule,
