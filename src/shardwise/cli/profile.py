@@ -41,6 +41,7 @@ def profile(
             threads=threads,
             timeout_s=timeout,
             progress=lambda what: status.update(f"measuring {what}"),
+            report=lambda note: console.print(f"note: {note}", markup=False, highlight=False),
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     cluster.save(out)

@@ -128,7 +128,7 @@ class OpTable:
         self.computed |= other.computed
         self.programs += [p for p in other.programs if p not in self.programs]
         self._factors.clear()
-        self.notes += other.notes
+        self.notes += [note for note in other.notes if note not in self.notes]
 
     def to_json(self) -> str:
         entries: list[dict[str, Any]] = [
@@ -143,7 +143,12 @@ class OpTable:
             {"device": device, "training": training, "optimizer": update}
             for device, training, update in self.programs
         ]
-        document = {"version": FORMAT_VERSION, "entries": entries, "programs": programs}
+        document = {
+            "version": FORMAT_VERSION,
+            "entries": entries,
+            "programs": programs,
+            "notes": self.notes,
+        }
         return json.dumps(document, indent=1) + "\n"
 
     @classmethod
@@ -169,6 +174,10 @@ class OpTable:
                 found.compare(call, device, float(computed[0]), float(computed[1]))
         for index, entry in enumerate(document.get("programs", ())):
             found.programs.append(_program(entry, f"{where}, program {index}"))
+        notes = document.get("notes", [])
+        if not isinstance(notes, list):
+            raise ShardwiseError(f"notes are {notes!r}, must be a list", where=where)
+        found.notes += map(str, notes)
         return found
 
     @classmethod

@@ -30,11 +30,13 @@ def profile(
     slow: Mapping[int, float] | None = None,
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda note: None,
 ) -> Cluster:
     """Measure this machine with `num_ranks` processes: its GPUs, or its cores over gloo.
 
     `slow={1: 0.5}` makes rank 1 do its work twice, as a rank of half the speed would take. Each
-    process of a CPU uses `threads` threads; torchrun starts them with one.
+    process of a CPU uses `threads` threads; torchrun starts them with one. `progress` is told what
+    is being measured, `report` what could not be.
     """
     from shardwise.cost.rates import GAP_S
 
@@ -53,14 +55,14 @@ def profile(
     jobs = [shared | {"rank": rank, "repeats": repeats[rank]} for rank in range(ranks)]
     results = run_ranks(jobs, timeout_s, progress)
     progress("two models, trained")
-    return as_training(assemble(results, kind))
+    return as_training(assemble(results, kind), report)
 
 
-def as_training(cluster: Cluster) -> Cluster:
+def as_training(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> Cluster:
     """The cluster with the rates that training reaches on this machine."""
     from shardwise.profiling.reference import at_training, training_factor
 
-    factor = training_factor(cluster)
+    factor = training_factor(cluster, report)
     (node,) = cluster.nodes
     devices = tuple(at_training(device, factor) for device in node.devices)
     return replace(cluster, nodes=(replace(node, devices=devices),))

@@ -10,6 +10,7 @@ are trained here, on all ranks at once and without communication, to see what th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -63,8 +64,11 @@ class _Convolutions(nn.Module):
         return out.square().mean()
 
 
-def training_factor(cluster: Cluster) -> float:
-    """Measured over computed seconds of training: the mean of two models, 1 where none runs."""
+def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> float:
+    """Measured over computed seconds of training: the mean of two models, 1 where none runs.
+
+    `report` is told why one did not run.
+    """
     from shardwise.api.measured import rehearsed
     from shardwise.cost import OpTable
     from shardwise.frontend import capture
@@ -75,10 +79,14 @@ def training_factor(cluster: Cluster) -> float:
         (_Transformer(), torch.zeros(rows, POSITIONS, dtype=torch.int64)),
         (_Convolutions(), torch.zeros(rows, 3, PIXELS, PIXELS)),
     ]
-    found = []
+    found, table = [], OpTable()
     for model, batch in batches:
         graph = capture(model, (batch,))
-        found += rehearsed(graph, ddp(graph, cluster), cluster, OpTable())
+        found += rehearsed(graph, ddp(graph, cluster), cluster, table)
+    for note in table.notes:
+        report(note)
+    if not found:
+        report("nothing was trained: rates are those of single calls, which programs do not reach")
     return math.prod(training for _, training, _ in found) ** (1 / len(found)) if found else 1.0
 
 

@@ -194,6 +194,16 @@ def test_measuring_on_this_machine() -> None:
     assert missing(calls, here, found) == ()
 
 
+def test_notes_are_in_the_file_once(tmp_path: Path) -> None:
+    table = OpTable()
+    table.notes = ["plan ddp was not rehearsed: rank 0 died"]
+    for _ in range(2):
+        table.save(tmp_path / "times.json")
+    assert OpTable.load(tmp_path / "times.json").notes == table.notes
+    with pytest.raises(ShardwiseError, match="notes are 3"):
+        OpTable.from_json('{"version": 1, "notes": 3}')
+
+
 def test_what_does_not_fit_or_run_is_left_out_with_a_note() -> None:
     huge = TensorType((2**20, 2**20), torch.float32)
     calls = [

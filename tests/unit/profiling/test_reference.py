@@ -1,0 +1,30 @@
+"""What training takes over single calls: models that do not run are told, not passed over."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.api import measured
+from shardwise.api.rehearsal import Rehearsal
+from shardwise.cluster import Cluster
+from shardwise.errors import RankError
+from shardwise.ir import Graph
+from shardwise.profiling.reference import training_factor
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_model_that_does_not_run_is_told(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def rehearse(graph: Graph, *_: object) -> Rehearsal:
+        tried.append(graph.name)
+        if len(tried) <= failing:
+            raise RankError("rank 1 cannot run here: no room")
+        return Rehearsal(training_s={0: 1.0}, update_s={0: 1.0})
+
+    monkeypatch.setattr(measured, "rehearse", rehearse)
+    told: list[str] = []
+    factor = training_factor(Cluster.local(2), told.append)
+    assert len(tried) == 2
+    assert sum("rank 1 cannot run here: no room" in note for note in told) == failing
+    assert ("nothing was trained" in told[-1]) == (failing == 2) == (factor == 1.0)
