@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.frontend import capture
     from shardwise.ir import Graph
     from shardwise.planner import strategies
+    from shardwise.planner.collectives import choose_collectives
     from shardwise.planner.search import plan
     from shardwise.plans import Plan, Precision, Stage
     from shardwise.runtime import clip_grad_norm_, optimizer
@@ -59,6 +60,7 @@ __all__ = [
     "advise",
     "capture",
     "capture_for_plan",
+    "choose_collectives",
     "clip_grad_norm_",
     "compile",
     "errors",
@@ -96,6 +98,7 @@ _HOME = {
     "advise": "shardwise.api.advise",
     "capture": "shardwise.frontend",
     "capture_for_plan": "shardwise.api",
+    "choose_collectives": "shardwise.planner.collectives",
     "clip_grad_norm_": "shardwise.runtime",
     "compile": "shardwise.api",
     "explain": "shardwise.api",

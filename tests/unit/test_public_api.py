@@ -26,6 +26,7 @@ PUBLIC = [
     "advise",
     "capture",
     "capture_for_plan",
+    "choose_collectives",
     "clip_grad_norm_",
     "compile",
     "errors",

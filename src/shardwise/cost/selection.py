@@ -11,7 +11,7 @@ the wires for the library is taken to hold for messages, too: both run on the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -27,11 +27,10 @@ from shardwise.collectives.network import Network
 from shardwise.collectives.solve import solve
 from shardwise.collectives.symmetry import find_symmetry
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
-from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, CollectiveChoice
+from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
 from shardwise.messages.forest import Forest
 
 Ints = NDArray[np.int64]
-Chooser = Callable[[str, Ints], CollectiveChoice | None]
 
 WORTH = 0.1  # of the library's time: what another way must save
 MOST_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request

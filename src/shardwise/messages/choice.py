@@ -7,10 +7,13 @@ ranks, what is used from how many bytes on, the times that decided, and the tree
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.messages.forest import Forest, require_fields
@@ -140,6 +143,19 @@ class CollectiveChoice:
             start = f" from {_size(self.min_bytes)} on" if self.min_bytes else ""
             told += f"{start}, {trees} trees, chunks of {_size(self.chunk_bytes)}"
         return told + (f" ({_size(REFERENCE_BYTES)}: {times})" if times else "")
+
+
+Chooser = Callable[[str, NDArray[np.int64]], CollectiveChoice | None]
+
+
+def chosen(choices: Sequence[CollectiveChoice]) -> Chooser:
+    """Of these choices, that of an operation on some groups, in any order."""
+    known = {(c.operation, frozenset(c.groups)): c for c in choices}
+
+    def choose(operation: str, groups: NDArray[np.int64]) -> CollectiveChoice | None:
+        return known.get((operation, frozenset(tuple(row) for row in groups.tolist())))
+
+    return choose
 
 
 def format_groups(groups: Sequence[Ranks], most: int = 4) -> str:

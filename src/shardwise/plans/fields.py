@@ -28,6 +28,7 @@ PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
     "recompute": (str, list),
     "precision": dict,
     "offload": list,
+    "collectives": list,
     "rng": str,
     "seed": int,
     "notes": list,

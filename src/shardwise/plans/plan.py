@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
 from shardwise.ir import Graph, node_keys
+from shardwise.messages.choice import CollectiveChoice
 from shardwise.plans.choices import check_choices, find_choices
 from shardwise.plans.execution import (
     OFFLOADS,
@@ -68,7 +69,7 @@ class Plan:
     a batch of its own, as one device accumulating gradients would take it. `schedule` names the
     order of work, or lists the actions of every group of ranks. `recompute` says which activations
     backward computes again: "none", "full" (by block), "selective" (what is cheap), or a list of
-    module globs.
+    module globs. `collectives` says which go another way than the library's.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Plan:
     recompute: str | tuple[str, ...] = "none"
     precision: Precision = field(default_factory=Precision)
     offload: tuple[str, ...] = ()
+    collectives: tuple[CollectiveChoice, ...] = ()
     rng: str = "exact"
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -203,6 +205,7 @@ class Plan:
     # ------------------------------------------------------------ files and text
 
     def to_json(self) -> dict[str, Any]:
+        chosen = [choice.to_json() for choice in self.collectives]
         return {
             "version": self.version,
             "name": self.name,
@@ -221,9 +224,13 @@ class Plan:
             "recompute": listed(self.recompute),
             "precision": self.precision.to_json(),
             "offload": list(self.offload),
+            **(
+                {"collectives": [c.to_json() for c in self.collectives]} if self.collectives else {}
+            ),
             "rng": self.rng,
             "seed": self.seed,
             "notes": list(self.notes),
+            **({"collectives": chosen} if chosen else {}),
             **({"search": dict(self.search)} if self.search else {}),
         }
 
@@ -265,6 +272,10 @@ class Plan:
                 ),
                 "precision": Precision.from_json(
                     fields.get("precision", {}), f"{where}: precision"
+                ),
+                "collectives": tuple(
+                    CollectiveChoice.from_json(choice, f"collectives[{i}]")
+                    for i, choice in enumerate(fields.get("collectives", ()))
                 ),
             }
             return Plan(**{**fields, **made})
@@ -354,6 +365,13 @@ def _check_execution(plan: Plan) -> None:
         if what not in OFFLOADS:
             raise PlanError(
                 f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
+            )
+
+    for number, choice in enumerate(plan.collectives):
+        if max(map(max, choice.groups)) >= plan.num_ranks:
+            raise PlanError(
+                f"ranks {choice.groups[-1]} of a plan for {plan.num_ranks}",
+                where=f"collectives[{number}]",
             )
 
 

@@ -32,7 +32,7 @@ def format_plan(plan: Plan) -> str:
     lines += _stages(plan) + _execution(plan) + _parameters(plan)
     for node, choices in plan.nodes.items():
         lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
-    lines += [f"  note: {note}" for note in plan.notes]
+    lines += _collectives(plan) + [f"  note: {note}" for note in plan.notes]
     return "\n".join(fitted for line in lines for fitted in _fit(line))
 
 
@@ -74,6 +74,17 @@ def _parameters(plan: Plan) -> list[str]:
         rows.append((glob, cut, ZERO[entry.zero] if shared else ""))
     rows.insert(0, ("parameter", "cut", "gradients and state" if any(r[2] for r in rows) else ""))
     return _table(rows, most=48)
+
+
+def _collectives(plan: Plan) -> list[str]:
+    """What goes another way than the library's; the rest in one line."""
+    lines = [f"  {choice}" for choice in plan.collectives if not choice.is_library]
+    kept = [c.operation for c in plan.collectives if c.is_library]
+    if plan.collectives:
+        names = ", ".join(dict.fromkeys(kept))
+        rest = f": {names} where no other way saves a tenth" if kept else ""
+        lines.append(f"  other collectives are the library's{rest}")
+    return lines
 
 
 def _table(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, Signature
+from shardwise.messages.choice import Chooser
 from shardwise.schedules import Schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
@@ -88,8 +89,14 @@ class _Class:
 class Evaluator:
     """Estimates of one model on one cluster."""
 
-    def __init__(self, fold: Fold, cluster: Cluster, table: OpTable | None = None) -> None:
-        self.fold, self.cluster, self.clock = fold, cluster, Clock(cluster, table)
+    def __init__(
+        self,
+        fold: Fold,
+        cluster: Cluster,
+        table: OpTable | None = None,
+        choose: Chooser | None = None,
+    ) -> None:
+        self.fold, self.cluster, self.clock = fold, cluster, Clock(cluster, table, choose)
         kinds: dict[Device, int] = {}
         of_nodes = [
             np.tile([kinds.setdefault(d, len(kinds)) for d in node.devices], node.copies)
@@ -99,6 +106,9 @@ class Evaluator:
         self.devices = list(kinds)
         counts = np.repeat([n.count for n in cluster.nodes], [n.copies for n in cluster.nodes])
         self.node = np.repeat(np.arange(len(counts)), counts)
+        cards = {(node.link, node.nic) for node in cluster.nodes}
+        network = cluster.network
+        self.uneven = len(cards) > 1 or bool(network.trunks or network.switches or network.domains)
         self._times: dict[object, NodeTimes] = {}
         self._layers: dict[object, Layers] = {}
         self._shared: dict[object, dict[Key, Share]] = {}
@@ -207,11 +217,18 @@ class Evaluator:
                         yield kind.device, call
 
     def _signature(self, group: Group) -> object:
-        """What the times of a group depend on: its devices, and how it lies on nodes."""
+        """What the times of a group depend on: its devices, and how it lies on nodes; which nodes
+        these are only where they are not connected alike.
+        """
         known = self._signatures.get(id(group))
         if known is None or known[0] is not group:
             nodes = self.node[group.array]
-            found = (group.mesh, self.kind[group.array].tobytes(), (nodes - nodes[0]).tobytes())
+            found: object = (
+                group.mesh,
+                self.kind[group.array].tobytes(),
+                (nodes - nodes[0]).tobytes(),
+                group.ranks if self.uneven else (),
+            )
             known = self._signatures[id(group)] = (group, found)
         return known[1]
 

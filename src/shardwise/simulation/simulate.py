@@ -14,6 +14,7 @@ from shardwise.cost import OpTable, Signature
 from shardwise.equivalence.twin.decide import saying
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
+from shardwise.messages.choice import chosen
 from shardwise.plans import Plan, Resolved, model_fingerprint, resolve
 from shardwise.program.means import separate_means
 from shardwise.program.pipeline import plan_schedule
@@ -33,7 +34,8 @@ def simulate(
 ) -> Estimate:
     """The predicted time and memory of a step of `plan` on `cluster`.
 
-    `table` holds measured times of operators, which replace computed ones.
+    `table` holds measured times of operators, which replace computed ones. Collectives take the
+    times of the ways that the plan chooses for them.
     """
     plan.check(graph)
     if plan.num_ranks != cluster.num_ranks:
@@ -43,7 +45,8 @@ def simulate(
             hint="a cluster file of as many devices, or a new plan: shardwise plan",
         )
     fold, works = works_of(graph, plan)
-    return Evaluator(fold, cluster, table).estimate(works, setting_of(plan, fold))
+    evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
+    return evaluator.estimate(works, setting_of(plan, fold))
 
 
 def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple[Signature, ...]]:
@@ -57,7 +60,7 @@ def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple
 
 def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
     """The folded graph, and the work of a rank of every mesh of the plan."""
-    graph = _as_run(graph, plan)
+    graph = as_run(graph, plan)
     fold = Fold.of(graph, said=saying(plan, graph))
     small = fold_plan(fold, plan, plan.choices(graph))
     facts = analyze(fold.graph)
@@ -70,7 +73,7 @@ def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
     return fold, works
 
 
-def _as_run(graph: Graph, plan: Plan) -> Graph:
+def as_run(graph: Graph, plan: Plan) -> Graph:
     """With micro-batches a mean loss of 16 bits is a sum in 32 bits, as are the scores it is of."""
     if not plan.splits_time or graph.loss is None or graph.values[graph.loss].dtype.itemsize > 2:
         return graph

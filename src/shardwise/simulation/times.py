@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
+from shardwise.messages.choice import Chooser
 from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Work
 
 # torch.optim.adamw._single_tensor_adamw: mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_,
@@ -73,17 +74,24 @@ class Group:
 
 
 class Clock:
-    """Times on one cluster; collectives are worked out once for every set of groups."""
+    """Times on one cluster; collectives are worked out once for every set of groups.
 
-    def __init__(self, cluster: Cluster, table: OpTable | None = None) -> None:
-        self.cluster, self.table = cluster, table
+    `choose` says which of them go another way than the library's.
+    """
+
+    def __init__(
+        self, cluster: Cluster, table: OpTable | None = None, choose: Chooser | None = None
+    ) -> None:
+        self.cluster, self.table, self.choose = cluster, table, choose
         self._collectives: dict[tuple[str, bytes, int], CollectiveModel] = {}
 
     def collective(self, op: str, groups: np.ndarray) -> CollectiveModel:
         """The model of a collective that all rows of `groups` do at the same time."""
         key = (op, groups.tobytes(), groups.shape[-1])
         if key not in self._collectives:
-            self._collectives[key] = collective_model(self.cluster, op, groups)
+            model = collective_model(self.cluster, op, groups)
+            choice = self.choose(op, groups) if self.choose is not None else None
+            self._collectives[key] = model.with_choice(choice)
         return self._collectives[key]
 
     def talk(self, op: str, group: Group, axes: Sequence[str], num_bytes: float) -> float:

@@ -14,8 +14,11 @@ from typing import Any
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.cost import OpTable
+from shardwise.cost.selection import chooser
 from shardwise.errors import InfeasiblePlan, PlanError, RuleError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
+from shardwise.planner.collectives import with_choices
+from shardwise.planner.details import Subject, details
 from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
@@ -75,7 +78,8 @@ def plan(
         if not found.feasible:
             raise infeasible(found, search, fixed, limits, again)
         report = search_report(found, search, fixed, cluster, memory_gib, again)
-    return sealed(write_plan(graph, search.fold, found.best, report, kinds))
+    made = write_plan(graph, search.fold, found.best, report, kinds)
+    return sealed(with_choices(made, search.evaluator.clock.choose))
 
 
 def _prepare(
@@ -91,7 +95,7 @@ def _prepare(
     said = lambda path, nodes: _said(path, fixed, graph)  # noqa: E731
     fold = Fold.of(graph, said=said)
     facts = analyze(fold.graph)
-    evaluator = Evaluator(fold, cluster, table)
+    evaluator = Evaluator(fold, cluster, table, chooser(cluster))
     values = {p.value for p in fold.graph.parameters}
     bank = Bank(
         fold,

@@ -1,0 +1,67 @@
+"""The collectives of a plan: which way each takes on these machines.
+
+Enters: a `Plan` and a `Cluster`. Leaves: the plan with its `collectives`; none where all ranks and
+links are alike, so that the library's ways are the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from shardwise.cluster import Cluster
+from shardwise.cost.selection import chooser
+from shardwise.errors import PlanError
+from shardwise.messages.choice import OPERATIONS, Chooser, CollectiveChoice
+from shardwise.plans import Plan
+from shardwise.simulation.times import Group
+
+MOST_RANKS = 64  # of a group that is solved on request: some seconds for that many unequal ones
+SUMS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # what gradients take, by zero level
+PARTS = ("reduce_scatter", "all_gather")  # from zero 2 on
+
+
+def choose_collectives(plan: Plan, cluster: Cluster, *, most_ranks: int = MOST_RANKS) -> Plan:
+    """The plan with the way of each of its collectives on `cluster`, by predicted time.
+
+    Sums of gradients and redistributions along mesh axes may be solved for the links at hand; the
+    library's are kept unless that saves more than a tenth of their time, and for groups of more
+    than `most_ranks`.
+    """
+    if plan.num_ranks != cluster.num_ranks:
+        raise PlanError(
+            f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
+            f"{cluster.num_ranks}",
+            hint="a cluster file of as many devices, or a new plan",
+        )
+    return with_choices(plan, chooser(cluster, most_ranks))
+
+
+def with_choices(plan: Plan, choose: Chooser | None) -> Plan:
+    """The plan with what `choose` says of its collectives."""
+    if choose is None:
+        return plan.with_(collectives=()) if plan.collectives else plan
+    found: dict[tuple[str, tuple[tuple[int, ...], ...]], CollectiveChoice] = {}
+    for stage in plan.all_stages:
+        group = Group(mesh=stage.mesh, ranks=stage.ranks)
+        for operation, axes in _used(plan, stage.mesh.names):
+            choice = choose(operation, group.along(axes))
+            if choice is not None:
+                found.setdefault((choice.operation, choice.groups), choice)
+    if all(choice.is_library for choice in found.values()):
+        return plan.with_(collectives=()) if plan.collectives else plan
+    return plan.with_(collectives=tuple(found.values()))
+
+
+def _used(plan: Plan, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Operations and the mesh axes along which a step may do them.
+
+    Along axes that cut the batch alone, only gradients are summed; others move values, too.
+    """
+    levels = {entry.zero or 0 for entry in plan.parameters.values()} or {0}
+    sums = dict.fromkeys(op for level in sorted(levels) for op in SUMS.get(level, PARTS))
+    for count in range(1, len(names) + 1):
+        for axes in combinations(names, count):
+            batch = all(plan.roles[axis] == "batch" for axis in axes)
+            for operation in sums if batch else OPERATIONS:
+                yield operation, axes
