@@ -35,6 +35,7 @@ from shardwise.plans.fields import (
     listed,
     read_fields,
 )
+from shardwise.plans.files import plan_file_text
 
 FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
@@ -236,7 +237,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        Path(path).write_text(plan_file_text(self.to_json()))
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -18,10 +18,10 @@ from shardwise.cost.selection import chooser
 from shardwise.errors import InfeasiblePlan, PlanError, RuleError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.planner.collectives import with_choices
-from shardwise.planner.details import Subject, details
 from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
+from shardwise.planner.search.details import Subject, details
 from shardwise.planner.search.found import Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
@@ -78,8 +78,22 @@ def plan(
         if not found.feasible:
             raise infeasible(found, search, fixed, limits, again)
         report = search_report(found, search, fixed, cluster, memory_gib, again)
-    made = write_plan(graph, search.fold, found.best, report, kinds)
-    return sealed(with_choices(made, search.evaluator.clock.choose))
+        made = write_plan(graph, search.fold, found.best, report, kinds)
+        made = sealed(with_choices(made, search.evaluator.clock.choose))
+        return _detailed(made, search, found)
+
+
+def _detailed(made: Plan, search: Search, found: Found) -> Plan:
+    """The plan with what reports tell of its step; the last of its file."""
+    subject = Subject(
+        graph=search.graph,
+        works=found.best.layouts.works,
+        setting=found.best.setting,
+        evaluator=search.evaluator,
+        estimate=found.best.estimate,
+    )
+    more = details(subject, made, made.search["relaxations"], search.memory_limit)
+    return made.with_(search={**made.search, "details": more})
 
 
 def _prepare(
