@@ -30,6 +30,7 @@ from shardwise.plans.choices import known_choices
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import require_ranks, starting
+from shardwise.runtime.ways import Derive
 
 
 def parallelize(
@@ -104,6 +105,17 @@ def trace_labels(plan: Plan) -> dict[str, str]:
     }
 
 
+def _derive(plan: Plan) -> Derive | None:
+    """How programs of messages follow from the plan's trees, which are checked first."""
+    if not plan.collectives:
+        return None
+    from shardwise.collectives.derive import derive, verify
+
+    for choice in plan.collectives:
+        verify(choice)
+    return derive
+
+
 def _scaler(plan: Plan) -> rt.LossScaler | None:
     scale = plan.precision.loss_scale
     if not scale:
@@ -147,6 +159,8 @@ class _Factory:
             timeout=self.timeout,
             microbatches=self.plan.microbatches,
             timed=self.plan.splits_time,
+            choices=self.plan.collectives,
+            derive=_derive(self.plan),
         )
 
     def first_step(

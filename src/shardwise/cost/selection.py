@@ -24,8 +24,9 @@ from shardwise.collectives.demand import demand_of
 from shardwise.collectives.derive import forest_of, lowered
 from shardwise.collectives.hierarchical import hierarchical
 from shardwise.collectives.network import Network
-from shardwise.collectives.solve import solve
+from shardwise.collectives.solve import LIMIT_S, solve
 from shardwise.collectives.symmetry import find_symmetry
+from shardwise.collectives.trees import TreeProblem
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
 from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
 from shardwise.messages.forest import Forest
@@ -38,7 +39,7 @@ KINDS = ("cpu",)  # devices whose library runs messages as fast as it runs colle
 ITEM_BYTES = 4
 SMALL_BYTES, LARGE_BYTES = 256 << 10, 64 << 20  # sizes that make the line of a way
 CLOSE = 0.01  # of the time: hierarchical is simpler, and taken if it is no slower than this
-HIERARCHICAL_CHUNK_BYTES = 128 * 1024
+CHUNK_BYTES = 128 * 1024  # where the solver has not tuned it
 SIZES = tuple(1 << n for n in range(16, 31))  # smaller data are a matter of latency: the library's
 
 
@@ -69,9 +70,12 @@ def may_gain(cluster: Cluster) -> bool:
     return not (plain and len(alike) == 1 and cluster.nodes[0].count == 1)
 
 
-def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS) -> Chooser | None:
-    """What chooses for a cluster, each operation and set of groups once; None if it never would."""
-    if not may_gain(cluster):
+def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS, use: str = "") -> Chooser | None:
+    """What chooses for a cluster, each operation and set of groups once; None if it never would.
+
+    `use` is a way that is taken wherever it is possible, whatever the times say.
+    """
+    if use == "library" or not (use or may_gain(cluster)):
         return None
     known: dict[tuple[str, bytes, int], CollectiveChoice | None] = {}
 
@@ -79,7 +83,7 @@ def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS) -> Chooser | None:
         rows = np.ascontiguousarray(groups, dtype=np.int64)
         key = (operation, rows.tobytes(), rows.shape[-1])
         if key not in known:
-            known[key] = select(cluster, operation, rows, most_ranks=most_ranks)
+            known[key] = select(cluster, operation, rows, most_ranks=most_ranks, use=use)
         return known[key]
 
     return choose
@@ -91,8 +95,11 @@ def select(
     groups: Ints | Sequence[Sequence[int]],
     *,
     most_ranks: int = MOST_RANKS,
+    use: str = "",
 ) -> CollectiveChoice | None:
     """The choice of one operation; None where there is none: one rank, or another operation.
+
+    `use` is as for `chooser`.
 
     >>> fast = Cluster.preset("cpu", nodes=4, devices_per_node=1)
     >>> select(fast, "all_reduce", [range(4)]).uses
@@ -107,19 +114,18 @@ def select(
         groups=tuple(tuple(row) for row in rows.tolist()),
         predicted_s={"library": library.seconds(REFERENCE_BYTES)},
     )
-    if not may_gain(cluster) or rows.shape[-1] > most_ranks:
+    if not (use or may_gain(cluster)) or rows.shape[-1] > most_ranks:
         return kept
     networks = contended(cluster, rows)
-    if _out_of_reach(library, networks, operation):
+    if not use and _out_of_reach(library, networks, operation):
         return kept
-    ways = [
-        way for way in (_hierarchical(networks, operation), _solved(networks, operation)) if way
-    ]
-    return _decided(kept, library, ways)
+    ways = [_hierarchical(networks, operation), _solved(networks, operation)]
+    found = [way for way in ways if way is not None and use in ("", way.name)]
+    return _decided(kept, library, found, forced=bool(use))
 
 
 def _decided(
-    kept: CollectiveChoice, library: CollectiveModel, ways: Sequence[_Way]
+    kept: CollectiveChoice, library: CollectiveModel, ways: Sequence[_Way], *, forced: bool
 ) -> CollectiveChoice:
     """The best way with the times of all; the library unless it saves enough."""
     lines = {way.name: library.line(way.name, way.latency_s, way.s_per_byte) for way in ways}
@@ -129,7 +135,7 @@ def _decided(
         return told
     least = min(seconds.values())
     best = next(way for way in ways if seconds[way.name] <= (1 + CLOSE) * least)
-    start = _from_bytes(library, lines[best.name])
+    start = 0 if forced else _from_bytes(library, lines[best.name])
     if start is None:
         return told
     return replace(
@@ -186,10 +192,8 @@ def contended(cluster: Cluster, groups: Ints) -> list[Network]:
     ]
 
 
-def _solved(networks: Sequence[Network], operation: str) -> _Way | None:
-    found = [_solution(_Key(network), operation) for network in networks]
-    solved = [each for each in found if each is not None]
-    return _way("solved", solved, operation) if len(solved) == len(networks) else None
+def _solved(networks: Sequence[Network], operation: str) -> _Way:
+    return _way("solved", [_solution(_Key(network), operation) for network in networks], operation)
 
 
 def _hierarchical(networks: Sequence[Network], operation: str) -> _Way | None:
@@ -198,7 +202,7 @@ def _hierarchical(networks: Sequence[Network], operation: str) -> _Way | None:
         parts = hierarchical(network, demand_of(network, operation))
         if parts is None:
             return None
-        found.append((forest_of(network, parts), HIERARCHICAL_CHUNK_BYTES))
+        found.append((forest_of(network, parts), CHUNK_BYTES))
     return _way("hierarchical", found, operation)
 
 
@@ -255,10 +259,18 @@ def _distinct(networks: Sequence[Network]) -> list[Network]:
 
 
 @lru_cache(maxsize=1024)
-def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
-    """The trees of a large transfer and the size of their chunks; None where it has none."""
-    solution = solve(key.network, operation, LARGE_BYTES // ITEM_BYTES, item_bytes=ITEM_BYTES)
-    if not solution.parts:
-        return None
-    largest = max(chunk.size for chunk in solution.program.chunks)
-    return forest_of(key.network, solution.parts), largest * ITEM_BYTES
+def _solution(key: _Key, operation: str) -> tuple[Forest, int]:
+    """The trees of a large transfer, and the size of their chunks.
+
+    Where rounds of messages are as fast, as between two ranks, plans still hold trees: those of
+    the linear program, whose bytes take no longer.
+    """
+    network = key.network
+    solution = solve(network, operation, LARGE_BYTES // ITEM_BYTES, item_bytes=ITEM_BYTES)
+    if solution.parts:
+        largest = max(chunk.size for chunk in solution.program.chunks)
+        return forest_of(network, solution.parts), largest * ITEM_BYTES
+    demand = demand_of(network, operation)
+    symmetry = find_symmetry(network, demand.colors(network.num_ranks))
+    packing = TreeProblem(network, demand, symmetry).optimum([], LIMIT_S)
+    return forest_of(network, packing.parts), CHUNK_BYTES

@@ -11,8 +11,8 @@ from itertools import combinations
 
 from shardwise.cluster import Cluster
 from shardwise.cost.selection import chooser
-from shardwise.errors import PlanError
-from shardwise.messages.choice import OPERATIONS, Chooser, CollectiveChoice
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.messages.choice import OPERATIONS, WAYS, Chooser, CollectiveChoice
 from shardwise.plans import Plan
 from shardwise.simulation.times import Group
 
@@ -21,20 +21,24 @@ SUMS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # what gradients t
 PARTS = ("reduce_scatter", "all_gather")  # from zero 2 on
 
 
-def choose_collectives(plan: Plan, cluster: Cluster, *, most_ranks: int = MOST_RANKS) -> Plan:
+def choose_collectives(
+    plan: Plan, cluster: Cluster, *, use: str = "", most_ranks: int = MOST_RANKS
+) -> Plan:
     """The plan with the way of each of its collectives on `cluster`, by predicted time.
 
     Sums of gradients and redistributions along mesh axes may be solved for the links at hand; the
     library's are kept unless that saves more than a tenth of their time, and for groups of more
-    than `most_ranks`.
+    than `most_ranks`. `use` forces a way where it is possible: "library", "hierarchical", "solved".
     """
+    if use and use not in WAYS:
+        raise PlanError(f"no way {use!r}{did_you_mean(use, WAYS)}", hint=", ".join(WAYS))
     if plan.num_ranks != cluster.num_ranks:
         raise PlanError(
             f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
             f"{cluster.num_ranks}",
             hint="a cluster file of as many devices, or a new plan",
         )
-    return with_choices(plan, chooser(cluster, most_ranks))
+    return with_choices(plan, chooser(cluster, most_ranks, use))
 
 
 def with_choices(plan: Plan, choose: Chooser | None) -> Plan:

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError
+from shardwise.messages import CollectiveChoice
 from shardwise.runtime.failures import show_life
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
+from shardwise.runtime.ways import Derive, Ways
 
 __all__ = ["ProcessGroupTransport", "process_mesh", "process_meshes"]
 
@@ -57,10 +59,18 @@ class ProcessGroupTransport:
         default = dist.group.WORLD
         assert default is not None
         self._messages = self._groups.setdefault(world, default)
+        self._timeout, self.ways = timeout, Ways()
+
+    def use(self, choices: Sequence[CollectiveChoice], derive: Derive) -> None:
+        """Let some collectives go another way than the library's; all ranks call it."""
+        self.ways = Ways(choices, derive, self._groups, self._timeout)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         if not flat.numel():
             return Pending(flat)
+        other = self.ways.all_reduce(flat, op, group)
+        if other is not None:
+            return other
         wire, back = self._reducible(flat, op)
         name, pg = self._for(wire, group)
         if name != "gloo":
@@ -74,6 +84,9 @@ class ProcessGroupTransport:
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
     ) -> Pending:
         assert flat.numel() == sizes[group.index], (flat.shape, sizes)
+        other = self.ways.all_gather(flat, sizes, group, out)
+        if other is not None:
+            return other
         if out is None:
             out = flat.new_empty(sum(sizes))
         name, pg = self._for(flat, group)
@@ -107,6 +120,9 @@ class ProcessGroupTransport:
         return _after(out, works, (lambda: out.copy_(host)) if out.is_cuda else None)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+        other = self.ways.reduce_scatter(flat, sizes, group)
+        if other is not None:
+            return other
         name, pg = self._for(flat, group)
         mine = sizes[group.index]
         if name == "gloo":
@@ -263,8 +279,13 @@ def process_meshes(
     timeout: float | None = None,
     microbatches: int = 1,
     timed: bool = True,
+    choices: Sequence[CollectiveChoice] = (),
+    derive: Derive | None = None,
 ) -> ProcessMesh:
-    """This rank's mesh, where several groups of ranks have one each; all ranks call it."""
+    """This rank's mesh, where several groups of ranks have one each; all ranks call it.
+
+    `choices` are of collectives that go another way than the library's; `derive` makes programs.
+    """
     everyone = sorted(rank for ranks, _ in groups for rank in ranks)
     wanted = [tuple(everyone)]
     for ranks, axes in groups:
@@ -275,6 +296,8 @@ def process_meshes(
         show_life()
         transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout)
         rank = transport.rank
+        if derive is not None:
+            transport.use(choices, derive)
     for ranks, axes in groups:
         if rank in ranks:
             return ProcessMesh(

@@ -1,0 +1,99 @@
+"""Training with collectives solved for unequal links equals training on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.equivalence.precision import KeepDouble
+from tests.support import training
+from tests.support.clusters import uneven
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+HYBRID = {"dp": 2, "tp": 2, "zero": 2}
+EVERYDAY = [("odd", "ddp", 3, {}), ("fused_gpt", "zero2", 3, {}), ("fused_gpt", "tensor", 3, {})]
+THOROUGH = [
+    ("odd", "ddp", 2, {}),
+    ("fused_gpt", "ddp", 4, {}),
+    ("odd", "zero1", 5, {}),
+    ("odd", "zero2", 5, {}),
+    ("fused_gpt", "fsdp", 4, {}),
+    ("fused_gpt", "hybrid", 4, HYBRID),
+    ("llama", "hybrid", 4, {"dp": 2, "tp": 2}),
+    ("resnet", "ddp", 4, {}),
+]
+
+
+def solved(plan: sw.Plan, ranks: int) -> sw.Plan:
+    """The plan with every collective solved, from the first byte on, in small chunks."""
+    found = sw.choose_collectives(plan, uneven(ranks), use="solved")
+    assert all(choice.uses == "solved" for choice in found.collectives)
+    small = [replace(choice, chunk_bytes=256) for choice in found.collectives]
+    return found.with_(collectives=tuple(small))
+
+
+def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> training.Run:
+    """As `training.parallel`, with solved collectives; some must have run."""
+    model, inputs = training.make(name)
+    with KeepDouble():
+        plan = solved(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
+        pm = sw.parallelize(model, inputs, plan=plan)
+        opt = sw.optimizer(pm, torch.optim.AdamW, lr=training.LEARNING_RATE)
+        losses, norms, gradients = [], [], {}
+        for step in range(training.STEPS):
+            losses.append(pm.train_step(inputs).item())
+            if step == 0:
+                gradients = pm.gather_gradients()
+            norms.append(sw.clip_grad_norm_(pm, training.MAX_NORM).item())
+            opt.step()
+            opt.zero_grad()
+    assert pm.mesh.transport.ways.num_programs > 0
+    state = pm.gather_state_dict()
+    return training.Run(losses=losses, norms=norms, gradients=gradients, state=state)
+
+
+def check(pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: Any) -> None:
+    runs = pool(ranks).run(train, model, strategy, ranks, options, timeout=300)
+    expected = training.dense(model)
+    for found in runs:
+        assert found.losses == runs[0].losses
+        assert found.norms == runs[0].norms
+        training.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("model", "strategy", "ranks", "options"), EVERYDAY)
+def test_solved_collectives_equal_one_device(
+    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    check(pool, model, strategy, ranks, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy", "ranks", "options"), THOROUGH)
+def test_all_solved_collectives_equal_one_device(
+    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    check(pool, model, strategy, ranks, options)
+
+
+def disagree() -> str:
+    """Rank 1 comes with other trees."""
+    model, inputs = training.make("odd")
+    plan = solved(training.plan_for(model, inputs, "ddp", 3), 3)
+    if dist.get_rank() == 1:
+        changed = [replace(choice, chunk_bytes=512) for choice in plan.collectives]
+        plan = plan.with_(collectives=tuple(changed))
+    return training.error_of(sw.parallelize, model, inputs, plan=plan, timeout=20)
+
+
+def test_ranks_agree_on_trees(pool: Callable[[int], Pool]) -> None:
+    for found in pool(3).run(disagree, timeout=60):
+        assert "different programs" in found
