@@ -103,17 +103,20 @@ class Rounds:
 
     def lowered(self, network: Network, item_bytes: int) -> Lowered:
         """In a round, a rank sends before it receives."""
+        order: list[int] = []
+        first = 0
+        for messages in self.rounds:
+            numbers = range(first, first + len(messages))
+            order += [2 * i for i in numbers]
+            order += [2 * i + 1 for i in numbers]
+            first += len(messages)
         return Lowered(
             demand=self.demand,
             num_ranks=network.num_ranks,
             counts=self.counts,
             chunks=self.chunks,
-            events=tuple(
-                (leaves, message)
-                for messages in self.rounds
-                for leaves in (True, False)
-                for message in messages
-            ),
+            messages=tuple(message for messages in self.rounds for message in messages),
+            order=tuple(order),
             seconds=rounds_s(network, self.rounds, self.chunks, item_bytes),
         )
 

@@ -1,7 +1,7 @@
 """From parts and routes to a program of messages.
 
-Enters: parts of the data with their trees, or routes, the number of elements, and the size of a
-chunk. Leaves: `Lowered`: messages in the order in which they would leave and arrive (`order.py`),
+Enters: parts of the data with their trees, or routes, the number of elements, and into how many
+chunks they are cut. Leaves: `Lowered`: messages in the order in which they would leave and arrive (`order.py`),
 the time that this takes, and the program of it.
 """
 
@@ -23,27 +23,31 @@ WINDOW = 4  # messages under way on an edge: enough to keep it busy while a rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """Messages as they leave (True) and arrive (False), and the seconds that they should take."""
+    """Messages, the order in which they leave (2i) and arrive (2i + 1), and the seconds that they
+    should take.
+    """
 
     demand: Demand
     num_ranks: int
     counts: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    events: tuple[tuple[bool, Message], ...]
+    messages: tuple[Message, ...]
+    order: tuple[int, ...]
     seconds: float
 
     @property
     def num_messages(self) -> int:
-        return len(self.events) // 2
+        return len(self.messages)
 
     def program(self, numel: int) -> MessageProgram:
-        """Lists that follow the order of the events."""
+        """Lists that follow the order."""
         lists: list[list[Instruction]] = [[] for _ in range(self.num_ranks)]
-        for leaves, (a, b, kind, first, stop) in self.events:
-            if leaves:
-                lists[a].append(Instruction("send", b, first, stop))
-            else:
+        for event in self.order:
+            a, b, kind, first, stop = self.messages[event >> 1]
+            if event & 1:
                 lists[b].append(Instruction(kind, a, first, stop))
+            else:
+                lists[a].append(Instruction("send", b, first, stop))
         return MessageProgram(
             operation=self.demand.operation,
             num_ranks=self.num_ranks,
@@ -60,16 +64,22 @@ class Lowered:
 class Size:
     """How many elements of how many bytes, at most how many of them in a chunk, and the time that
     the busiest resource takes for all.
+
+    A part is sent in at least `turns`, unless chunks would have less than `smallest` elements: a
+    small part takes slow links, and with chunks as large as those of others fills them late.
     """
 
     numel: int
     item_bytes: int
     chunk: int
     span_s: float
+    turns: int = 1
+    smallest: int = 1
 
-    def turns(self, elements: int) -> list[int]:
+    def bounds(self, elements: int) -> list[int]:
         """The bounds of the chunks of so many elements, which are as equal as can be."""
-        count = max(1, -(-elements // max(self.chunk, 1)))
+        fewest = -(-elements // max(self.chunk, 1))
+        count = max(1, fewest, min(self.turns, elements // max(self.smallest, 1)))
         return [elements * i // count for i in range(count + 1)]
 
 
@@ -83,7 +93,7 @@ class _Builder:
 
     def add(self, way: Way, start: int, stop: int, *placed: int) -> None:
         """The elements `start` to `stop` along a way, in chunks; `placed` is of an all-to-all."""
-        bounds = self.size.turns(stop - start)
+        bounds = self.size.bounds(stop - start)
         for turn, (low, high) in enumerate(pairwise(bounds)):
             place = (*placed[:2], placed[2] + low) if placed else ()
             began = self.size.span_s * turn / (len(bounds) - 1)
@@ -99,7 +109,8 @@ class _Builder:
             num_ranks=self.network.num_ranks,
             counts=counts,
             chunks=tuple(self.chunks),
-            events=ordered.events,
+            messages=ordered.messages,
+            order=ordered.order,
             seconds=ordered.seconds,
         )
 

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import csr_array
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 SLOWEST = 1e8  # times what is easily reached
+DENSE = 100_000  # numbers of a matrix that need no preparation
 NOTHING = 1e-6  # of a flow; what carries less is the solver's rounding
 
 
@@ -98,24 +99,43 @@ class Master:
         return np.asarray(kept * factor[flows])
 
     def _linear(self, flows: list[int], seconds: Floats) -> tuple[Floats, Floats]:
-        """The linear program in the solver's form: weights, and prices times capacities."""
+        """The linear program: weights of columns, and prices times capacities.
+
+        The solver is given the dual, where columns are rows (u_f: what flow f pays at most):
+
+            maximize  Σ_f d_f u_f, or z where roots are free
+            such that u_f <= Σ_r l_rk y_r    for each column k of flow f   (weight a_k)
+                      Σ_r y_r <= 1,  z <= u_in(v) + u_out(v) for each root v
+        """
         rows, count = seconds.shape
         roots = 0 if self.demand is not None else self.num_flows // 2
-        width = count + roots + 1  # the last is t
-        loads = np.zeros((rows, width))
-        loads[:, :count] = seconds
-        loads[:, -1] = -1.0
+        width = rows + self.num_flows + (1 if roots else 0)
+        matrix = np.zeros((count + roots + 1, width))
+        matrix[:count, :rows] = -seconds.T
+        matrix[np.arange(count), rows + np.array(flows)] = 1.0
+        if roots:
+            pairs = count + np.arange(roots)
+            for way in (0, 1):
+                matrix[pairs, rows + 2 * np.arange(roots) + way] = -1.0
+            matrix[pairs, -1] = 1.0
+        matrix[-1, :rows] = 1.0
+        gain = np.zeros(width)
+        gain[rows : rows + self.num_flows] = 0.0 if self.demand is None else self.demand
+        if roots:
+            gain[-1] = 1.0
+        bounds = np.full((width, 2), (-np.inf, np.inf))
+        bounds[:rows, 0] = 0.0
         result = linprog(
-            np.append(np.zeros(width - 1), 1.0),
-            A_ub=csr_array(loads) if rows else None,
-            b_ub=np.zeros(rows) if rows else None,
-            A_eq=self._equalities(flows, roots, width),
-            b_eq=np.append(np.zeros(self.num_flows), 1.0) if roots else self.demand,
+            -gain,
+            A_ub=matrix if matrix.size < DENSE else csr_array(matrix),
+            b_ub=np.append(np.zeros(count + roots), 1.0),
+            bounds=bounds,
             method="highs-ds",
+            options={"presolve": matrix.size >= DENSE},
         )
         if result.x is None:
             raise RuntimeError(f"the linear program over {count} columns failed: {result.message}")
-        return result.x[:count], -result.ineqlin.marginals if rows else np.zeros(0)
+        return -result.ineqlin.marginals[:count], result.x[:rows]
 
     def _reached(self, flows: Ints, seconds: Floats) -> float:
         """The time if each flow takes its best column, and of free roots the best one all."""
@@ -129,21 +149,6 @@ class Master:
         pairs = best.reshape(-1, 2)
         both = pairs[(pairs >= 0).all(axis=1)]
         return float((seconds[:, both[:, 0]] + seconds[:, both[:, 1]]).max(axis=0).min())
-
-    def _equalities(self, flows: list[int], roots: int, width: int) -> csr_array:
-        count = len(flows)
-        row, place = list(flows), list(range(count))
-        value = [1.0] * count
-        if roots:
-            for flow in range(self.num_flows):
-                row.append(flow)
-                place.append(count + flow // 2)
-                value.append(-1.0)
-            row += [self.num_flows] * roots
-            place += range(count, count + roots)
-            value += [1.0] * roots
-        height = self.num_flows + (1 if roots else 0)
-        return csr_array(coo_array((value, (row, place)), shape=(height, width)))
 
     def bound(self, costs: Floats) -> float:
         """What no solution can be faster than, if `costs` are the least of each flow at prices

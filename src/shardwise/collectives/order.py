@@ -13,9 +13,12 @@ itself a run of all of them.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from shardwise.collectives.network import Network
 from shardwise.collectives.trees import Part
@@ -78,9 +81,10 @@ def route_way(ranks: Sequence[int]) -> Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordered:
-    """Messages, each twice: as it leaves (True) and as it arrives (False); and the last moment."""
+    """Messages, and the order of 2i, message i leaves, and 2i + 1, it arrives; the last moment."""
 
-    events: tuple[tuple[bool, Message], ...]
+    messages: tuple[Message, ...]
+    order: tuple[int, ...]
     seconds: float
 
 
@@ -88,9 +92,12 @@ def in_order(network: Network, released: Sequence[Released], window: int) -> Ord
     """All sends and receipts, first what happens first."""
     run = _Run(network, released, window)
     run.play()
-    run.events.sort()  # places are unique: nothing after them is compared
-    events = tuple((leaves, message) for _, _, leaves, message in run.events)
-    return Ordered(events=events, seconds=max((e[0] for e in run.events), default=0.0))
+    order = np.argsort(np.array(run.moments), kind="stable")
+    return Ordered(
+        messages=tuple(run.messages),
+        order=tuple(order.tolist()),
+        seconds=max(run.moments, default=0.0),
+    )
 
 
 class _Run:
@@ -98,42 +105,49 @@ class _Run:
 
     def __init__(self, network: Network, released: Sequence[Released], window: int) -> None:
         self.released, self.window = released, window
-        self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
         self.capacity, self.latency = network.capacity.tolist(), network.latency_s.tolist()
-        self.edge, self.each = network.edge.tolist(), network.message_s
-        self.count = network.num_ranks
+        self.each, self.count = network.message_s, network.num_ranks
+        self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
+        edge = network.edge.tolist()
+        ways = {id(item.way): item.way for item in released}
+        self.edges = {key: [edge[a][b] for a, b, _, _ in way.sends] for key, way in ways.items()}
         self.free = [0.0] * len(self.capacity)
         self.busy = [0.0] * self.count
         self.waits = [list(item.way.waits) for item in released]
-        self.opened: list[dict[int, float]] = [{} for _ in released]
+        self.opened = [[0.0] * len(item.way.waits) for item in released]
         self.queue: list[Entry] = []
         self.arrivals: list[list[float]] = [[] for _ in range(network.num_edges)]
-        self.held: list[list[Entry]] = [[] for _ in range(network.num_edges)]
-        self.events: list[tuple[float, float, bool, Message]] = []
+        self.held: list[deque[Entry]] = [deque() for _ in range(network.num_edges)]
+        self.messages: list[Message] = []
+        self.moments: list[float] = []  # when each leaves, and arrives
 
     def play(self) -> None:
         for number, item in enumerate(self.released):
             for gate, needed in enumerate(item.way.waits):
                 if not needed:
                     self.let_go(number, gate, item.moment)
-        while self.queue:
-            moment, _, number, send = entry = heapq.heappop(self.queue)
-            a, b, _, _ = self.released[number].way.sends[send]
-            edge = self.edge[a][b]
+        queue, window = self.queue, self.window
+        while queue:
+            entry = heapq.heappop(queue)
+            moment, _, number, send = entry
+            edge = self.edges[id(self.released[number].way)][send]
             arrivals, held = self.arrivals[edge], self.held[edge]
-            opens = arrivals[-self.window] if len(arrivals) >= self.window else 0.0
+            opens = arrivals[-window] if len(arrivals) >= window else 0.0
             if moment >= opens:
-                self.leave(moment, number, send)
+                self.leave(moment, number, send, edge)
                 if held and held[0] is entry:
-                    held.pop(0)
+                    held.popleft()
                     if held:
                         held[0] = (moment, *held[0][1:])
-                        heapq.heappush(self.queue, held[0])
+                        heapq.heappush(queue, held[0])
             elif not held or held[0] is entry:
                 # The window is full: the first to wait tries again when it moves.
                 again = (opens, *entry[1:])
-                held[:1] = [again]
-                heapq.heappush(self.queue, again)
+                if held:
+                    held[0] = again
+                else:
+                    held.append(again)
+                heapq.heappush(queue, again)
             else:
                 held.append(entry)
 
@@ -145,25 +159,27 @@ class _Run:
             # Of one moment: not all ranks to the same one first.
             heapq.heappush(self.queue, (moment, (b - a) % self.count, number, send))
 
-    def leave(self, moment: float, number: int, send: int) -> None:
+    def leave(self, moment: float, number: int, send: int, edge: int) -> None:
         """A message leaves, occupies what is on its way, and comes to a gate."""
-        item = self.released[number]
-        a, b, kind, gate = item.way.sends[send]
-        edge = self.edge[a][b]
-        done = start = self.busy[a] = max(self.busy[a], moment) + self.each
+        _, way, chunk, num_bytes = self.released[number]
+        a, b, kind, gate = way.sends[send]
+        free, busy = self.free, self.busy
+        begin = busy[a] if busy[a] > moment else moment
+        done = start = busy[a] = begin + self.each
         for resource in self.uses[edge]:
-            done_here = max(self.free[resource], start) + item.num_bytes / self.capacity[resource]
-            self.free[resource] = done_here
-            done = max(done, done_here)
+            begin = free[resource] if free[resource] > start else start
+            free[resource] = begin = begin + num_bytes / self.capacity[resource]
+            if begin > done:
+                done = begin
         done += self.latency[edge]
-        self.busy[b] += self.each
+        busy[b] += self.each
         self.arrivals[edge].append(done)
-        message = (a, b, kind, item.chunk, item.chunk + 1)
-        place = len(self.events)
-        self.events.append((moment, place, True, message))
-        self.events.append((done, place + 0.5, False, message))
+        self.messages.append((a, b, kind, chunk, chunk + 1))
+        self.moments += (moment, done)
         opened = self.opened[number]
-        opened[gate] = max(opened.get(gate, 0.0), done)
-        self.waits[number][gate] -= 1
-        if not self.waits[number][gate]:
+        if done > opened[gate]:
+            opened[gate] = done
+        waits = self.waits[number]
+        waits[gate] -= 1
+        if not waits[gate]:
             self.let_go(number, gate, opened[gate])

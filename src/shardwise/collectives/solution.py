@@ -5,7 +5,7 @@ Enters: what `solve.py` computes. Leaves: `Solution`: a program, its times, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.collectives.text import solution_text
@@ -35,7 +35,7 @@ class Solution:
     depth: int
     symmetry: int
     others: tuple[tuple[str, float], ...]
-    parts: tuple[Part, ...] = ()  # its trees; none of rounds and routes
+    parts: tuple[Part, ...] = field(default=(), compare=False)  # none of rounds and routes
 
     @property
     def num_bytes(self) -> int:

@@ -27,6 +27,7 @@ from shardwise.collectives.known import (
 )
 from shardwise.collectives.lower import Lowered, Size, even_counts, lower_parts, lower_routes
 from shardwise.collectives.network import Floats, Ints, Network
+from shardwise.collectives.pace import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace
 from shardwise.collectives.routes import RouteProblem, Routing
 from shardwise.collectives.solution import Solution
 from shardwise.collectives.symmetry import Symmetry, find_symmetry
@@ -35,29 +36,29 @@ from shardwise.errors import ClusterError
 
 LIMIT_S = 20.0  # CPU seconds for the linear program; what it has not proved by then is said
 ROUNDS = 4  # of column generation for each limit of depth
-SMALLEST_CHUNK_BYTES = 32 * 1024
-# A window of chunks of 380 KB on three edges to one slow card overflows its queue (measured: 13 to
-# 30% lost to TCP, 2% with 97 KB); a chunk should still take as long as this many messages cost.
-GENTLE_CHUNK_BYTES = 96 * 1024
-GENTLE_MESSAGES = 10
-MOST_MESSAGES = 1_000  # of a rank in a program with several turns of chunks
-CLOSE = 1.2  # times the best: candidates that smaller chunks could still make better
-COMPARED = 1_000  # messages of a candidate while it is compared with others
-WORTH = 0.01  # of the time: what smaller chunks must save
+TUNED = 3  # candidates whose program is made in full, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A way to do it, and its lowering for a size of chunks."""
+    """A way to do it, and its lowering for a pace; `load` is None of what is not cut."""
 
     name: str
-    lower: Callable[[int], Lowered]
+    lower: Callable[[Pace], Lowered]
     s_per_byte: float
     depth: int
-    per_turn: int  # messages if every part is one chunk
-    largest: float  # the part of the data that is the largest without chunks
-    chunked: bool = True
+    load: Load | None = None
     parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A candidate with few chunks, and what to expect of it with more."""
+
+    candidate: _Candidate
+    lowered: Lowered
+    filling_s: float
+    expected_s: float
 
 
 def solve(
@@ -113,20 +114,18 @@ class _Work:
         self.bottlenecks: tuple[str, ...] = ()
 
     def solve(self) -> Solution:
-        timed: list[tuple[_Candidate, Lowered]] = []
+        trials: list[_Trial] = []
         for candidate in sorted(self.candidates(), key=lambda c: c.s_per_byte):
-            quickest = min((found.seconds for _, found in timed), default=math.inf)
+            quickest = min((trial.expected_s for trial in trials), default=math.inf)
             if candidate.s_per_byte * self.num_bytes < quickest:  # else its bytes take longer
-                timed.append((candidate, candidate.lower(self.chunk(candidate))))
-        timed.sort(key=lambda row: row[1].seconds)
-        best, lowered = timed[0][0], self.tuned(*timed[0])
-        for other, coarse in timed[1:]:
-            # Others had few chunks, too; those that could do better are given smaller ones.
-            close = coarse.seconds < CLOSE * timed[0][1].seconds
-            if close and other.s_per_byte * self.num_bytes < lowered.seconds * (1 - 4 * WORTH):
-                finer = self.tuned(other, coarse)
+                trials.append(self.trial(candidate))
+        trials.sort(key=lambda trial: trial.expected_s)
+        best, lowered = trials[0].candidate, self.tuned(trials[0])
+        for trial in trials[1:TUNED]:
+            if trial.expected_s < lowered.seconds * (1 - WORTH):
+                finer = self.tuned(trial)
                 if finer.seconds < lowered.seconds:
-                    best, lowered = other, finer
+                    best, lowered = trial.candidate, finer
         return Solution(
             name=best.name,
             program=lowered.program(self.numel),
@@ -138,48 +137,36 @@ class _Work:
             bottlenecks=self.bottlenecks,
             depth=best.depth,
             symmetry=self.symmetry.order,
-            others=tuple((c.name, found.seconds) for c, found in timed if c is not best),
+            others=tuple(
+                (trial.candidate.name, trial.expected_s)
+                for trial in trials
+                if trial.candidate is not best
+            ),
             parts=best.parts,
         )
 
-    def tuned(self, candidate: _Candidate, lowered: Lowered) -> Lowered:
-        """With smaller chunks, as long as this pays: what is lost is about as much as they are."""
-        chunk, least = self.chunk(candidate), candidate.s_per_byte * self.num_bytes
-        while candidate.chunked and lowered.seconds > (1 + 2 * WORTH) * least:
-            lost = lowered.seconds / least - 1 if least > 0 else 0.0
-            factor = max(
-                WORTH / lost if lost else 1.0,
-                lowered.num_messages / (MOST_MESSAGES * self.network.num_ranks),
-                SMALLEST_CHUNK_BYTES / (chunk * self.item_bytes),
-            )
-            if factor > 0.75:
-                break
-            chunk = max(1, round(chunk * factor))
-            before, finer = lowered, candidate.lower(chunk)
-            if finer.seconds < before.seconds:
-                lowered = finer
-            else:  # too many messages; half of the way may be better
-                halfway = candidate.lower(round(chunk / math.sqrt(factor)))
-                lowered = min(lowered, halfway, key=lambda found: found.seconds)
-            if finer.seconds > before.seconds * (1 - WORTH):
-                break
-        return self.gentle(candidate, lowered)
-
-    def gentle(self, candidate: _Candidate, lowered: Lowered) -> Lowered:
-        """With chunks that leave little waiting in switches, where that costs next to nothing."""
-        largest = max((chunk.size for chunk in lowered.chunks), default=0)
-        rate = float(np.median(self.network.bandwidth)) if self.network.num_edges else math.inf
-        paying = GENTLE_MESSAGES * self.network.message_s * rate  # else messages take the time
-        most = MOST_MESSAGES * self.network.num_ranks
-        chunk = max(
-            GENTLE_CHUNK_BYTES / self.item_bytes,
-            paying / self.item_bytes,
-            largest * lowered.num_messages / most,
+    def trial(self, candidate: _Candidate) -> _Trial:
+        """The candidate with few chunks."""
+        load = candidate.load
+        pace = Pace(turns=1, chunk_bytes=math.inf) if load is None else load.first()
+        lowered = candidate.lower(pace)
+        filling = 0.0 if load is None else load.filling_s(pace.turns, lowered.seconds)
+        expected = lowered.seconds if load is None else load.expected_s(filling)
+        return _Trial(
+            candidate=candidate,
+            lowered=lowered,
+            filling_s=filling,
+            expected_s=min(expected, lowered.seconds),
         )
-        if not candidate.chunked or chunk * 1.25 > largest:
-            return lowered
-        smaller = candidate.lower(math.ceil(chunk))
-        return smaller if smaller.seconds < lowered.seconds * (1 + WORTH) else lowered
+
+    def tuned(self, trial: _Trial) -> Lowered:
+        """With as many chunks as pay."""
+        load = trial.candidate.load
+        if load is None or not self.num_bytes:
+            return trial.lowered
+        finer = trial.candidate.lower(load.best(trial.filling_s))
+        worth = finer.seconds < trial.lowered.seconds * (1 + WORTH)
+        return finer if worth else trial.lowered
 
     def candidates(self) -> Iterator[_Candidate]:
         if self.demand.operation == "all_to_all":
@@ -234,20 +221,23 @@ class _Work:
     def trees(self, name: str, parts: Sequence[Part], s_per_byte: float, depth: int) -> _Candidate:
         """Parts with trees, in chunks."""
 
-        def lower(chunk: int) -> Lowered:
+        def lower(pace: Pace) -> Lowered:
             return lower_parts(
-                self.network, self.demand, self.size(chunk, s_per_byte), parts, self.counts
+                self.network, self.demand, self.size(pace, s_per_byte), parts, self.counts
             )
 
         halves = self.demand.inward + self.demand.outward
-        per_turn = len(parts) * halves * (self.network.num_ranks - 1)
         return _Candidate(
             name=name,
             lower=lower,
             s_per_byte=s_per_byte,
             depth=depth,
-            per_turn=max(per_turn, 1),
-            largest=max((part.weight for part in parts), default=1.0),
+            load=self.load(
+                [part.weight for part in parts],
+                len(parts) * halves * (self.network.num_ranks - 1),
+                s_per_byte,
+                depth * halves,
+            ),
             parts=tuple(parts),
         )
 
@@ -261,18 +251,20 @@ class _Work:
             self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
         self.bound = found.bound
 
-        def lower(chunk: int) -> Lowered:
-            size = self.size(chunk, found.s_per_byte)
+        def lower(pace: Pace) -> Lowered:
+            size = self.size(pace, found.s_per_byte)
             return lower_routes(self.network, self.demand, size, found.routes, self.counts)
 
-        hops = max((len(route.ranks) - 1 for route in found.routes), default=0)
+        hops = [len(route.ranks) - 1 for route in found.routes]
+        most = max(hops, default=0)
         return _Candidate(
-            name="direct sends" if hops <= 1 else f"routes of up to {hops} hops",
+            name="direct sends" if most <= 1 else f"routes of up to {most} hops",
             lower=lower,
             s_per_byte=found.s_per_byte,
-            depth=hops,
-            per_turn=max(1, sum(len(route.ranks) - 1 for route in found.routes)),
-            largest=max((route.weight for route in found.routes), default=1.0),
+            depth=most,
+            load=self.load(
+                [route.weight for route in found.routes], sum(hops), found.s_per_byte, most
+            ),
         )
 
     def fixed(self, name: str, rounds: Rounds) -> _Candidate:
@@ -282,38 +274,36 @@ class _Work:
             lower=lambda _: rounds.lowered(self.network, self.item_bytes),
             s_per_byte=rounds.load_time(self.network),
             depth=len(rounds.rounds),
-            per_turn=1,
-            largest=1.0,
-            chunked=False,
         )
 
     # ------------------------------------------------------------ chunks
 
-    def size(self, chunk: int, s_per_byte: float) -> Size:
-        """The elements, in chunks of so many."""
+    def load(self, weights: Sequence[float], per_turn: int, s_per_byte: float, hops: int) -> Load:
+        """What decides how a candidate is cut."""
+        num_edges = self.network.num_edges
+        return Load(
+            num_bytes=round(self.num_bytes * sum(weights)),
+            num_parts=max(len(weights), 1),
+            num_ranks=self.network.num_ranks,
+            bytes_s=s_per_byte * self.num_bytes,
+            hops=hops,
+            per_turn=max(per_turn, 1),
+            largest_bytes=self.num_bytes * max(weights, default=1.0),
+            message_s=self._message_s(),
+            rate=float(np.median(self.network.bandwidth)) if num_edges else math.inf,
+        )
+
+    def size(self, pace: Pace, s_per_byte: float) -> Size:
+        """The elements, at a pace."""
+        chunk = min(pace.chunk_bytes / self.item_bytes, max(self.numel, 1))
         return Size(
             numel=self.numel,
             item_bytes=self.item_bytes,
-            chunk=chunk,
+            chunk=max(1, round(chunk)),
             span_s=s_per_byte * self.num_bytes,
+            turns=pace.turns,
+            smallest=max(1, SMALLEST_CHUNK_BYTES // self.item_bytes),
         )
-
-    def chunk(self, candidate: _Candidate) -> int:
-        """Elements of a chunk: small, so that pipelines fill soon, as far as messages pay.
-
-        With T the time of all bytes, h hops and m messages per turn of all parts, k turns take
-        about T + hT/k for filling and k m s for messages of s seconds: least at k = sqrt(hT / ms).
-        """
-        if not candidate.chunked or not self.num_bytes:
-            return max(self.numel, 1)
-        took = candidate.s_per_byte * self.num_bytes
-        hops = 2 * candidate.depth if self.demand.operation == "all_reduce" else candidate.depth
-        each = candidate.per_turn / self.network.num_ranks * 2 * self._message_s()
-        turns = math.sqrt(hops * took / each) if each > 0 and took > 0 else 1.0
-        turns = min(turns, max(1.0, COMPARED / candidate.per_turn))
-        largest = self.num_bytes * candidate.largest
-        bytes_each = max(largest / max(turns, 1.0), min(SMALLEST_CHUNK_BYTES, largest))
-        return max(1, round(bytes_each / self.item_bytes))
 
     def _latency_s(self, packing: Packing) -> float:
         """What hops and messages of a packing cost beside bytes, at most; all that depth saves."""

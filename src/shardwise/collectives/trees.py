@@ -26,7 +26,7 @@ from shardwise.collectives.symmetry import Symmetry
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-DROPPED = (0.05, 0.01, 3e-3)  # parts of the data that a tree must carry to be kept
+DROPPED = (0.03, 3e-3)  # parts of the data that a tree must carry to be kept
 HOPELESS = 1.5  # times what would be useful: more columns will not do
 SLACK = 1e-3  # what fewer or shallower trees may cost
 WEIGHTS = (1e-3, 0.03, 1.0)  # how much depth counts beside prices
@@ -154,7 +154,10 @@ class TreeProblem:
         """A fast packing of trees of at most `max_depth` hops, or None: if a root has no such tree,
         or if it seems to take more than `useful` seconds per byte.
         """
-        for column in self.grown(self.prices, WEIGHTS, max_depth):
+        grown = self.grown(self.prices, WEIGHTS, max_depth)
+        if self.master.bound(self._least(grown)) > useful:
+            return None  # at prices that prove the bound, such trees are too dear
+        for column in grown:
             self.columns.setdefault(column.key, column)
         answer: Answer | None = None
         columns = [c for c in self.columns.values() if c.depth <= max_depth]
@@ -179,6 +182,14 @@ class TreeProblem:
         if answer.time > useful:
             return None
         return self.packing(columns[: len(answer.weights)], answer)
+
+    def _least(self, columns: Sequence[Column]) -> Floats:
+        """The cost of the cheapest of these columns of every flow."""
+        least = np.full(self.master.num_flows, np.inf)
+        if columns:
+            costs = np.array([column.load for column in columns]) @ self.prices
+            np.minimum.at(least, [column.flow for column in columns], costs)
+        return least
 
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
         """The answer with few trees, as parts over the whole symmetry."""

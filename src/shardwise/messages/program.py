@@ -101,9 +101,12 @@ class MessageProgram:
         if (self.operation in ("broadcast", "reduce")) != (0 <= self.root < self.num_ranks):
             raise ProgramError(f"{self.operation} with root {self.root}")
         self._check_counts()
+        ranks, chunks = self.num_ranks, len(self.chunks)
         for rank, mine in enumerate(self.instructions):
-            for number, step in enumerate(mine):
-                self._check_step(rank, number, step)
+            for number, (kind, peer, first, stop) in enumerate(mine):
+                known = kind in KINDS and 0 <= first < stop <= chunks and 0 <= peer < ranks
+                if not known or peer == rank:
+                    raise self._wrong_step(rank, number)
 
     def _check_counts(self) -> None:
         cut = self.operation in ("reduce_scatter", "all_gather", "all_to_all")
@@ -117,15 +120,14 @@ class MessageProgram:
                     f"chunk {number} is {chunk.start}:{chunk.stop} of {self.numel} elements"
                 )
 
-    def _check_step(self, rank: int, number: int, step: Instruction) -> None:
-        known = 0 <= step.first < step.stop <= len(self.chunks)
-        if step.kind not in KINDS or not known or not 0 <= step.peer < self.num_ranks:
-            raise ProgramError(
-                f"{step}: {len(self.chunks)} chunks, {self.num_ranks} ranks",
-                where=f"rank {rank}, instruction {number}",
-            )
+    def _wrong_step(self, rank: int, number: int) -> ProgramError:
+        step = self.instructions[rank][number]
+        where = f"rank {rank}, instruction {number}"
         if step.peer == rank:
-            raise ProgramError(f"{step}: to itself", where=f"rank {rank}, instruction {number}")
+            return ProgramError(f"{step}: to itself", where=where)
+        return ProgramError(
+            f"{step}: {len(self.chunks)} chunks, {self.num_ranks} ranks", where=where
+        )
 
     # ------------------------------------------------------------ what follows
 
