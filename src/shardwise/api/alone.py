@@ -34,9 +34,12 @@ class Alone:
         recorder: rt.Recorder | None = None,
         on_gradient: Callable[[Tensor], None] = lambda leaf: None,
         mesh: rt.ProcessMesh | None = None,
+        transport: type[rt.PretendTransport] = rt.PretendTransport,
     ) -> None:
         plan, graph = program.plan, program.graph
-        self.program, self.device, self.mesh = program, device, mesh or _mesh(plan, rank)
+        self.program, self.device = program, device
+        self.transport = transport(rank, plan.num_ranks)  # where no mesh is given
+        self.mesh = mesh or _mesh(plan, rank, self.transport)
         numbers = rng(plan.seed, plan.rng, self.mesh)
         self.step: rt.StepProgram
         if isinstance(program, PipelineProgram):
@@ -71,12 +74,12 @@ class Alone:
         return found
 
 
-def _mesh(plan: Plan, rank: int) -> rt.ProcessMesh:
+def _mesh(plan: Plan, rank: int, transport: rt.Transport) -> rt.ProcessMesh:
     stage = next(s for s in plan.all_stages if rank in s.ranks)
     return rt.ProcessMesh(
         dict(stage.mesh.axes),
         stage.ranks.index(rank),
-        rt.PretendTransport(rank, plan.num_ranks),
+        transport,
         ranks=stage.ranks,
         groups=plan.groups,
         microbatches=plan.microbatches,

@@ -1,7 +1,7 @@
 """Local calls measured by another process: `python -m shardwise.cost.calls`.
 
 Enters: a JSON object on stdin, with calls as `encode` writes them and sizes of parameters. Leaves:
-a JSON object on stdout: the `OpTable` of what it measured, and notes on what it could not.
+a JSON object on stdout: the `OpTable` of what it measured, with notes on what it could not.
 
 Only what JSON can say travels: numbers, texts, shapes, dtypes, operands. A call with anything else,
 such as a function of the model's own, is left out.
@@ -129,7 +129,7 @@ def main() -> None:
     calls = [decode(data) for data in job["calls"]]
     table = measure(calls, device, budget_s=job["budget_s"])
     table.merge(measure_updates(job["updates"], device))
-    sys.stdout.write(json.dumps({"table": table.to_json(), "notes": table.notes}) + "\n")
+    sys.stdout.write(json.dumps({"table": table.to_json()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""One rank without the others: what it takes to run a program on tensors without data.
+"""One rank without the others: what it takes to run a program whose results mean nothing.
 
-`PretendTransport` answers at once, with tensors of the right size and no values; what the
-transport between processes allocates, it allocates. `stand_alone` makes a store agree with
-nobody. Both are for predictions of memory: results mean nothing.
+`PretendTransport` answers at once, with tensors of the right size and whatever values; what the
+transport between processes allocates, it allocates. That is enough for predictions of memory, on
+tensors without data. `RehearsalTransport` is for programs that really compute: it gives them values
+that they can compute with, and knows how long that took. `stand_alone` makes a store agree with
+nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,7 +22,7 @@ from shardwise.runtime.reducer import Reducer
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.transport import Group, Pending
 
-__all__ = ["PretendRng", "PretendTransport", "stand_alone"]
+__all__ = ["PretendRng", "PretendTransport", "RehearsalTransport", "stand_alone"]
 
 
 class PretendTransport:
@@ -41,7 +45,7 @@ class PretendTransport:
             out = flat.new_empty(sum(sizes))
         largest = max(sizes)
         if flat.device.type == "cpu" or min(sizes) == largest:
-            return _later(out.fill_(0))
+            return _later(out)
         padded = flat.new_empty(largest)
         return _later(out, flat.new_empty(largest * group.size), padded)
 
@@ -75,6 +79,71 @@ class PretendTransport:
             self._sent.pop(source, None)
 
         return Pending(flat, arrived)
+
+
+class RehearsalTransport(PretendTransport):
+    """The same for a program that computes: what arrives has values of a usual size.
+
+    Memory as it comes may hold numbers that take longer, or indices that no table has. `seconds`
+    is the time for this on a CPU, which is no part of the program: the time of communication is
+    predicted by other means. On a GPU the time of a kernel is not known when it is issued, nor
+    does it depend on values: there only integers are given some.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.seconds = 0.0
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
+    ) -> Pending:
+        with self._counted():
+            pending = super().all_gather(flat, sizes, group, out)
+            _repeat(flat, pending.wait())
+        return pending
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+        if flat.device.type != "cpu":
+            return super().reduce_scatter(flat, sizes, group)
+        with self._counted():
+            return _later(flat[: sizes[group.index]].clone(), flat)
+
+    def all_to_all(
+        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
+    ) -> Pending:
+        with self._counted():
+            pending = super().all_to_all(flat, in_sizes, out_sizes, group)
+            _repeat(flat, pending.wait())
+        return pending
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        with self._counted():
+            if not flat.is_floating_point():
+                flat.zero_()
+            elif flat.device.type == "cpu":
+                flat.normal_()
+        return super().receive(flat, source, tag)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+
+def _repeat(values: Tensor, out: Tensor) -> None:
+    """Fill `out` with the values, again and again; they may be a part of it."""
+    if out.device.type != "cpu" and out.is_floating_point():
+        return
+    if values.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+        values = values.clone()
+    size = values.numel()
+    if not size:
+        out.zero_()
+        return
+    times, rest = divmod(out.numel(), size)
+    out[: times * size].view(times, size).copy_(values)
+    out[times * size :].copy_(values[:rest])
 
 
 def _later(result: Tensor, *kept: Tensor) -> Pending:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +14,27 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import measured, tuning
+from shardwise.api.alone import Alone
 from shardwise.api.measured import rehearsed
-from shardwise.api.rehearsal import Rehearsal, rehearse
+from shardwise.api.rehearsal import (
+    WEIGHT,
+    Rehearsal,
+    Samples,
+    _here,
+    _steps,
+    batch_of,
+    fill,
+    rehearse,
+)
 from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.profiling.reference import at_training
+from shardwise.runtime import RehearsalTransport
 from tests.support import training
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
@@ -52,6 +68,40 @@ def test_a_program_that_fails_is_a_note() -> None:
     table = OpTable()
     assert rehearsed(graph, plan, cluster, table) == []
     assert "was not rehearsed" in table.notes[0]
+
+
+def test_nothing_is_left_of_a_rank_that_ran_in_this_process() -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    program = sw.compile(graph, sw.strategies.ddp(graph, Cluster.local(2)))
+    ran: list[weakref.ref[Alone]] = []
+
+    def steps(rank: int, meet: Callable[[], object]) -> Samples:
+        alone = Alone(program, rank, CPU, transport=RehearsalTransport)
+        ran.append(weakref.ref(alone))
+        return _steps(alone, meet)
+
+    def failing(rank: int, meet: Callable[[], object]) -> Samples:
+        steps(rank, meet)
+        raise ValueError("no such kernel")
+
+    training_s, update_s = _here(steps, CPU)
+    assert len(training_s) == len(update_s) > 0
+    with pytest.raises(RankError, match="rank 0 cannot run here: ValueError: no such kernel"):
+        _here(failing, CPU)
+    assert [found() for found in ran] == [None, None]
+
+
+def test_gathered_parameters_have_values() -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    program = sw.compile(graph, sw.strategies.fsdp(graph, Cluster.local(2)))
+    alone = Alone(program, 0, CPU, transport=RehearsalTransport)
+    fill(alone)
+    group = max(alone.store.groups, key=lambda g: g.numel)
+    whole = group.gather().wait()
+    assert whole.numel() == group.numel
+    assert 0.5 * WEIGHT < float(whole.std()) < 2 * WEIGHT
+    group.free()
+    assert alone.module.train_step(batch_of(alone)).isfinite()
 
 
 def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +142,30 @@ def test_rates_of_training() -> None:
     assert slower.overhead_s == pytest.approx(device.overhead_s * 1.25, rel=1e-3)
     ours, theirs = (d.matmul_rate("float32", 64, 64, 64) for d in (slower, device))
     assert ours == pytest.approx(theirs / 1.25, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_plan_that_cannot_run_is_not_taken_for_a_quick_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, cluster = sw.capture(*training.make("fused_gpt")), Cluster.local(2)
+    monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
+    monkeypatch.setattr(tuning, "can_try", lambda _: False)
+    made: list[sw.Plan] = []
+
+    def failing(_: object, plan: sw.Plan, __: object, table: OpTable) -> list[Any]:
+        made.append(plan)
+        if plan.mesh.names == ("dp",):
+            table.notes.append("plan was not rehearsed: rank 1 cannot run here")
+            return []
+        return [(cluster.device(0).name, 2.0, 2.0)]
+
+    monkeypatch.setattr(tuning, "rehearsed", failing)
+    told: list[str] = []
+    plan, _ = tune(graph, cluster, progress=False, report=told.append)
+    assert {p.mesh.names == ("dp",) for p in made} == {True, False}
+    assert plan.mesh.names != ("dp",)
+    assert any("rank 1 cannot run here" in what for what in told)
 
 
 @pytest.mark.parametrize("entry", [{}, {"device": "cpu", "training": 0, "optimizer": 1}, 3])

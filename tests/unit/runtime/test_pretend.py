@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.runtime import PretendRng, PretendTransport, dropout, run_threads
+from shardwise.runtime import (
+    PretendRng,
+    PretendTransport,
+    RehearsalTransport,
+    dropout,
+    run_threads,
+)
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.transport import Group, Pending, Transport
 
@@ -33,17 +39,20 @@ OPERATIONS: dict[str, Callable[[Transport, Group], Pending]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_result_has_the_form_of_a_real_one(name: str, rank: int) -> None:
+@pytest.mark.parametrize("kind", [PretendTransport, RehearsalTransport])
+def test_every_result_has_the_form_of_a_real_one(
+    name: str, rank: int, kind: type[PretendTransport]
+) -> None:
     def form(transport: Transport, index: int) -> tuple[object, ...]:
         found = OPERATIONS[name](transport, Group((0, 1), index)).wait()
         return found.shape, found.dtype
 
     if name == "all_to_all":  # what one sends is what the other receives
-        pretended = OPERATIONS[name](PretendTransport(rank, 2), Group((0, 1), rank)).wait()
+        pretended = OPERATIONS[name](kind(rank, 2), Group((0, 1), rank)).wait()
         assert pretended.numel() == 2 * (2 - rank)
         return
     real = run_threads(2, lambda index, transport: form(transport, index))
-    assert form(PretendTransport(rank, 2), rank) == real[rank]
+    assert form(kind(rank, 2), rank) == real[rank]
 
 
 def test_it_works_on_tensors_without_data() -> None:
@@ -70,6 +79,26 @@ def test_a_message_counts_until_the_next_one_or_an_answer() -> None:
     assert waiting()
     answer.wait()
     assert not waiting()
+
+
+def test_a_rehearsal_computes_with_values_and_counts_their_time() -> None:
+    transport, group = RehearsalTransport(1, 3), Group((0, 1, 2), 1)
+    mine, nan = torch.tensor([2.0, 3.0]), float("nan")
+    assert transport.all_gather(mine, [3, 2, 2], group).wait().tolist() == [2, 3, 2, 3, 2, 3, 2]
+    whole = torch.tensor([nan, nan, nan, 5.0, 6.0, nan, nan])  # of which the part is a view
+    gathered = transport.all_gather(whole[3:5], [3, 2, 2], group, whole).wait()
+    assert gathered.tolist() == [5, 6, 5, 6, 5, 6, 5]
+    assert transport.all_gather(torch.empty(0), [1, 0, 1], group).wait().tolist() == [0, 0]
+    exchanged = transport.all_to_all(mine, [1, 1, 0], [2, 1, 0], group).wait()
+    assert exchanged.tolist() == [2, 3, 2]
+    received = transport.receive(torch.full((4,), nan), 0, 0).wait()
+    assert received.isfinite().all()
+    indices = transport.receive(torch.full((4,), 10**9), 0, 0).wait()
+    assert not indices.any()
+    before = transport.seconds
+    scattered = transport.reduce_scatter(torch.ones(1 << 20), [1 << 20, 0, 0], Group((0, 1, 2), 0))
+    assert scattered.wait().numel() == 1 << 20
+    assert transport.seconds > before > 0
 
 
 def test_random_numbers_without_data() -> None:
