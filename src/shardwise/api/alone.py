@@ -74,7 +74,7 @@ class Alone:
         return found
 
 
-def _mesh(plan: Plan, rank: int, transport: rt.Transport) -> rt.ProcessMesh:
+def _mesh(plan: Plan, rank: int, transport: rt.PretendTransport) -> rt.ProcessMesh:
     stage = next(s for s in plan.all_stages if rank in s.ranks)
     return rt.ProcessMesh(
         dict(stage.mesh.axes),
