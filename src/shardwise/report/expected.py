@@ -1,0 +1,40 @@
+"""The predicted step of each group of ranks, in the words of a recording.
+
+Enters: an `Estimate`. Leaves: seconds by cause, with computing by kind of pass; and by stage.
+"""
+
+from __future__ import annotations
+
+from shardwise.report.steps import PASSES
+from shardwise.simulation import Estimate
+
+__all__ = ["predicted_causes", "predicted_passes"]
+
+
+def predicted_causes(estimate: Estimate, group: int) -> dict[str, float]:
+    """Seconds of a group by cause, with those of computing by pass."""
+    found = dict(estimate.timeline.by_group[group])
+    passes = dict.fromkeys(("forward", "backward", "weight"), 0.0)
+    for (kind, _), seconds in predicted_passes(estimate, group).items():
+        passes[kind] += seconds
+    total, computed = sum(passes.values()), found.pop("compute")
+    scale = computed / total if total else 0.0
+    return {**{kind: seconds * scale for kind, seconds in passes.items()}, **found}
+
+
+def predicted_passes(estimate: Estimate, group: int) -> dict[tuple[str, int], float]:
+    """Seconds of computing by kind of pass and stage."""
+    found: dict[tuple[str, int], float] = {}
+    timeline = estimate.timeline
+    ends = iter(zip(timeline.starts, timeline.ends, timeline.waits, strict=True))
+    for number, actions in enumerate(timeline.schedule.actions):
+        for action in actions:
+            start, end, wait = next(ends)
+            if number != group:
+                continue
+            stage = estimate.stages[action.stage]
+            talk = {"F": stage.forward_talk, "W": 0.0}.get(action.kind, stage.backward_talk)
+            again = 0.0 if action.kind in "FW" else stage.again
+            key = (PASSES[action.kind], action.stage)
+            found[key] = found.get(key, 0.0) + max(0.0, float(end - start - wait) - talk - again)
+    return found

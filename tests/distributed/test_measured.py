@@ -1,0 +1,78 @@
+"""Recorded runs of gloo processes laid over the predictions of their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.cluster import Cluster
+from shardwise.report.measured import compare
+from shardwise.report.recorded import read_trace
+from tests.support.pool import Pool
+from tests.support.training import make, plan_for
+
+pytestmark = pytest.mark.distributed
+
+PLANS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "pipeline": (2, "pipeline", {"stages": 2, "num_microbatches": 3, "schedule": "zero_bubble"}),
+    "ddp": (2, "ddp", {}),
+    "fsdp": (2, "fsdp", {}),
+    "zero1": (2, "zero1", {}),
+    "tensor": (2, "tensor", {}),
+    "recomputed": (2, "pipeline", {"stages": 2, "num_microbatches": 3, "recompute": "full"}),
+}
+
+
+def planned(name: str) -> tuple[Any, Any, sw.Plan]:
+    model, batch = make("fused_gpt" if name == "recomputed" else "odd")
+    ranks, strategy, options = PLANS[name]
+    return model, batch, plan_for(model, batch, strategy, ranks, **options)
+
+
+def record(name: str, path: str) -> None:
+    model, batch, plan = planned(name)
+    pm = sw.parallelize(model, batch, plan=plan, record=True, seed=5)
+    optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-3)
+    pm.train_step(batch)
+    pm.trace()
+    for _ in range(3):
+        pm.train_step(batch)
+        sw.clip_grad_norm_(pm, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    pm.trace(path)
+
+
+SLOW = [n if n in ("pipeline", "ddp") else pytest.param(n, marks=pytest.mark.slow) for n in PLANS]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_recorded_run_is_told_by_the_causes_of_its_prediction(
+    pool: Callable[[int], Pool], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    pool(PLANS[name][0]).run(record, name, str(path), timeout=120)
+    model, batch, plan = planned(name)
+    estimate = sw.simulate(sw.capture(model, batch), plan, Cluster.local(plan.num_ranks))
+    found = compare(read_trace(path), plan, estimate)
+    assert found.step.steps == 3
+    assert found.step.has_optimizer
+    for rank in found.step.ranks:
+        assert sum(rank.causes.values()) == pytest.approx(rank.end, rel=1e-6)
+        assert rank.causes["forward"] > 0
+        assert rank.causes["optimizer"] > 0
+    measured = {cause.name: cause.measured_s for cause in found.causes}
+    predicted = {cause.name: cause.predicted_s for cause in found.causes}
+    assert sum(predicted.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
+    waits = {
+        "pipeline": "bubble", "ddp": "gradients", "fsdp": "parameters", "zero1": "update",
+        "tensor": "collectives", "recomputed": "recompute",
+    }  # fmt: skip
+    assert measured[waits[name]] > 0, measured
+    assert found.disagreements, "a guess of this machine is never right"
+    assert all(d.text and d.advice and d.where for d in found.disagreements)
