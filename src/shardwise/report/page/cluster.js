@@ -1,0 +1,82 @@
+// The cluster: nodes with their devices, the ranks on them, and the traffic on the links.
+
+import { el, figure, name, plain, table } from "./dom.js";
+import { percent, plural, seconds, size } from "./format.js";
+import { explain } from "./hint.js";
+
+const MOST_NODES = 16; // that are drawn at first
+const STAGES = 8; // colours of groups
+
+/** @param {HTMLElement} body @param {any} report */
+export function drawCluster(body, report) {
+  const { nodes, links } = report.cluster;
+  const groups = new Map((report.groups ?? []).map((g) => [g.id, g]));
+  const grid = el("div", { class: "nodes" });
+  const add = (some) => grid.append(...some.map((node) => drawNode(node, links, groups)));
+  add(nodes.slice(0, MOST_NODES));
+  body.append(grid);
+  if (nodes.length > MOST_NODES) body.append(more(nodes, add));
+  const between = links.filter((l) => l.kind !== "inside");
+  if (between.length) body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
+  body.append(linkTable(links));
+}
+
+function more(nodes, add) {
+  const button = el("button", { type: "button", text: `Show ${plural(nodes.length - MOST_NODES, "more node")}` });
+  button.addEventListener("click", () => {
+    add(nodes.slice(MOST_NODES));
+    button.remove();
+  });
+  return button;
+}
+
+function drawNode(node, links, groups) {
+  const own = links.filter((l) => l.kind === "inside" && l.nodes?.includes(node.name));
+  return el("article", { class: "node" },
+    el("h3", {}, name(node.name), node.copies > 1 ? el("span", { class: "count", text: `×${node.copies}` }) : null, name(node.kind ?? "", "soft")),
+    el("ul", { class: "devices" }, ...node.devices.map((d) => device(d, groups.get(d.group)))),
+    ...own.map((l) => wire(l)));
+}
+
+function device(d, group) {
+  const ranks = Array.isArray(d.ranks) ? d.ranks.join(", ") : String(d.ranks ?? "");
+  const share = d.memory_bytes && d.peak_bytes ? d.peak_bytes / d.memory_bytes : 0;
+  const stages = group?.stages ?? [];
+  const idle = ranks === "";
+  const box = el("li", { class: `device ${idle ? "unused" : ""}`, tabindex: 0, "aria-label": plain(describe(d, ranks, group, share)) },
+    el("span", { class: "device-memory", style: { height: `${Math.min(100, share * 100)}%` } }),
+    el("b", {}, name(idle ? "–" : ranks.split(",")[0])));
+  if (stages.length) box.style.setProperty("--colour", `var(--g-${(stages[0] % STAGES) + 1})`);
+  explain(box, () => ({
+    title: idle ? `${d.name}: not used` : `rank ${ranks}`,
+    lines: [["device", d.name], ...(group ? [["group", `${group.id}: ranks ${group.ranks}`], ["mesh", group.mesh ?? ""], ["stages", stages.join(", ")]] : []),
+      ["memory", `${size(d.peak_bytes)} of ${size(d.memory_bytes)}, ${percent(share)}`]],
+  }));
+  return box;
+}
+
+function describe(d, ranks, group, share) {
+  const where = group ? `, stage ${(group.stages ?? []).join(", ")}` : "";
+  return ranks === "" ? `${d.name}, not used` : `${d.name}, rank ${ranks}${where}, ${percent(share)} of memory`;
+}
+
+/** A link as a wire: the thicker, the larger the share of the step in which it is busy. */
+function wire(link) {
+  const share = link.share ?? 0;
+  return el("div", { class: `wire ${link.kind}` },
+    el("span", { class: "wire-line", "aria-hidden": "true", style: { height: `${2 + Math.min(1, share) * 8}px` } },
+      el("i", { style: { width: `${Math.min(100, share * 100)}%` } })),
+    el("span", { class: "wire-text" }, name(link.name), link.count > 1 ? el("span", { class: "count", text: `×${link.count}` }) : null,
+      el("b", { text: link.traffic_bytes ? `${size(link.traffic_bytes)} a step, busy ${percent(share)}` : "no traffic" })));
+}
+
+function linkTable(links) {
+  const rows = [...links].sort((a, b) => (b.share ?? 0) - (a.share ?? 0)).map((l) => el("tr", {},
+    el("th", { scope: "row" }, name(l.name), l.count > 1 ? el("span", { class: "count", text: `×${l.count}` }) : null,
+      l.busiest && l.busiest !== l.name ? el("small", { class: "soft block" }, "busiest: ", name(l.busiest)) : null),
+    el("td", {}, name(l.kind)),
+    figure(l.bytes_per_s === null || l.bytes_per_s === undefined ? "not limited" : `${size(l.bytes_per_s)}/s`),
+    figure(size(l.traffic_bytes)), figure(seconds(l.busy_s)), figure(percent(l.share ?? 0)),
+    el("td", { class: "what" }, ...Object.entries(l.what ?? {}).sort((a, b) => b[1] - a[1]).map(([k, v]) => el("span", {}, name(k), ` ${size(v)}`)))));
+  return table("Links and their traffic", ["Link", "Kind", ["Bandwidth", "figure"], ["Traffic a step", "figure"], ["Busy", "figure"], ["Of the step", "figure"], "What goes over it"], rows, "links");
+}

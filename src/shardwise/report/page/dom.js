@@ -1,0 +1,110 @@
+// Elements from plain data. Text only ever enters as text: there is no innerHTML on this page.
+
+const SHOWN = 400; // characters of a name; what is longer is cut, with its length
+const SVG = "http://www.w3.org/2000/svg";
+// Controls and characters that change the direction of what follows: they are shown by number.
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]/g;
+
+/**
+ * @typedef {Object} Props
+ * @property {string} [class]
+ * @property {string} [text]
+ * @property {Object<string, string|number>} [style]
+ * @property {Object<string, (event: any) => void>} [on]
+ */
+
+/**
+ * An element; other properties are its attributes.
+ * @param {string} tag
+ * @param {Props & Object<string, any>} [props]
+ * @param {...(Node|string|null|undefined|false)} children
+ * @returns {HTMLElement}
+ */
+export function el(tag, props = {}, ...children) {
+  return fill(document.createElement(tag), props, children);
+}
+
+/** An element of SVG. @returns {SVGElement} */
+export function svg(tag, props = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), props, children);
+}
+
+function fill(node, props, children) {
+  for (const [key, value] of Object.entries(props)) {
+    if (value === null || value === undefined || (value === false && !key.startsWith("aria-"))) continue;
+    if (key === "text") node.textContent = value;
+    else if (key === "style") for (const [name, v] of Object.entries(value)) node.style.setProperty(name, String(v));
+    else if (key === "on") for (const [name, f] of Object.entries(value)) node.addEventListener(name, f);
+    else node.setAttribute(key, value === true && !key.startsWith("aria-") ? "" : String(value));
+  }
+  for (const child of children) if (child) node.append(child);
+  return node;
+}
+
+/**
+ * A text of unknown origin as it may be shown on one line.
+ * @param {string} text @param {number} [most]
+ */
+export function plain(text, most = SHOWN) {
+  const whole = String(text);
+  const cut = whole.length > most ? `${whole.slice(0, most)}… (${whole.length.toLocaleString("en")} characters)` : whole;
+  return cut.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+/** A name, apart from the direction of the text around it. @param {string} text @param {string} [kind] */
+export function name(text, kind = "") {
+  return el("bdi", { class: kind || null, text: plain(text) });
+}
+
+/** A name in the typeface of code. @param {string} text */
+export function code(text) {
+  return el("code", {}, name(text));
+}
+
+/** A cell of figures. @param {string} text @param {Props & Object<string, any>} [props] */
+export function figure(text, props = {}) {
+  return el("td", { ...props, class: `figure ${props.class ?? ""}`, text });
+}
+
+/** A head of a column. @param {string} text @param {string} [kind] */
+export function head(text, kind = "") {
+  return el("th", { scope: "col", class: kind || null, text });
+}
+
+/**
+ * A table with its heads and a caption for those who do not see what is around it.
+ * @param {string} caption @param {(string|[string, string])[]} heads @param {HTMLElement[]} rows @param {string} [kind]
+ */
+export function table(caption, heads, rows, kind = "") {
+  const cells = heads.map((h) => (Array.isArray(h) ? head(h[0], h[1]) : head(h)));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    el("table", { class: kind },
+      el("caption", { class: "unseen", text: caption }),
+      el("thead", {}, el("tr", {}, ...cells)),
+      el("tbody", {}, ...rows)));
+}
+
+/**
+ * A row of buttons of which one is pressed.
+ * @param {string} label @param {{value: string, text: string}[]} choices @param {string} chosen
+ * @param {(value: string) => void} change
+ */
+export function choice(label, choices, chosen, change) {
+  const buttons = choices.map(({ value, text }) =>
+    el("button", { type: "button", "aria-pressed": value === chosen, "data-value": value, text,
+      on: { click: () => {
+        for (const b of buttons) b.setAttribute("aria-pressed", String(b.dataset.value === value));
+        change(value);
+      } } }));
+  return el("div", { class: "choice", role: "group", "aria-label": label }, ...buttons);
+}
+
+/** What is long, behind a line that opens it; its content is made when it is opened first. */
+export function unfold(summary, make, props = {}) {
+  const box = el("details", { class: "unfold", ...props }, el("summary", { text: summary }));
+  const open = () => {
+    if (box.open && box.childElementCount === 1) box.append(make());
+  };
+  box.addEventListener("toggle", open);
+  return box;
+}

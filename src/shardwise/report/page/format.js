@@ -1,0 +1,57 @@
+// Figures as text, in the form of `shardwise.cli.figures`.
+
+/** A number with thousands separated. @param {number} value @param {number} digits */
+function fixed(value, digits) {
+  const [whole, rest] = value.toFixed(digits).split(".");
+  const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ",");
+  return rest ? `${grouped}.${rest}` : grouped;
+}
+
+/** A time with its unit. @param {number} value seconds */
+export function seconds(value) {
+  if (!value) return "0";
+  const size = Math.abs(value);
+  if (size >= 100) return `${fixed(value, 1)} s`;
+  if (size >= 1) return `${value.toFixed(3)} s`;
+  return size >= 1e-3 ? `${(value * 1e3).toFixed(2)} ms` : `${(value * 1e6).toFixed(1)} us`;
+}
+
+/** Bytes with their unit. @param {number} value */
+export function size(value) {
+  if (!value) return "0";
+  for (const [unit, each] of [["GiB", 2 ** 30], ["MiB", 2 ** 20]]) {
+    if (Math.abs(value) >= each) return `${fixed(value / each, 1)} ${unit}`;
+  }
+  return `${(value / 1024).toFixed(1)} KiB`;
+}
+
+/** A count or rate with three digits that matter. @param {number} value */
+export function amount(value) {
+  if (Math.abs(value) >= 1e9) return `${(value / 1e9).toFixed(1)} G`;
+  if (Math.abs(value) >= 1e7) return `${(value / 1e6).toFixed(1)} M`;
+  return Math.abs(value) >= 100 ? fixed(value, 0) : String(Number(value.toPrecision(3)));
+}
+
+/** A share as a percentage; a small one keeps a digit. @param {number} share */
+export function percent(share) {
+  const value = share * 100;
+  if (value === 0) return "0%";
+  if (Math.abs(value) < 0.1) return value < 0 ? "> −0.1%" : "< 0.1%";
+  return `${value.toFixed(Math.abs(value) < 10 ? 1 : 0).replace("-", "−")}%`;
+}
+
+/** A change with its sign. @param {number} value @param {(value: number) => string} form */
+export function signed(value, form) {
+  if (!value) return "0";
+  return (value > 0 ? "+" : "−") + form(Math.abs(value));
+}
+
+/** A whole number with thousands separated. @param {number} value */
+export function count(value) {
+  return fixed(value, 0);
+}
+
+/** A noun with its number. @param {number} value @param {string} one @param {string} [many] */
+export function plural(value, one, many = `${one}s`) {
+  return `${count(value)} ${value === 1 ? one : many}`;
+}

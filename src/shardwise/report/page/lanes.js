@@ -1,0 +1,155 @@
+// Lanes of spans, drawn on a canvas: a time axis, and rows of lanes below it.
+
+import { plain } from "./dom.js";
+import { resolved } from "./colours.js";
+
+export const AXIS = 26; // pixels
+const LETTER = 6.2; // pixels of a letter at 11 px, nearly
+const ROW_GAP = 10;
+const LANE_GAP = 2;
+const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
+
+/**
+ * @typedef {Object} Lane
+ * @property {import("./spans.js").Spans} spans
+ * @property {number} height
+ * @property {(i: number) => string} colour the variable of a span's colour
+ * @property {(i: number) => string} text what is written on a span
+ * @property {(i: number) => import("./hint.js").Hint} hint
+ * @property {number} [y] from the top of the chart; set by `place`
+ *
+ * @typedef {Object} Row
+ * @property {string} label
+ * @property {string} [note]
+ * @property {string} [tone] "measured"
+ * @property {Lane[]} lanes
+ * @property {number} [y]
+ * @property {number} [height]
+ */
+
+/** Give rows and lanes their places; returns the height of all. @param {Row[]} rows */
+export function place(rows) {
+  let y = ROW_GAP / 2;
+  for (const row of rows) {
+    row.y = y;
+    for (const lane of row.lanes) {
+      lane.y = y;
+      y += lane.height + LANE_GAP;
+    }
+    row.height = y - row.y - LANE_GAP;
+    y += ROW_GAP;
+  }
+  return y;
+}
+
+/** A canvas of a size in pixels of the page, sharp on every screen. */
+export function sharp(canvas, width, height) {
+  const ratio = Math.min(devicePixelRatio || 1, 3);
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+/** Times of ticks, about 100 pixels apart, and how they are written. */
+export function ticks(view, width) {
+  const rough = ((view.to - view.from) / Math.max(1, width)) * 100;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough) ?? rough;
+  const [unit, name] = UNITS.find(([u]) => Math.max(Math.abs(view.to), step) >= u) ?? UNITS.at(-1);
+  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step / unit) + 1e-9)));
+  const times = [];
+  for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to; i++) times.push(i * step);
+  return { times, write: (t) => (Math.abs(t) < step / 2 ? "0" : `${(t / unit).toFixed(digits)} ${name}`) };
+}
+
+/** Draw the axis, with the part of the whole that is seen. */
+export function drawAxis(canvas, view, extent, width) {
+  const c = sharp(canvas, width, AXIS);
+  const { times, write } = ticks(view, width);
+  c.font = "11px " + getComputedStyle(canvas).fontFamily;
+  c.textBaseline = "middle";
+  c.fillStyle = resolved("--soft");
+  for (const time of times) {
+    const x = (time - view.from) * view.scale;
+    const text = write(time);
+    const wide = c.measureText(text).width;
+    c.fillText(text, Math.min(Math.max(0, x - (time === 0 ? 0 : wide / 2)), width - wide), 10);
+  }
+  c.fillStyle = resolved("--line");
+  c.fillRect(0, AXIS - 4, width, 2);
+  c.fillStyle = resolved("--accent");
+  const from = (view.from / extent) * width;
+  c.fillRect(from, AXIS - 4, Math.max(3, ((view.to - view.from) / extent) * width), 2);
+}
+
+/**
+ * Draw all rows.
+ * @param {HTMLCanvasElement} canvas @param {Row[]} rows
+ * @param {{from: number, to: number, scale: number}} view
+ * @param {{width: number, height: number, end: number, critical: string}} options
+ */
+export function drawRows(canvas, rows, view, options) {
+  const { width, height } = options;
+  const c = sharp(canvas, width, height);
+  const font = getComputedStyle(canvas).fontFamily;
+  const ink = { on: resolved("--on-colour"), dark: resolved("--on-light"), line: resolved("--line"), mark: resolved("--critical") };
+  c.fillStyle = ink.line;
+  c.globalAlpha = 0.5;
+  for (const time of ticks(view, width).times) c.fillRect(Math.round((time - view.from) * view.scale), 0, 1, height);
+  c.globalAlpha = 1;
+  for (const row of rows) {
+    for (const lane of row.lanes) {
+      c.fillStyle = resolved("--idle");
+      c.fillRect(0, lane.y, Math.max(0, Math.min(width, (options.end - view.from) * view.scale)), lane.height);
+      drawLane(c, lane, view, { ...options, ink, font });
+    }
+  }
+}
+
+function drawLane(c, lane, view, { width, critical, ink, font }) {
+  const size = Math.min(12, lane.height - 5);
+  c.font = `${size}px ${font}`;
+  c.textBaseline = "middle";
+  lane.spans.visit(view, (x, w, i, fill, marked) => {
+    const left = Math.max(0, x);
+    const right = Math.min(width, x + w);
+    const gap = w >= 4 ? 0.6 : 0; // a hair between neighbours
+    const variable = lane.colour(i);
+    c.fillStyle = resolved(variable);
+    const faded = critical === "only" && !marked ? 0.22 : 1;
+    c.globalAlpha = faded * (fill < 1 ? 0.25 + 0.75 * fill : 1);
+    c.fillRect(left, lane.y, Math.max(0.5, right - left - gap), lane.height);
+    if (marked && critical !== "off") {
+      c.globalAlpha = 1;
+      c.fillStyle = ink.mark;
+      c.fillRect(left, lane.y + lane.height - 2.5, Math.max(1, right - left), 2.5);
+    }
+    if (right - left > 14 && lane.height >= 13) {
+      c.globalAlpha = faded === 1 ? 1 : 0.5;
+      write(c, lane.text(i), left, right - gap, lane.y + lane.height / 2 + 0.5, size, ink, variable);
+    }
+  });
+  c.globalAlpha = 1;
+}
+
+/** A text in the middle of its span, or as much of it as has room. */
+function write(c, text, left, right, y, size, ink, variable) {
+  if (!text) return;
+  const room = Math.floor((right - left - 4) / (LETTER * (size / 11)));
+  const whole = plain(text, 60);
+  if (room < 1 || (room < 3 && whole.length > room)) return;
+  const cut = whole.length > room ? `${whole.slice(0, Math.max(1, room - 1))}…` : whole;
+  c.fillStyle = PALE.has(variable) ? ink.dark : ink.on;
+  const wide = Math.min(right - left - 2, c.measureText(cut).width);
+  c.fillText(cut, left + (right - left - wide) / 2, y);
+}
+
+const PALE = new Set(["--c-backward", "--c-recompute", "--c-waiting", "--c-send", "--c-gather", "--c-backward-2", "--c-forward-2", "--c-weight-2"]);
