@@ -36,6 +36,7 @@ class MemoryUse:
     over_time: tuple[tuple[str, float], ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
     host_bytes: float = 0.0  # of host memory, with offload
+    host_parts: Mapping[str, float] = field(default_factory=dict)
     host_limit_bytes: float = math.inf
 
     @property
@@ -80,12 +81,12 @@ def group_memory(
     when = ""
     over_time: list[tuple[str, float]] = []
     actions = schedule.actions[number]
-    host = 0.0
+    host: dict[str, float] = {}
     for index, action in enumerate(actions):
         following = actions[index + 1] if index + 1 < len(actions) else None
         parts = held.at(action, following)
         held.after(action)
-        host = max(host, held.on_host())
+        host = max(host, held.on_host(), key=lambda parts: sum(parts.values()))
         total = sum(parts.values())
         over_time.append((str(action), total))
         if total > sum(best.values()):
@@ -102,7 +103,8 @@ def group_memory(
         when=when,
         over_time=tuple(over_time),
         others=budget.others(),
-        host_bytes=host,
+        host_bytes=sum(host.values()),
+        host_parts=host,
         host_limit_bytes=float(device.host_memory_bytes) or math.inf,  # 0: not said
     )
 
@@ -198,10 +200,12 @@ class _Held:
             if self.last.get(action.stage) == action:
                 self.done.add(action.stage)
 
-    def on_host(self) -> float:
+    def on_host(self) -> dict[str, float]:
         """What is in host memory between actions."""
-        moved = sum(n * self.stages[s].offloaded for s, n in self.flying.items())
-        return moved + sum(s.static["host"] for s in self.stages.values())
+        return {
+            "states": sum(s.static["host"] for s in self.stages.values()),
+            "activations": sum(n * self.stages[s].offloaded for s, n in self.flying.items()),
+        }
 
     def updating(self, device: Device) -> dict[str, float]:
         """The optimizer's step.

@@ -18,7 +18,6 @@ from shardwise.planner.search.larger import Fewer, copied
 from shardwise.planner.search.relax import Again
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed, Limits, Point, points
-from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
@@ -36,11 +35,12 @@ def infeasible(
     if nearest is None:
         return _nothing(search, fixed, limits)
     use = peak_of(nearest.estimate.memory)
+    needs, limit = _needs(use)
     changes = list(_changes(found, nearest, search, fixed, limits, again))
     lines = [
         f"no plan fits: the smallest needs {_too_much(use)} of {cluster.name}",
         f"  smallest: {nearest.point}",
-        f"  it holds {_parts(use)}, highest in {_moment(use.when)}",
+        f"  it holds {_parts(use)}",
         *(f"  would fit: {_told(change)}" for change in changes),
     ]
     return InfeasiblePlan(
@@ -50,10 +50,11 @@ def infeasible(
             "cluster": cluster.name,
             "num_ranks": cluster.num_ranks,
             "smallest": str(nearest.point),
-            "needs_bytes": use.peak_bytes,
-            "limit_bytes": use.limit_bytes,
-            "excess_bytes": use.peak_bytes - use.limit_bytes,
-            "parts": dict(use.parts),
+            "memory": "host" if use.is_host_bound else "device",
+            "needs_bytes": needs,
+            "limit_bytes": limit,
+            "excess_bytes": needs - limit,
+            "parts": dict(use.host_parts if use.is_host_bound else use.parts),
             "when": use.when,
             "changes": changes,
         },
@@ -87,10 +88,16 @@ def _excess(candidate: Candidate) -> float:
     return use.fullness
 
 
-def _too_much(use: MemoryUse) -> str:
-    where, needs, limit = "on a device", use.peak_bytes, use.limit_bytes
+def _needs(use: MemoryUse) -> tuple[float, float]:
+    """What is needed and what there is, of the memory that is nearer to its end."""
     if use.is_host_bound:
-        where, needs, limit = "of host memory for a device", use.host_bytes, use.host_limit_bytes
+        return use.host_bytes, use.host_limit_bytes
+    return use.peak_bytes, use.limit_bytes
+
+
+def _too_much(use: MemoryUse) -> str:
+    needs, limit = _needs(use)
+    where = "of host memory for a device" if use.is_host_bound else "on a device"
     return f"{gib(needs)} of {gib(limit)} ({gib(needs - limit)} too much) {where}"
 
 
@@ -105,38 +112,66 @@ def _changes(
     """What would fit, simulated: options, memory, a smaller batch, more devices."""
     if again is not None:
         yield from _options(fixed, again)
-    use = peak_of(nearest.estimate.memory)
-    needed = ceil(use.peak_bytes / GIB * 100) / 100
-    most = Budget.of(search.evaluator.cluster.device(0)).limit_bytes
-    lowered = search.memory_limit is not None and search.memory_limit < most
-    allowed = lowered and use.peak_bytes <= most
-    yield _change(
-        f"{needed:.2f} GiB of memory per device",
-        "memory",
-        f"memory_gib={needed:.2f}" if allowed else f"devices with {needed:.2f} GiB for the program",
-        nearest,
-        memory_gib=needed,
-    )
+    yield _more_memory(nearest, search)
     yield from _smaller_batch(found, search)
     yield from _more_devices(search, fixed, limits)
 
 
+def _more_memory(nearest: Candidate, search: Search) -> dict[str, Any]:
+    """The memory with which the nearest point fits: of devices, of their hosts, or of both."""
+    uses = nearest.estimate.memory
+    short = [use for use in uses if use.peak_bytes > use.limit_bytes]
+    said, hints, more = [], [], {}
+    if short:
+        needed = _rounded_up(max(use.peak_bytes for use in short))
+        lowered = all(needed * GIB <= _most(use, nearest, search) for use in short)
+        said.append(f"{needed:.2f} GiB of memory per device")
+        hints.append(
+            f"memory_gib={needed:.2f}"
+            if lowered
+            else f"devices with {needed:.2f} GiB for the program"
+        )
+        more["memory_gib"] = needed
+    hosts = [use.host_bytes for use in uses if use.host_bytes > use.host_limit_bytes]
+    if hosts:
+        needed = _rounded_up(max(hosts))
+        said.append(f"{needed:.2f} GiB of host memory for each device")
+        hints.append(f"nodes with host_memory_gib: {needed:.2f} for each device")
+        more["host_memory_gib"] = needed
+    kind = "memory" if short else "host_memory"
+    return _change(" and ".join(said), kind, ", ".join(hints), nearest, **more)
+
+
+def _rounded_up(num_bytes: float) -> float:
+    return ceil(num_bytes / GIB * 100) / 100
+
+
+def _most(use: MemoryUse, nearest: Candidate, search: Search) -> float:
+    """What tensors may take of a group's smallest device, were no less allowed."""
+    ranks = nearest.setting.groups[use.group].ranks
+    device = min(map(search.evaluator.cluster.device, ranks), key=lambda d: d.usable_bytes)
+    return device.memory_bytes - sum(use.others.values())
+
+
 def _change(change: str, kind: str, hint: str, candidate: Candidate, **more: Any) -> dict[str, Any]:
+    use = peak_of(candidate.estimate.memory)
     return {
         "change": change,
         "kind": kind,
         "try": hint,
         "step_time_s": candidate.estimate.step_time_s,
-        "peak_bytes": peak_of(candidate.estimate.memory).peak_bytes,
+        "peak_bytes": use.peak_bytes,
+        "host_bytes": use.host_bytes,
         "what": str(candidate.point),
         **more,
     }
 
 
 def _told(change: Mapping[str, Any]) -> str:
+    host = f" and {gib(change['host_bytes'])} of the host" if change["host_bytes"] else ""
     return (
         f"{change['change']}: {change['what']} "
-        f"({gib(change['peak_bytes'])}, step {change['step_time_s']:.3g} s)"
+        f"({gib(change['peak_bytes'])}{host}, step {change['step_time_s']:.3g} s)"
     )
 
 
@@ -252,8 +287,10 @@ def _with_bank(search: Search, bank: Any) -> Search:
 
 
 def _parts(use: MemoryUse) -> str:
-    shown = sorted(use.parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in shown if size > 0)
+    parts = use.host_parts if use.is_host_bound else use.parts
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    said = ", ".join(f"{name} {gib(size)}" for name, size in shown if size > 0)
+    return f"{said} there" if use.is_host_bound else f"{said}, highest in {_moment(use.when)}"
 
 
 def _moment(when: str) -> str:

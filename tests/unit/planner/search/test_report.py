@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.cluster import ClusterNode, Nic
+from shardwise.cluster import ClusterNode, Device, Nic
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph
 from shardwise.planner.search.larger import copied
@@ -263,3 +265,40 @@ def test_a_copied_cluster_has_as_many_times_the_devices(kind: str, nodes: int) -
     assert larger.num_ranks == 4 * cluster.num_ranks
     assert sw.Cluster.from_yaml(larger.to_yaml()) == larger
     assert copied(sw.Cluster.local(2), 2).num_ranks == 4  # type: ignore[union-attr]
+
+
+def hosts(cluster: sw.Cluster, gib: float) -> sw.Cluster:
+    """The cluster with so much host memory for each device."""
+
+    def less(device: Device) -> Device:
+        return replace(device, host_memory_bytes=int(gib * 2**30))
+
+    nodes = [replace(n, devices=tuple(map(less, n.devices))) for n in cluster.nodes]
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def test_host_memory_that_is_too_little_is_told_as_such(graph: Graph) -> None:
+    cluster = sw.Cluster.preset("h100", devices_per_node=2)
+    options: dict[str, Any] = {"dp": 2, "zero": 3, "offload": ("optimizer",), "progress": False}
+    with pytest.raises(InfeasiblePlan, match="of host memory for a device") as raised:
+        sw.plan(graph, hosts(cluster, 0.001), **options)
+    report = raised.value.report
+    assert report["memory"] == "host"
+    assert report["limit_bytes"] == int(0.001 * 2**30)
+    assert sum(report["parts"].values()) == pytest.approx(report["needs_bytes"])
+    (change,) = [c for c in report["changes"] if c["kind"] == "host_memory"]
+    assert "memory_gib" not in change
+    assert f"host_memory_gib: {change['host_memory_gib']:.2f}" in change["try"]
+    sw.plan(graph, hosts(cluster, change["host_memory_gib"]), **options)
+
+
+@pytest.mark.slow
+def test_devices_and_hosts_may_both_be_too_small(graph: Graph) -> None:
+    cluster = sw.Cluster.preset("h100", devices_per_node=2)
+    options: dict[str, Any] = {"dp": 2, "zero": 3, "offload": ("optimizer",), "progress": False}
+    with pytest.raises(InfeasiblePlan) as raised:
+        sw.plan(graph, hosts(cluster, 0.001), memory_gib=0.001, **options)
+    (change,) = [c for c in raised.value.report["changes"] if c["kind"] == "memory"]
+    assert change["try"].startswith(f"memory_gib={change['memory_gib']:.2f}, nodes with host_")
+    larger = hosts(cluster, change["host_memory_gib"])
+    sw.plan(graph, larger, memory_gib=change["memory_gib"], **options)
