@@ -34,17 +34,13 @@ import shardwise as sw
 from benchmarks.memory_cases import CASES, Case
 from shardwise import runtime as rt
 from shardwise.api import capture_for_plan
+from shardwise.api.alone import Alone
 from shardwise.api.captured import cast_model
-from shardwise.api.compiled import PipelineProgram
-from shardwise.api.parallel import _Step
-from shardwise.api.scheduled import ScheduledStep
-from shardwise.emit import LoadedPipeline, build, load
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.mesh import axis_groups
 from shardwise.runtime.processes import ProcessGroupTransport, _combinations
 from shardwise.simulation.budget import Budget
 
-LIMIT = 0.05
 STEPS = 3
 LLAMA_8B = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -72,7 +68,7 @@ def make_batch(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-class SingleRank:
+class SingleRank(Alone):
     """One rank of a plan over the `fake` process group, without the others."""
 
     def __init__(
@@ -81,24 +77,9 @@ class SingleRank:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=rank, world_size=plan.num_ranks, store=FakeStore())
-        self.device = torch.device(device)
-        grow_segments(self.device)
-        program = sw.compile(graph, plan)
-        mesh = _mesh(plan, rank)
-        rng = rt.Rng(plan.seed, plan.rng, mesh)
-        step: rt.StepProgram
-        if isinstance(program, PipelineProgram):
-            loaded = LoadedPipeline(program.text, graph, mesh, rng, self.device)
-            self.store = loaded.make_store()
-            step = ScheduledStep(graph, plan, loaded, self.store, None)
-        else:
-            generated = load(program.source(mesh.rank), graph.functions)
-            module = build(generated, mesh, rng, self.device, graph)
-            self.store = rt.ParameterStore(
-                module, mesh, generated.PARAMETERS, generated.BUFFERS, device=self.device
-            )
-            step = _Step(graph, plan, generated, module, mesh, self.device, None)
-        self.module = rt.ParallelModule(self.store, mesh, rng, lambda *_: step, check_batches=False)
+        device = torch.device(device)
+        grow_segments(device)
+        super().__init__(sw.compile(graph, plan), rank, device, mesh=_mesh(plan, rank))
         self.module._naming_failures = contextlib.nullcontext  # type: ignore[method-assign]
 
     def close(self) -> None:
