@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import shardwise as sw
 from shardwise.cluster import Cluster
 from shardwise.report.measured import compare
+from shardwise.report.overlay import both_traces
 from shardwise.report.recorded import read_trace
+from tests.support import trainer
 from tests.support.pool import Pool
 from tests.support.training import make, plan_for
 
@@ -76,3 +79,36 @@ def test_a_recorded_run_is_told_by_the_causes_of_its_prediction(
     assert measured[waits[name]] > 0, measured
     assert found.disagreements, "a guess of this machine is never right"
     assert all(d.text and d.advice and d.where for d in found.disagreements)
+
+
+def test_a_trainer_records_steps_and_the_times_of_its_ranks(
+    pool: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    changes = {
+        "folder": str(run),
+        "trace": {"steps": [5, 7]},
+        "logs": {"console": "off", "ranks_every_s": 0.0},
+        "plan": {"name": "pipeline", "args": {"num_microbatches": 2}},
+    }
+    first, _ = pool(2).run(trainer.fit, **changes, timeout=120)
+    alone = trainer.fit(plan="ddp")
+    assert first.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert first.trace == run / "trace.json"
+    rows = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 4, 8]
+    for row in rows:
+        assert row["ranks"] == len(row["each"]["own_s"]) == len(row["slowest"]) == 2
+        assert 0 < row["own_s"]["min"] <= row["own_s"]["max"] <= row["step_s"]["max"]
+        assert row["memory_bytes"]["min"] > 0
+    told = json.loads((run / "run.json").read_text())
+    assert (told["state"], told["ranks"], told["total_steps"]) == ("finished", 2, 8)
+    plan = sw.Plan.load(run / "plan.json")
+    batch = torch.utils.data.default_collate([trainer.Samples()[i] for i in range(4)])
+    estimate = sw.simulate(sw.capture(trainer.Net(), batch), plan, Cluster.local(2))
+    found = compare(run / "trace.json", plan, estimate)
+    assert found.step.steps == 3
+    assert found.step.number in (5, 6, 7)
+    both = both_traces(plan, estimate, found)
+    names = [e["args"]["name"] for e in both["traceEvents"] if e["name"] == "process_name"]
+    assert [name.partition(",")[0] for name in names] == ["predicted"] * 2 + ["measured"] * 2

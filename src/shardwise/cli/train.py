@@ -122,6 +122,7 @@ def _to_json(result: FitResult) -> dict[str, Any]:
         "stopped": result.stopped,
         "metrics": dict(result.metrics),
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "trace": str(result.trace) if result.trace else None,
         "resumed_from": str(result.resumed_from) if result.resumed_from else None,
         "losses": list(result.losses),
     }
@@ -134,6 +135,9 @@ def _to_text(result: FitResult) -> str:
     lines = [f"{ended[result.stopped]} at step {result.steps}  {summary(result.metrics)}".rstrip()]
     if result.checkpoint is not None:
         lines.append(f"checkpoint {result.checkpoint}")
+    if result.trace is not None:
+        plan = result.trace.parent / "plan.json"
+        lines.append(f"trace {result.trace}: shardwise report {plan} --trace {result.trace}")
     if result.stopped == "signal":
         lines.append("the same command continues it")
     return "\n".join(lines)

@@ -30,6 +30,7 @@ __all__ = [
     "bubble_fraction",
     "gather_events",
     "merge",
+    "own_seconds",
     "write_trace",
 ]
 
@@ -232,6 +233,14 @@ def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "co
     whole = max(end for _, end in every) - min(start for start, _ in every)
     idle = tuple(1 - _busy(rank) / whole if whole else 0.0 for rank in spans)
     return Bubbles(per_rank=idle, overall=sum(idle) / len(idle))
+
+
+def own_seconds(events: Sequence[Event]) -> tuple[float, float]:
+    """Seconds in which a rank computed without waiting for others, and in which it waited."""
+    waits = [(e.start_ns, e.end_ns) for e in events if e.lane == "waiting"]
+    computes = [(e.start_ns, e.end_ns) for e in events if e.lane == "compute"]
+    waiting = _busy(waits)
+    return (_busy([*computes, *waits]) - waiting) / 1e9, waiting / 1e9
 
 
 def _spans_of_trace(trace: Trace, lane: str) -> list[list[tuple[float, float]]]:

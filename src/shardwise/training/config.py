@@ -24,6 +24,7 @@ __all__ = [
     "OptimizerConfig",
     "PlanConfig",
     "ScheduleConfig",
+    "TraceConfig",
     "TrainConfig",
     "config_to_json",
 ]
@@ -152,10 +153,27 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Steps whose events are recorded, the first and the last, into `file` in the run's folder."""
+
+    steps: tuple[Count, ...]
+    file: str = "trace.json"
+
+    @property
+    def range(self) -> range:
+        """The steps, counted from 1."""
+        return range(self.steps[0], self.steps[-1] + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Where figures go: `console` is a bar on a terminal and lines elsewhere, if `auto`."""
+    """Where figures go: `console` is a bar on a terminal and lines elsewhere, if `auto`.
+
+    At most every `ranks_every_s` seconds the times and memory of all ranks are gathered.
+    """
 
     every_steps: Count = 1
+    ranks_every_s: Annotated[float, Least(0)] | None = 5.0
     console: Literal["auto", "bar", "lines", "off"] = "auto"
     jsonl: bool = True
     tensorboard: bool = False
@@ -190,6 +208,7 @@ class TrainConfig:
     nonfinite: Literal["stop", "skip"] = "stop"
     callbacks: tuple[Part, ...] = ()
     logs: LogConfig = field(default_factory=LogConfig)
+    trace: TraceConfig | None = None
     folder: str | None = None
     seed: int = 0
     device: str = "auto"
@@ -204,6 +223,7 @@ SHORT_FORMS: Mapping[type, str] = {  # the field that a plain value stands for
     ScheduleConfig: "name",
     EmaConfig: "decay",
     EarlyStopConfig: "patience",
+    TraceConfig: "steps",
 }
 
 

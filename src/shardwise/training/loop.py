@@ -8,7 +8,6 @@ checkpoints when they are due; then all ranks agree on whether to stop.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from shardwise.training.loading import Fetched
 from shardwise.training.logs import Log
 from shardwise.training.logs.console import Terminal
 from shardwise.training.planning import Planned
+from shardwise.training.records import Records, peak_memory_bytes
 from shardwise.training.session import Session
 from shardwise.training.signals import Stop, StopRequests
 
@@ -53,8 +53,10 @@ class Loop:
         stops: StopRequests,
         logs: list[Log],
         terminal: Terminal,
+        records: Records,
     ) -> None:
         self.trainer, self.session, self.stops = trainer, session, stops
+        self.records = records
         self.logs, self.terminal, self.config = logs, terminal, session.config
         self.total = session.totals()["total_steps"]
         self.metrics: dict[str, float] = {}
@@ -95,12 +97,24 @@ class Loop:
         while True:
             begin = time.perf_counter()
             fetched = next(batches)
+            self.records.begin(session.step + 1)
             self._step(fetched)
-            self._figures(fetched, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            self.records.end(session.step, seconds)
+            self._figures(fetched, seconds)
             self._between(fetched)
-            stop = self.stops.agreed(session.module.mesh.everyone, session.module.store.device)
+            stop = self._agreed()
             if stop or self._complete():
+                self.records.finish()
                 return stop
+
+    def _agreed(self) -> Stop:
+        """Whether to stop, and whether to record the next step: all ranks do the same."""
+        module, records = self.session.module, self.records
+        wish = records.wants_sample(self.session.step)
+        stop, sample = self.stops.agreed(module.mesh.everyone, module.store.device, wish)
+        records.plan(sample)
+        return stop
 
     # --- one step ------------------------------------------------------------------------
 
@@ -226,13 +240,8 @@ class _Gauge:
             found["tokens_per_s"] = share * self.tokens / seconds
         if self.flops is not None and self.peak:
             found["mfu"] = share * self.flops / seconds / self.peak
-        found["memory_bytes"] = float(self._memory_bytes())
+        found["memory_bytes"] = float(peak_memory_bytes(self.device))
         return found
-
-    def _memory_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops_per_s(planned: Planned) -> float | None:

@@ -38,6 +38,8 @@ from shardwise.training.schedule import Schedule, from_plain, to_plain
 
 __all__ = ["Ingredients", "Session", "check", "gather"]
 
+MOST_TRACED = 100  # steps
+
 
 class Ingredients:
     """What the config names, built: model, loss, data; and an example of a whole batch."""
@@ -105,11 +107,30 @@ def check(config: TrainConfig, base: Path | None) -> None:
             raise ConfigError(
                 f"{folder} cannot be a folder: {error.strerror}", where="folder"
             ) from error
+    _check_trace(config)
     choose_device(config.device)
     check_plan_name(config, base)
     find_class(config.optimizer.name, torch.optim, "optimizer", base)
     for index, each in enumerate(config.schedule):
         find_class(each.name, lr_scheduler, f"schedule.{index}", base)
+
+
+def _check_trace(config: TrainConfig) -> None:
+    trace = config.trace
+    if trace is None:
+        return
+    if config.folder is None:
+        raise ConfigError("a trace needs a folder", where="trace", hint="folder: runs/first")
+    if not 1 <= len(trace.steps) <= 2 or not 1 <= len(trace.range) <= MOST_TRACED:
+        raise ConfigError(
+            f"{list(trace.steps)} are no first and last step, at most {MOST_TRACED} apart",
+            where="trace.steps",
+            hint="trace: {steps: [10, 12]}",
+        )
+    if Path(trace.file).name != trace.file or trace.file in ("", ".", ".."):
+        raise ConfigError(
+            f"{trace.file!r} is no file's name in the folder", where="trace.file", hint="trace.json"
+        )
 
 
 def _made(part: Any, key: str, base: Path | None) -> Any:
@@ -151,6 +172,7 @@ class Session:
             device=world.device,
             seed=config.seed,
             compile=config.compile,
+            record="paused" if config.folder is not None else False,
             timeout=config.timeout_s,
         )
         self.optimizer = self._optimizer()

@@ -66,9 +66,10 @@ class StopRequests:
         """A callback wants to stop."""
         self.asked = max(self.asked, Stop.CALLBACK)
 
-    def agreed(self, everyone: Axis, device: torch.device) -> Stop:
-        """The largest request of any rank; all ranks call it."""
+    def agreed(self, everyone: Axis, device: torch.device, wish: bool = False) -> tuple[Stop, bool]:
+        """The largest request of any rank, and whether any has the wish; all ranks call it."""
         if everyone.size == 1:
-            return self.asked
-        mine = torch.tensor([int(self.asked)], device=device)
-        return Stop(int(everyone.all_reduce(mine, "max").wait()))
+            return self.asked, wish
+        mine = torch.tensor([int(self.asked), int(wish)], device=device)
+        stop, wished = everyone.all_reduce(mine, "max").wait().tolist()
+        return Stop(stop), bool(wished)

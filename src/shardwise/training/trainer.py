@@ -12,7 +12,6 @@ logs.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,13 @@ from shardwise.errors import ConfigError
 from shardwise.plans import Plan
 from shardwise.runtime import ParallelModule, ShardedOptimizer
 from shardwise.simulation import Estimate, simulate
-from shardwise.training.config import TrainConfig, config_to_json
-from shardwise.training.logs import make_console, make_logs
+from shardwise.training.config import TrainConfig
 from shardwise.training.loop import Loop
+from shardwise.training.outputs import RunOutputs
 from shardwise.training.planning import make_planned
 from shardwise.training.processes import choose_device, process_group
 from shardwise.training.reading import config_from, load_config
+from shardwise.training.records import Records
 from shardwise.training.session import Session, check, gather
 from shardwise.training.signals import Stop, StopRequests
 
@@ -42,7 +42,7 @@ class FitResult:
     """How a training ended.
 
     `losses` are those of the steps of this call; `steps` counts earlier ones, too. `stopped` is
-    "finished", "callback" (early stop is one) or "signal".
+    "finished", "callback" (early stop is one) or "signal". `trace` is the file of recorded steps.
     """
 
     steps: int
@@ -52,6 +52,7 @@ class FitResult:
     checkpoint: Path | None
     stopped: str
     resumed_from: Path | None
+    trace: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,29 +111,19 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train until the end, from the newest checkpoint if there is one."""
         session = self._started()
-        writer = session.world.talks
-        folder = Path(self.config.folder) if self.config.folder is not None else None
-        logs = []
-        if writer:
-            _write_settings(session, folder)
-            logs = make_logs(self.config.logs, folder, config_to_json(self.config), session.step)
-        kind = self.config.logs.console if writer else "off"
-        terminal = make_console(kind, session.totals()["total_steps"], session.step)
-        if self._resumed_from is not None:
-            terminal.say(f"resumed at step {session.step} from {self._resumed_from}")
-        session.callbacks.tell("on_start", self)
-        loop = Loop(self, session, self._stops, logs, terminal)
-        try:
+        with RunOutputs(session) as outputs:
+            if self._resumed_from is not None:
+                outputs.terminal.say(f"resumed at step {session.step} from {self._resumed_from}")
+            session.callbacks.tell("on_start", self)
+            records = Records(self.config, session.module, outputs.ranks)
+            loop = Loop(self, session, self._stops, outputs.logs, outputs.terminal, records)
             with self._stops.listening():
                 outcome = loop.run()
                 if session.saving is not None:
                     session.saving.wait(self.config.timeout_s)
-        finally:
-            terminal.close()
-            for log in logs:
-                log.close()
         self._stops.asked = Stop.NO
         names = {Stop.NO: "finished", Stop.CALLBACK: "callback", Stop.SIGNAL: "signal"}
+        outputs.ended(names[outcome.stop])
         result = FitResult(
             steps=session.step,
             epoch=session.position.epoch,
@@ -141,6 +132,7 @@ class Trainer:
             checkpoint=session.checkpoints.latest() if session.checkpoints is not None else None,
             stopped=names[outcome.stop],
             resumed_from=self._resumed_from,
+            trace=records.trace,
         )
         session.callbacks.tell("on_end", self, result)
         return result
@@ -233,13 +225,3 @@ class Trainer:
 
 def _fields(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
-def _write_settings(session: Session, folder: Path | None) -> None:
-    """The config and the plan of the run, for people."""
-    if folder is None:
-        return
-    (folder / "config.json").write_text(
-        json.dumps(config_to_json(session.config), indent=2) + "\n", "utf-8"
-    )
-    session.planned.plan.save(folder / "plan.json")

@@ -71,7 +71,11 @@ class JsonlLog:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """One line."""
         row = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
+        self.write_row({"step": step, **row})
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """One line of any figures, with its step."""
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def close(self) -> None:
