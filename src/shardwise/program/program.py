@@ -153,6 +153,7 @@ class Program:
                     self._verify_time(program, step)
                 else:
                     _verify_needs(program, step, sizes)
+                    _verify_gives(program, step)
             _verify_ends(program, sizes, self.time_axis)
 
     @property
@@ -202,6 +203,27 @@ def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) ->
                 continue
             raise ProgramError(
                 f"node {step.node} needs %{local.value} as {axis}:{need}, it is {axis}:{held}"
+            )
+
+
+def _verify_gives(program: RankProgram, step: Step) -> None:
+    """A result has a partial gradient only where the step's operands have one too."""
+    if not step.needs or not step.grad_enabled:
+        return
+    results = [program.values[n] for n in step.outputs]
+    flowing = [v.layout for v in results if v.value in program.carries_grad]
+    operands = [
+        needed
+        for name, needed in zip(step.inputs, step.needs, strict=True)
+        if program.values[name].value in program.carries_grad
+    ]
+    for axis, _ in step.needs[0].axes:
+        given = {kind(layout[axis]) for layout in flowing}
+        taken = {kind(layout[axis]) for layout in operands}
+        if "R*" in given and given | taken != {"R*"}:
+            raise ProgramError(
+                f"node {step.node} leaves {axis}:{'+'.join(sorted(given))} with partial gradients "
+                f"of operands in {axis}:{'+'.join(sorted(taken))}"
             )
 
 

@@ -103,6 +103,8 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
             n in differs and differs[n] and n not in equal for n in node.outputs if n in carries
         )
         through = through and any(n in carries for n in node.outputs)
+        if not through:  # of a split's parts either all are R≠, or none
+            equal |= {n for n in node.outputs if n in differs}
         for name, needed in zip(node.inputs, candidate.operands, strict=True):
             if name not in differs or not node.grad_enabled or name not in carries:
                 continue

@@ -6,14 +6,15 @@ restrictions keep plans regular and the search small; a plan can override them n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 
 from shardwise.errors import PlanError
 from shardwise.ir import Graph, Node
-from shardwise.sharding.candidates import Candidate, Cut, Pass, candidates
+from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
 from shardwise.sharding.costs import work
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import REPLICATE, Placement, Shard, compatible
+from shardwise.sharding.placements import REPLICATE, Placement, Replicate, Shard, compatible
 from shardwise.sharding.task import Assignment, Task
 from shardwise.shares import grain
 
@@ -34,6 +35,7 @@ class Allowed:
         self.facts, self.task, self.earlier = facts, task, earlier
         self.parameters = {p.value for p in graph.parameters}
         self.tables = constant_values(graph)
+        self.varying = cut_values(graph, task)
         self.products = products(graph, facts)
 
     def options(self, node: Node) -> tuple[Candidate, ...]:
@@ -61,24 +63,23 @@ class Allowed:
     def _holds(self, node: Node, candidate: Candidate) -> bool:
         """Whether a cut is of the kind this axis is for.
 
-        In a parameter split, a node with parameters cuts one of them or does the same work. Tables
-        made of nothing (positions) are not where a cut begins.
+        In a parameter split, a node with parameters cuts one of them or does the same work. Where
+        the batch is cut, a node that depends on it takes an operand that does in parts, or as a
+        partial sum. Tables made of nothing (positions) are not where a cut begins.
         """
-        if isinstance(candidate.choice, Pass):
-            return not self.task.split or node.op.split(".")[1] in DELAYED
-        if not isinstance(candidate.choice, Cut):
-            return True
-        if not node.inputs:
+        operands = tuple(zip(node.inputs, candidate.operands, strict=True))
+        if isinstance(candidate.choice, Cut) and not node.inputs:
             return False
-        if not self.task.split:
+        if not self.task.split and not isinstance(candidate.choice, Same):
+            mine = [placement for name, placement in operands if name in self.varying]
+            return not mine or any(not isinstance(p, Replicate) for p in mine)
+        if isinstance(candidate.choice, Pass):
+            return node.op.split(".")[1] in DELAYED
+        if not isinstance(candidate.choice, Cut):
             return True
         if self._splinters(node, candidate.choice):
             return False
-        mine = [
-            placement
-            for name, placement in zip(node.inputs, candidate.operands, strict=True)
-            if name in self.parameters
-        ]
+        mine = [placement for name, placement in operands if name in self.parameters]
         return not mine or any(isinstance(p, Shard) for p in mine)
 
     def _splinters(self, node: Node, choice: Cut) -> bool:
@@ -140,6 +141,26 @@ def constant_values(graph: Graph) -> frozenset[str]:
         else:
             constant |= set(node.outputs)
     return frozenset(constant)
+
+
+def input_values(graph: Graph, whole: Collection[str] = ()) -> frozenset[str]:
+    """Values that depend on inputs other than those that every rank has `whole`."""
+    varying = {i.value for i in graph.inputs} - set(whole)
+    for node in graph.nodes:
+        if any(name in varying for name in node.inputs):
+            varying |= set(node.outputs)
+    return frozenset(varying)
+
+
+def cut_values(graph: Graph, task: Task) -> frozenset[str]:
+    """Values that depend on what a mesh axis may cut of the inputs; all others each rank can make.
+
+    Counts of the whole batch are at hand everywhere, as are inputs that are not of the batch.
+    """
+    whole = {i.value for i in graph.inputs if i.kind == "beforehand"}
+    if task.inputs is not None:
+        whole |= {i.value for i in graph.inputs if i.kind == "batch" and i.value not in task.inputs}
+    return input_values(graph, whole)
 
 
 def products(graph: Graph, facts: Facts) -> frozenset[str]:

@@ -12,20 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Graph, Node
+from shardwise.ir import Graph, Node, TensorType
 from shardwise.sharding.allowed import Allowed
 from shardwise.sharding.candidates import Candidate, Cut, Pass
 from shardwise.sharding.costs import (
     IMPOSSIBLE,
     PER_BYTE,
+    PER_MADE_BYTE,
+    PER_MADE_TRANSFER,
     PER_SLICE,
     PER_TRANSFER,
     move_cost,
+    multiply_adds,
     same_placement,
     work,
 )
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Shard
+from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.sharding.task import Assignment, Task
 
 WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
@@ -69,8 +72,10 @@ class Search:
         self.ends |= {b.mutation for b in graph.buffers if b.mutation}
         self.sends = set(graph.sends)
         self.live: list[str] = []
-        self.pure = parameter_values(graph, facts)
         self.allowed = Allowed(graph, facts, task, earlier)
+        made = self.parameters.union(*(node.outputs for node in graph.nodes))
+        self.made = frozenset() if task.split else frozenset(made - self.allowed.varying)
+        self.pure = parameter_values(graph, facts) | self.made
         self.turned: dict[tuple[str, int, int], float] = {}
         self.seen: list[Held] = []  # every `Held` has a number, so that states hash quickly
         self.numbers: dict[Held, int] = {}
@@ -171,7 +176,8 @@ class Search:
         """Cost of feeding a candidate from what is held; the placements then at hand."""
         task = self.task
         rule = self.facts.rules[node.name]
-        effort = work(self.facts.calls[node.name], rule)
+        made = all(name in self.made for name in node.outputs)
+        effort = (multiply_adds if made else work)(self.facts.calls[node.name], rule)
         cost = effort
         if isinstance(candidate.choice, Cut):
             cost = effort / task.ranks + rule.axes[candidate.choice.axis].talks * PER_TRANSFER
@@ -183,7 +189,7 @@ class Search:
         for name, needed in zip(node.inputs, candidate.operands, strict=True):
             held = after[name]
             if held is None:
-                first = self._store(name, needed)
+                first = self._store(name, needed, made)
                 if first is None:
                     return None
                 held = (first,)
@@ -202,11 +208,9 @@ class Search:
             cost += price
             after[name] = held
         for name, given in zip(node.outputs, candidate.results, strict=True):
-            if name in self.ends:
+            if name in self.ends or (name in self.sends and isinstance(given, Partial)):
                 value = self.graph.values[name]
                 cost += move_cost(value, given, REPLICATE, task.ranks, False)
-            elif name in self.sends and isinstance(given, Partial):
-                cost += move_cost(self.graph.values[name], given, REPLICATE, task.ranks, False)
         return cost, {k: v for k, v in after.items() if v is not None}, tuple(stored)
 
     def _irregular(self, node: Node) -> float:
@@ -218,10 +222,11 @@ class Search:
             return 0.0
         return CUT_VECTOR + 2 * PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
 
-    def _store(self, name: str, needed: Placement) -> Placement | None:
+    def _store(self, name: str, needed: Placement, made: bool) -> Placement | None:
         """The storage of a value at its first use.
 
-        Inputs are whole, parameters as decided; a value from an earlier stage comes as needed.
+        Inputs are whole, parameters as decided; a value from an earlier stage comes as needed. What
+        is made of parameters alone may take parts of them.
         """
         if name in self.received:
             return needed if isinstance(needed, Shard) else REPLICATE
@@ -231,7 +236,7 @@ class Search:
         if fixed is not None:
             return fixed
         if isinstance(needed, Shard):
-            return needed if self.task.split else None
+            return needed if self.task.split else REPLICATE if made else None
         return REPLICATE
 
     def _holding(self, name: str, placement: Placement) -> float:
@@ -242,14 +247,20 @@ class Search:
 
     def _price(self, name: str, held: Held, needed: Placement) -> float:
         """The cheapest way to the needed placement from any at hand."""
-        task, value = self.task, self.graph.values[name]
         if name in self.free:
             return self._free_price(name, needed)
-        grad = name in self.facts.carries_grad
-        if name in self.pure and needed == FANOUT:
-            grad = False  # a parameter's partial gradient is reduced with the others, in buckets
-        price = min(move_cost(value, h, needed, task.ranks, grad) for h in held)
+        price = min(self._turn(name, h, needed) for h in held)
         return price * MOVED_PARAMETER if name in self.parameters else price
+
+    def _turn(self, name: str, held: Placement, needed: Placement) -> float:
+        """What turning one placement of a value into another costs."""
+        value, ranks = self.graph.values[name], self.task.ranks
+        grad = name in self.facts.carries_grad
+        if name in self.made:
+            return _made_price(value, held, needed, ranks, grad)
+        if name in self.pure and needed == FANOUT and isinstance(held, Replicate):
+            grad = False  # a parameter's partial gradient is reduced with the others, in buckets
+        return move_cost(value, held, needed, ranks, grad)
 
     def _free_price(self, name: str, needed: Placement) -> float:
         """Inputs, buffers and constants are whole everywhere: cutting them costs nothing."""
@@ -260,6 +271,27 @@ class Search:
             return 0.0 if allowed is None else WHOLE_INPUT
         fits = allowed is not None and same_placement(allowed, needed, self.task.ranks)
         return 0.0 if fits else IMPOSSIBLE
+
+
+def _made_price(
+    value: TensorType, held: Placement, needed: Placement, ranks: int, grad: bool
+) -> float:
+    """What turning a value that every rank can make costs.
+
+    Of a whole one, ranks use what they need, and its partial gradient is reduced at parameters. The
+    parts of another are gathered for work that differs, sooner or later.
+    """
+    if isinstance(held, Replicate):
+        return move_cost(value, held, needed, ranks, False)
+    return move_cost(
+        value,
+        held,
+        FANOUT if needed == REPLICATE else needed,
+        ranks,
+        grad,
+        per_byte=PER_MADE_BYTE,
+        per_transfer=PER_MADE_TRANSFER,
+    )
 
 
 def parameter_values(graph: Graph, facts: Facts) -> frozenset[str]:

@@ -31,7 +31,7 @@ from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
 from shardwise.planner.layouts.shared import roots_of
 from shardwise.planner.layouts.task import LayoutAxis, LayoutTask, Placements
-from shardwise.sharding.allowed import Allowed, constant_values, products
+from shardwise.sharding.allowed import Allowed, constant_values, input_values, products
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
 from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
@@ -326,15 +326,6 @@ class Options:
         )
         pure = frozenset(i for i, kind in enumerate(kinds) if kind.pure)
         return Option(row, tuple(needs), gives, pure, tuple(demands))
-
-
-def input_values(graph: Graph) -> frozenset[str]:
-    """Values that depend on inputs."""
-    varying = {i.value for i in graph.inputs}
-    for node in graph.nodes:
-        if any(name in varying for name in node.inputs):
-            varying |= set(node.outputs)
-    return frozenset(varying)
 
 
 def _check_names(graph: Graph, task: LayoutTask) -> None:
