@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -70,40 +70,44 @@ def launch(
     machines = _cluster(cluster)
     words, environment = command or [], _environment(env or [])
     if to is not To.ssh:
-        write = {
-            To.slurm: launching.slurm_script,
-            To.kubernetes: launching.pytorch_job,
-            To.ray: launching.ray_driver,
-        }[to]
-        chosen = dict(_pair(text, "--option partition=gpu") for text in option or [])
-        text = write(
-            machines, words, name=name, port=port or 0, environment=environment, options=chosen
-        )
-        _write(text, out)
+        _write(_job(to, machines, words, name, port, environment, option or []), out)
         return
     if out is not None or option or name is not None:
         raise typer.BadParameter("--out, --option and --name are for --to slurm|kubernetes|ray")
-    settings = Settings(timeout_s=timeout, grace_s=grace)
+    how: dict[str, Any] = {
+        "port": port,
+        "ssh_program": ssh_program,
+        "environment": environment,
+        "settings": Settings(timeout_s=timeout, grace_s=grace),
+    }
     if dry_run:
-        for line in launching.launch_commands(
-            machines,
-            words,
-            port=port,
-            ssh_program=ssh_program,
-            environment=environment,
-            settings=settings,
-        ):
+        for line in launching.launch_commands(machines, words, **how):
             typer.echo(str(line))
         return
-    code = launching.launch(
-        machines,
-        words,
-        port=port,
-        ssh_program=ssh_program,
-        environment=environment,
-        settings=settings,
+    raise typer.Exit(launching.launch(machines, words, **how))
+
+
+def _job(
+    to: To,
+    machines: Cluster,
+    words: list[str],
+    name: str | None,
+    port: int | None,
+    environment: tuple[tuple[str, str], ...],
+    options: list[str],
+) -> str:
+    """The text of a job file."""
+    from shardwise import launch as launching
+
+    write = {
+        To.slurm: launching.slurm_script,
+        To.kubernetes: launching.pytorch_job,
+        To.ray: launching.ray_driver,
+    }[to]
+    chosen = dict(_pair(text, "--option partition=gpu") for text in options)
+    return write(
+        machines, words, name=name, port=port or 0, environment=environment, options=chosen
     )
-    raise typer.Exit(code)
 
 
 def _cluster(text: str) -> Cluster:

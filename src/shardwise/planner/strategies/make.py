@@ -73,10 +73,7 @@ def make_plan(
     `parameters` adds or overrides entries by glob.
     """
     _check_sizes(name, cluster, dp, tp, pp, meshes)
-    if zero not in (0, 1, 2, 3):
-        raise InfeasiblePlan(f"{name}: zero={zero}", hint="0, 1, 2 or 3")
-    if num_microbatches < 1:
-        raise InfeasiblePlan(f"{name}: num_microbatches={num_microbatches}", hint="1 or more")
+    _check_counts(name, zero, num_microbatches)
     wanted = schedules.read(schedule)
     groups = len(meshes) if meshes is not None else pp
     order = schedules.order(
@@ -87,9 +84,8 @@ def make_plan(
     )
     is_scheduled = len(order.placement) > 1 or num_microbatches > 1
     facts = analyze(graph)
-    if meshes is None:
-        meshes = [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
-    meshes = [_with_shares(name, mesh, shares or {}) for mesh in meshes]
+    same = meshes or [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
+    meshes = [_with_shares(name, mesh, shares or {}) for mesh in same]
     splits = num_microbatches > 1 or any(dict(mesh.axes).get("dp", 1) > 1 for mesh in meshes)
     draft = Plan(
         name=name,
@@ -110,12 +106,24 @@ def make_plan(
         rng=rng,
         seed=seed,
     )
+    return _completed(graph, draft, facts, zero)
+
+
+def _check_counts(name: str, zero: int, num_microbatches: int) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise InfeasiblePlan(f"{name}: zero={zero}", hint="0, 1, 2 or 3")
+    if num_microbatches < 1:
+        raise InfeasiblePlan(f"{name}: num_microbatches={num_microbatches}", hint="1 or more")
+
+
+def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int) -> Plan:
+    """The checked draft with the layouts that its parameters have."""
     _check_batch(graph, draft)
     _check_recompute(graph, draft)
     check_micro_batches(graph, draft)
     resolved = _resolve(graph, draft, facts)
     return draft.with_(
-        parameters={**parameter_entries(graph, resolved, zero), **(parameters or {})},
+        parameters={**parameter_entries(graph, resolved, zero), **draft.parameters},
         notes=tuple(notes(next(iter(resolved.values())))),
     )
 
