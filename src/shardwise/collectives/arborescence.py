@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 def cheapest(cost: Floats, root: int) -> Ints:
@@ -83,39 +84,44 @@ def _cycles(parent: list[int], root: int) -> list[Ints]:
     return found
 
 
-def shallow(cost: Floats, delay: Floats, root: int, weight: float, max_depth: int) -> Ints | None:
-    """A tree of at most `max_depth` hops: grown rank by rank, each by the least of its price and
-    `weight` times how late its bytes come. None where such a tree was not found.
+def shallow(
+    cost: Floats, delay: Floats, roots: Ints, weights: Floats, max_depth: int
+) -> tuple[Ints, Bools]:
+    """Trees of at most `max_depth` hops, one for each root and weight, and which were found: grown
+    rank by rank, each by the least of its price and `weight` times how late its bytes come.
 
-    With weight 0 this is Prim's way, with a large one Dijkstra's.
+    With weight 0 this is Prim's way, with a large one Dijkstra's. All are grown at once.
     """
-    size = len(cost)
-    parent = np.full(size, -1, dtype=np.int64)
-    depth = np.zeros(size, dtype=np.int64)
-    late = np.zeros(size)
-    outside = np.ones(size, dtype=bool)
-    best = np.full(size, math.inf)
-    joined = root
+    size, row = len(cost), np.arange(len(roots))
+    parent = np.full((len(roots), size), -1, dtype=np.int64)
+    depth = np.zeros((len(roots), size), dtype=np.int64)
+    late = np.zeros((len(roots), size))
+    best = np.full((len(roots), size), math.inf)
+    outside = np.ones((len(roots), size), dtype=bool)
+    found = np.ones(len(roots), dtype=bool)
+    joined = np.asarray(roots)
     for _ in range(size - 1):
-        outside[joined] = False
-        best[joined] = math.inf
-        if depth[joined] < max_depth:
-            offer = cost[joined] + weight * (late[joined] + delay[joined])
-            better = outside & (offer < best)
-            best[better] = offer[better]
-            parent[better] = joined
-        joined = int(best.argmin())
-        if best[joined] == math.inf:
-            return None
-        depth[joined] = depth[parent[joined]] + 1
-        late[joined] = late[parent[joined]] + delay[parent[joined], joined]
-    return parent
+        outside[row, joined] = False
+        best[row, joined] = math.inf
+        since = late[row, joined]
+        offer = cost[joined] + weights[:, None] * (since[:, None] + delay[joined])
+        offer[depth[row, joined] >= max_depth] = math.inf
+        better = outside & (offer < best)
+        best = np.where(better, offer, best)
+        parent = np.where(better, joined[:, None], parent)
+        joined = best.argmin(axis=1)
+        found &= best[row, joined] < math.inf
+        above = parent[row, joined]
+        depth[row, joined] = depth[row, above] + 1
+        late[row, joined] = late[row, above] + np.where(found, delay[above, joined], 0.0)
+    return parent, found
 
 
 def depths(parent: Ints) -> Ints:
-    """The hops from the root to every rank."""
+    """The hops from the root to every rank, of one tree or of several."""
     found = (parent >= 0).astype(np.int64)
-    above = np.where(parent >= 0, parent, np.arange(len(parent)))
-    for _ in range(len(parent).bit_length()):  # twice as far each time; the root adds nothing
-        found, above = found + found[above], above[above]
+    above = np.where(parent >= 0, parent, np.arange(parent.shape[-1]))
+    for _ in range(parent.shape[-1].bit_length()):  # twice as far each time; the root adds nothing
+        found = found + np.take_along_axis(found, above, -1)
+        above = np.take_along_axis(above, above, -1)
     return found

@@ -1,8 +1,8 @@
 """From parts and routes to a program of messages.
 
 Enters: parts of the data with their trees, or routes, the number of elements, and into how many
-chunks they are cut. Leaves: `Lowered`: messages in the order in which they would leave and arrive (`order.py`),
-the time that this takes, and the program of it.
+chunks they are cut. Leaves: `Lowered`: messages in the order in which they would leave and arrive
+(`order.py`), the time that this takes, and the program of it.
 """
 
 from __future__ import annotations

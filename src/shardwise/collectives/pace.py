@@ -23,6 +23,12 @@ COMPARED = 1_000  # messages of a candidate while it is compared with others
 WORTH = 0.01  # of the time: what more chunks must save
 
 
+def most_chunks(num_bytes: int, num_ranks: int, messages: int) -> float:
+    """Chunks that a program of so many bytes may have, each of which takes so many messages."""
+    by_messages = MOST_MESSAGES * num_ranks / max(messages, 1)
+    return max(1.0, min(by_messages, num_bytes / SMALLEST_CHUNK_BYTES))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """Every part in as many turns, as long as chunks have `SMALLEST_CHUNK_BYTES`; and no chunk of

@@ -27,7 +27,7 @@ from shardwise.collectives.known import (
 )
 from shardwise.collectives.lower import Lowered, Size, even_counts, lower_parts, lower_routes
 from shardwise.collectives.network import Floats, Ints, Network
-from shardwise.collectives.pace import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace
+from shardwise.collectives.pace import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace, most_chunks
 from shardwise.collectives.routes import RouteProblem, Routing
 from shardwise.collectives.solution import Solution
 from shardwise.collectives.symmetry import Symmetry, find_symmetry
@@ -35,7 +35,8 @@ from shardwise.collectives.trees import SLACK, Packing, Part, TreeProblem, deepe
 from shardwise.errors import ClusterError
 
 LIMIT_S = 20.0  # CPU seconds for the linear program; what it has not proved by then is said
-ROUNDS = 4  # of column generation for each limit of depth
+ROUNDS = 3  # of column generation for each limit of depth
+FEW_HOPS = 2  # depths that are always tried, for what they save of latency
 TUNED = 3  # candidates whose program is made in full, at most
 
 
@@ -198,20 +199,35 @@ class _Work:
 
     def solved(self) -> Iterator[_Candidate]:
         """Packings with few hops, up to those that use the network best."""
-        problem = TreeProblem(self.network, self.demand, self.symmetry)
+        halves = self.demand.inward + self.demand.outward
+        messages = halves * (self.network.num_ranks - 1)
+        problem = TreeProblem(
+            self.network,
+            self.demand,
+            self.symmetry,
+            most_chunks=most_chunks(self.num_bytes, self.network.num_ranks, messages),
+        )
         optimum = problem.optimum([], self.limit_s)
         self.bound = problem.bound
         worth = problem.prices * problem.master.capacity
         self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
-        depth, useful = 1, optimum.s_per_byte + self._latency_s(optimum) / max(self.num_bytes, 1)
-        while depth < optimum.depth:
-            found = problem.within(depth, ROUNDS, useful)
+        low, high, best = 1, optimum.depth, optimum
+        while low < high:
+            depth = low if low <= FEW_HOPS else (low + high) // 2
+            found = problem.within(depth, ROUNDS, self.useful(problem, optimum, depth))
+            if found is not None and found.s_per_byte <= problem.bound * (1 + SLACK):
+                high, best = depth, found
+                continue
             if found is not None:
                 yield self.packed(found)
-                if found.s_per_byte <= problem.bound * (1 + SLACK):
-                    return
-            depth = depth + 1 if depth < 4 else depth * 3 // 2
-        yield self.packed(optimum)
+            low = depth + 1
+        yield self.packed(best)
+
+    def useful(self, problem: TreeProblem, optimum: Packing, depth: int) -> float:
+        """Seconds per byte above which trees of a depth cannot be better than the optimum."""
+        whole = problem.filled(optimum.s_per_byte, optimum.depth)
+        saved = self._latency_s(optimum) / max(self.num_bytes, 1)
+        return (whole + saved) / problem.filled(1.0, depth)
 
     def packed(self, packing: Packing) -> _Candidate:
         """A solved packing."""
@@ -309,8 +325,7 @@ class _Work:
         """What hops and messages of a packing cost beside bytes, at most; all that depth saves."""
         hop = float(self.network.latency_s.max(initial=0.0)) + self.network.message_s
         messages = 4 * len(packing.parts) * self.network.message_s
-        filling = packing.s_per_byte * self.num_bytes * 0.1
-        return 2 * packing.depth * hop + messages * self.network.num_ranks + filling
+        return 2 * packing.depth * hop + messages * self.network.num_ranks
 
     def _message_s(self) -> float:
         typical = float(np.median(self.network.latency_s)) if self.network.num_edges else 0.0

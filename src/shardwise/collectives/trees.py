@@ -9,6 +9,7 @@ trees are packed in one program: apart, they would each be limited by the slowes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -28,6 +29,7 @@ Floats = NDArray[np.float64]
 
 DROPPED = (0.03, 3e-3)  # parts of the data that a tree must carry to be kept
 HOPELESS = 1.5  # times what would be useful: more columns will not do
+GUESSES, STEEP = 8, 4.0  # prices to begin with, and how much dearer the most used becomes
 SLACK = 1e-3  # what fewer or shallower trees may cost
 WEIGHTS = (1e-3, 0.03, 1.0)  # how much depth counts beside prices
 
@@ -57,12 +59,22 @@ class Packing:
 class TreeProblem:
     """The flows of a demand on a network, one pair or one per orbit of roots."""
 
-    def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
+    def __init__(
+        self,
+        network: Network,
+        demand: Demand,
+        symmetry: Symmetry,
+        *,
+        most_chunks: float = math.inf,
+    ) -> None:
+        """Of a program that has at most `most_chunks`."""
         self.network, self.demand, self.symmetry = network, demand, symmetry
+        self.most_chunks = most_chunks
         shares = demand.shares
         self.roots = [
             root for root in symmetry.representatives() if shares is None or shares[root] > 0
         ]
+        self.place = {root: i for i, root in enumerate(self.roots)}
         self.ways = [way for way, used in ((0, demand.inward), (1, demand.outward)) if used]
         labels, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
         sizes = np.bincount(symmetry.rank_orbit, minlength=network.num_ranks)
@@ -76,6 +88,7 @@ class TreeProblem:
         )
         usual = network.latency_s + network.message_s
         self.delay = network.matrix(usual / max(float(usual.max(initial=0.0)), 1e-12) + 1.0)
+        self.used = np.append(self.orbit, len(labels))[network.uses]  # -1, none, is the last
         self.bound = 0.0
         self.prices: Floats = np.zeros(0)
         self.columns: dict[tuple[int, bytes], Column] = {}
@@ -84,28 +97,23 @@ class TreeProblem:
 
     def flow(self, root: int, way: int) -> int:
         """The number of a flow."""
-        return self.roots.index(root) * len(self.ways) + self.ways.index(way)
+        return self.place[root] * len(self.ways) + self.ways.index(way)
 
-    def column(self, flow: int, way: int, parent: Ints) -> Column:
-        """A tree as a column; `way` is 0 for trees into the root."""
-        load = self.network.loads(self.edges(parent, way))
-        return Column(
-            flow=flow,
-            way=parent,
-            load=self.by_orbit(load),
-            depth=int(depths(parent).max(initial=0)),
-        )
-
-    def by_orbit(self, load: Floats) -> Floats:
-        """Loads of resources, summed over each orbit."""
-        count = len(self.master.capacity)
-        return np.bincount(self.orbit, weights=load, minlength=count).astype(np.float64)
-
-    def edges(self, parent: Ints, way: int) -> Ints:
-        """The edges of a tree."""
-        rank = np.flatnonzero(parent >= 0)
-        other = parent[rank]
-        return self.network.edge[rank, other] if way == 0 else self.network.edge[other, rank]
+    def made(self, flows: Sequence[int], way: int, parents: Ints) -> list[Column]:
+        """Trees as columns; `way` is 0 for trees into the root."""
+        place, rank = np.nonzero(parents >= 0)
+        other = parents[place, rank]
+        edge = self.network.edge
+        edges = edge[rank, other] if way == 0 else edge[other, rank]
+        width = len(self.master.capacity) + 1
+        used = self.used[edges] + width * place[:, None]
+        count = np.bincount(used.ravel(), minlength=width * len(parents)).astype(np.float64)
+        loads = count.reshape(len(parents), width)[:, :-1]
+        deep = depths(parents).max(axis=1, initial=0).tolist()
+        return [
+            Column(flow=flow, way=parents[i], load=loads[i], depth=deep[i])
+            for i, flow in enumerate(flows)
+        ]
 
     def costs(self, prices: Floats) -> Floats:
         """The price of each edge at prices of orbits, as a matrix."""
@@ -115,40 +123,51 @@ class TreeProblem:
         """The cheapest tree of every flow, and its cost."""
         cost = self.costs(prices)
         found, least = [], np.zeros(self.master.num_flows)
-        for root in self.roots:
-            for way in self.ways:
-                flow = self.flow(root, way)
-                parent = cheapest(cost.T if way == 0 else cost, root)
-                column = self.column(flow, way, parent)
-                found.append(column)
-                least[flow] = column.load @ prices
+        for way in self.ways:
+            side = cost.T if way == 0 else cost
+            parents = np.array([cheapest(side, root) for root in self.roots])
+            flows = [self.flow(root, way) for root in self.roots]
+            found += self.made(flows, way, parents)
+        for column in found:
+            least[column.flow] = column.load @ prices
         return found, least
 
-    def grown(self, prices: Floats, weights: Iterable[float], max_depth: int) -> list[Column]:
+    def grown(self, prices: Floats, weights: Sequence[float], max_depth: int) -> list[Column]:
         """Trees of at most so many hops, cheap at these prices."""
         cost = self.costs(prices)
         finite = cost[np.isfinite(cost) & (cost > 0)]
         unit = float(finite.mean()) if len(finite) else 1.0
-        found = []
-        for root in self.roots:
-            for way in self.ways:
-                sides = (cost.T, self.delay.T) if way == 0 else (cost, self.delay)
-                for weight in weights:
-                    parent = shallow(*sides, root, max(weight, 1e-9) * unit, max_depth)
-                    if parent is not None:
-                        found.append(self.column(self.flow(root, way), way, parent))
-        return found
+        roots = np.repeat(np.array(self.roots, dtype=np.int64), len(weights))
+        late = np.tile(np.maximum(np.array(weights), 1e-9) * unit, len(self.roots))
+        columns = []
+        for way in self.ways:
+            sides = (cost.T, self.delay.T) if way == 0 else (cost, self.delay)
+            parents, found = shallow(*sides, roots, late, max_depth)
+            flows = [self.flow(root, way) for root in roots[found].tolist()]
+            columns += self.made(flows, way, parents[found])
+        return columns
 
     # ------------------------------------------------------------ solutions
 
     def optimum(self, extra: Sequence[Column], limit_s: float) -> Packing:
         """The fastest packing, of any depth; sets `bound` and `prices`."""
-        even = 1.0 / np.maximum(self.master.capacity, 1e-300)
-        start = [*self.grown(even, (0.0, 1.0), self.network.num_ranks), *extra]
+        start = [*self._guesses(), *extra]
         found = generate(self.master, start, self.price, limit_s=limit_s)
         self.bound, self.prices = found.bound, found.prices
         self.columns = {column.key: column for column in found.columns}
         return self.packing(found.columns, found.answer)
+
+    def _guesses(self) -> list[Column]:
+        """Trees to begin with: at even prices, and then as what was used becomes dearer."""
+        even = 1.0 / np.maximum(self.master.capacity, 1e-300)
+        found = self.grown(even, (0.0, 1.0), self.network.num_ranks)
+        used = np.zeros_like(even)
+        for _ in range(GUESSES):
+            for column in found[-self.master.num_flows :]:
+                used += column.load * even
+            prices = even * np.exp(STEEP * used / max(float(used.max(initial=0.0)), 1e-300))
+            found += self.grown(prices, (0.0,), self.network.num_ranks)
+        return found
 
     def within(self, max_depth: int, rounds: int, useful: float) -> Packing | None:
         """A fast packing of trees of at most `max_depth` hops, or None: if a root has no such tree,
@@ -193,13 +212,7 @@ class TreeProblem:
 
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
         """The answer with few trees, as parts over the whole symmetry."""
-        for least in DROPPED:
-            kept = self._strong(columns, answer.weights, least)
-            if len(kept) < np.count_nonzero(answer.weights) and self._covers(kept):
-                again = self.master.solve(kept)
-                if again.time <= answer.time * (1 + SLACK):
-                    columns, answer = kept, again
-                    break
+        columns, answer = self._trimmed(columns, answer)
         used = [
             (column, float(weight))
             for column, weight in zip(columns, answer.weights, strict=True)
@@ -211,6 +224,23 @@ class TreeProblem:
             s_per_byte=answer.time,
             depth=max((column.depth for column, _ in used), default=0),
         )
+
+    def filled(self, s_per_byte: float, depth: int) -> float:
+        """Seconds per byte with the filling of pipelines: if each edge has its part of all messages
+        one after the other, a hop takes as long as one of them.
+        """
+        per_edge = self.most_chunks * (self.network.num_ranks - 1) / self.network.num_edges
+        return s_per_byte * (1 + depth * len(self.ways) / max(per_edge, 1.0))
+
+    def _trimmed(self, columns: Sequence[Column], answer: Answer) -> tuple[list[Column], Answer]:
+        """Without trees that carry little, if this costs next to nothing."""
+        for least in DROPPED:
+            kept = self._strong(columns, answer.weights, least)
+            if len(kept) < np.count_nonzero(answer.weights) and self._covers(kept):
+                again = self.master.solve(kept)
+                if again.time <= answer.time * (1 + SLACK):
+                    return kept, again
+        return list(columns), answer
 
     def _strong(self, columns: Sequence[Column], weights: Floats, least: float) -> list[Column]:
         """The columns that carry much of their flow, or of everything."""

@@ -185,13 +185,14 @@ def test_shallow_trees_keep_their_depth():
     for i in range(4):
         line[i, i + 1] = 1.0
     ones = np.ones((5, 5))
-    deep = shallow(line, ones, 0, 0.0, 4)
-    flat = shallow(line, ones, 0, 0.0, 2)
-    assert deep is not None
-    assert flat is not None
-    assert depths(deep).max() == 4
-    assert depths(flat).max() <= 2
-    assert shallow(np.where(line < 10, line, np.inf), ones, 0, 0.0, 2) is None
+    both, weights = np.array([0, 0]), np.array([0.0, 100.0])
+    deep, found = shallow(line, ones, both, weights, 4)
+    assert found.all()
+    assert depths(deep).max(axis=1).tolist() == [4, 1]
+    flat, found = shallow(line, ones, both, weights, 2)
+    assert found.all()
+    assert depths(flat).max() == 2
+    assert not shallow(np.where(line < 10, line, np.inf), ones, both, weights, 2)[1].any()
 
 
 # ------------------------------------------------------------ CPU time
