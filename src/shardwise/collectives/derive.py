@@ -64,11 +64,15 @@ def lowered(
     """The messages of so many elements, and their time; `counts` as of a `MessageProgram`."""
     network, parts = _network(forest), [_part(tree) for tree in forest.trees]
     num_bytes = numel * item_bytes
+    chunk = max(1, chunk_of(num_bytes, chunk_bytes) // item_bytes)
+    largest = max((tree.weight for tree in forest.trees), default=0.0)
     size = Size(
         numel=numel,
         item_bytes=item_bytes,
-        chunk=max(1, chunk_of(num_bytes, chunk_bytes) // item_bytes),
+        chunk=chunk,
         span_s=load_time(network, parts) * num_bytes,
+        turns=max(1, round(largest * numel / chunk)),
+        smallest=max(1, min(chunk_bytes, SMALLEST_CHUNK_BYTES) // item_bytes),
     )
     demand = Demand(operation=operation, shares=None)
     return lower_parts(network, demand, size, parts, tuple(counts))

@@ -23,10 +23,10 @@ from shardwise.collectives.bounds import cut_bound
 from shardwise.collectives.demand import demand_of
 from shardwise.collectives.derive import forest_of, lowered
 from shardwise.collectives.hierarchical import hierarchical
+from shardwise.collectives.known import best_ring
 from shardwise.collectives.network import Network
-from shardwise.collectives.solve import LIMIT_S, solve
+from shardwise.collectives.solve import solve
 from shardwise.collectives.symmetry import find_symmetry
-from shardwise.collectives.trees import TreeProblem
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
 from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
 from shardwise.messages.forest import Forest
@@ -192,8 +192,10 @@ def contended(cluster: Cluster, groups: Ints) -> list[Network]:
     ]
 
 
-def _solved(networks: Sequence[Network], operation: str) -> _Way:
-    return _way("solved", [_solution(_Key(network), operation) for network in networks], operation)
+def _solved(networks: Sequence[Network], operation: str) -> _Way | None:
+    found = [_solution(_Key(network), operation) for network in networks]
+    solved = [each for each in found if each is not None]
+    return _way("solved", solved, operation) if len(solved) == len(networks) else None
 
 
 def _hierarchical(networks: Sequence[Network], operation: str) -> _Way | None:
@@ -259,18 +261,15 @@ def _distinct(networks: Sequence[Network]) -> list[Network]:
 
 
 @lru_cache(maxsize=1024)
-def _solution(key: _Key, operation: str) -> tuple[Forest, int]:
-    """The trees of a large transfer, and the size of their chunks.
+def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
+    """The trees of a large transfer, and the size of their chunks; None where it has none.
 
-    Where rounds of messages are as fast, as between two ranks, plans still hold trees: those of
-    the linear program, whose bytes take no longer.
+    Where rounds of messages are as fast, as between two ranks, plans still hold trees: a ring's.
     """
     network = key.network
     solution = solve(network, operation, LARGE_BYTES // ITEM_BYTES, item_bytes=ITEM_BYTES)
     if solution.parts:
         largest = max(chunk.size for chunk in solution.program.chunks)
         return forest_of(network, solution.parts), largest * ITEM_BYTES
-    demand = demand_of(network, operation)
-    symmetry = find_symmetry(network, demand.colors(network.num_ranks))
-    packing = TreeProblem(network, demand, symmetry).optimum([], LIMIT_S)
-    return forest_of(network, packing.parts), CHUNK_BYTES
+    ring = best_ring(network, demand_of(network, operation))
+    return None if ring is None else (forest_of(network, ring), CHUNK_BYTES)

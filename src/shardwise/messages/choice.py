@@ -136,7 +136,7 @@ class CollectiveChoice:
             raise PlanError(f"malformed: {error}", where=where) from None
 
     def __str__(self) -> str:
-        times = ", ".join(f"{way} {s * 1e3:.3g} ms" for way, s in self.predicted_s.items())
+        times = ", ".join(f"{way} {_time(s)}" for way, s in self.predicted_s.items())
         told = f"{self.operation} on ranks {format_groups(self.groups)}: {self.uses}"
         if not self.is_library:
             trees = max(len(forest.trees) for forest in self.forests)
@@ -192,6 +192,10 @@ def _parse_ranks(text: str) -> Ranks:
         first, _, last = ends.partition("-")
         ranks += range(int(first), int(last or first) + 1, int(step or 1))
     return tuple(ranks)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _size(num_bytes: int) -> str:

@@ -15,6 +15,7 @@ from shardwise.plans import resolve
 from shardwise.sharding.factors import analyze
 from shardwise.simulation import Evaluator, Fold, Group, Setting, Works
 from tests.support import zoo
+from tests.support.clusters import cards
 
 
 class Block(nn.Module):
@@ -147,3 +148,25 @@ def test_more_layers_and_smaller_links_take_longer() -> None:
     slow = sw.Cluster.preset("h100", nodes=2, devices_per_node=1, nic_gbit_per_s=1)
     plan = sw.strategies.ddp(graph, fast)
     assert sw.simulate(graph, plan, slow).step_time_s > sw.simulate(graph, plan, fast).step_time_s
+
+
+def test_collectives_take_the_time_of_their_way() -> None:
+    graph, slow = deep(4), cards(800, 800, 800, 200)
+    plan = sw.strategies.ddp(graph, slow)
+    solved = sw.choose_collectives(plan, slow)
+    assert [choice.uses for choice in solved.collectives] == ["solved"]
+    assert sw.Plan.from_json(solved.to_json()) == solved
+    assert "all_reduce on ranks 0-3: solved" in str(solved)
+    before, after = (sw.simulate(graph, p, slow) for p in (plan, solved))
+    assert after.step_time_s < 0.75 * before.step_time_s
+    best = sw.plan(graph, slow, dp=4, zero=0, progress=False)
+    assert [choice.uses for choice in best.collectives] == ["solved"]
+    assert sw.simulate(graph, best, slow).step_time_s == best.search["best"]["step_time_s"]
+    even = sw.plan(graph, cards(800, 800, 800, 800), dp=4, zero=0, progress=False)
+    assert "collectives" not in even.to_json()
+    with pytest.raises(PlanError, match="no way 'fast'"):
+        sw.choose_collectives(plan, slow, use="fast")
+    with pytest.raises(PlanError, match="4 ranks"):
+        sw.choose_collectives(plan, cards(800, 200))
+    with pytest.raises(PlanError, match=r"collectives\[0\]"):
+        sw.Plan.from_json({**plan.to_json(), "collectives": [{"operation": "all_reduce"}]})

@@ -1,0 +1,150 @@
+"""Which way collectives take: by predicted time, with a tenth to win; as data in a plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from shardwise.cluster import Cluster
+from shardwise.collectives.derive import chunk_of, derive, verify
+from shardwise.cost.collectives import collective_model
+from shardwise.cost.selection import may_gain, saves_enough, select
+from shardwise.errors import PlanError
+from shardwise.messages import CollectiveChoice, check, interpret
+from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES
+from tests.support.clusters import cards, uneven
+
+EVEN = [
+    Cluster.local(4),
+    cards(800, 800, 800),
+    Cluster.preset("h100", nodes=8),
+    Cluster.preset("gb200", nodes=36),
+]
+
+
+@pytest.mark.parametrize("cluster", EVEN, ids=str)
+def test_where_all_is_alike_nothing_is_solved(cluster: Cluster) -> None:
+    assert not may_gain(cluster)
+    found = select(cluster, "all_reduce", [range(cluster.num_ranks)])
+    assert found is not None
+    assert found.is_library
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gain"),
+    [(cards(800, 800, 800, 200), 0.32), (uneven(4), 0.65), (uneven(5), 0.65)],
+    ids=["slow host", "trunk", "both"],
+)
+def test_unequal_links_are_solved(cluster: Cluster, gain: float) -> None:
+    found = select(cluster, "all_reduce", [range(cluster.num_ranks)])
+    assert found is not None
+    assert found.uses == "solved"
+    assert found.gain > gain
+
+
+def test_nodes_of_several_ranks_are_hierarchical() -> None:
+    found = select(cards(800, 800, devices=4), "all_gather", [range(8)])
+    assert found is not None
+    assert found.uses == "hierarchical"
+    assert found.predicted_s["hierarchical"] < 1.02 * found.predicted_s["solved"]
+
+
+RATES = st.lists(st.sampled_from([100, 200, 400, 800]), min_size=2, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(RATES, st.sampled_from(OPERATIONS), st.integers(1, 2))
+def test_the_library_is_kept_unless_a_tenth_is_saved(
+    rates: list[int], operation: str, devices: int
+) -> None:
+    cluster = cards(*rates, devices=devices)
+    groups = np.arange(cluster.num_ranks)[None]
+    found = select(cluster, operation, groups)
+    assert found is not None
+    library = collective_model(cluster, operation, groups)
+    model = library.with_choice(found)
+    assert found.predicted_s["library"] == library.seconds(REFERENCE_BYTES)
+    for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28):
+        if found.is_library or size < found.min_bytes:
+            assert model.seconds(size) == library.seconds(size)
+        else:
+            assert saves_enough(library.seconds(size), model.seconds(size))
+    verify(found)
+    again = CollectiveChoice.from_json(json.loads(json.dumps(found.to_json())), "plan")
+    assert again == found
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 5), st.sampled_from(OPERATIONS), st.integers(1, 400), st.integers(1, 600))
+def test_trees_give_programs_of_any_size(
+    ranks: int, operation: str, numel: int, chunk_bytes: int
+) -> None:
+    found = select(uneven(ranks), operation, [range(ranks)], use="solved")
+    assert found is not None
+    cut = np.sort(np.arange(ranks - 1) * 7919 % (numel + 1))
+    counts = np.diff(np.concatenate([[0], cut, [numel]])).tolist()
+    program = derive(
+        replace(found, chunk_bytes=chunk_bytes),
+        tuple(range(ranks)),
+        numel,
+        8,
+        () if operation == "all_reduce" else counts,
+    )
+    assert program is not None
+    check(program)
+    whole = [np.arange(numel, dtype=np.float64) + 100 * rank for rank in range(ranks)]
+    if operation == "all_gather":
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        mine = [x[a:b] for x, a, b in zip(whole, offsets, offsets[1:], strict=False)]
+        for result in interpret(program, mine):
+            assert result is not None
+            assert (result == np.concatenate(mine)).all()
+    elif operation == "all_reduce":
+        for result in interpret(program, whole):
+            assert result is not None
+            assert (result == sum(whole)).all()
+
+
+def test_groups_share_what_they_cross() -> None:
+    cluster = cards(800, 200, devices=2)
+    alone = select(cluster, "all_reduce", [[0, 2]], use="solved")
+    both = select(cluster, "all_reduce", [[0, 2], [1, 3]], use="solved")
+    assert alone is not None
+    assert both is not None
+    assert both.s_per_byte == pytest.approx(2 * alone.s_per_byte, rel=0.02)
+
+
+def test_chunks_shrink_with_the_data_and_are_not_too_many() -> None:
+    sizes = [chunk_of(1 << n, 100_000) for n in range(10, 31)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 32 * 1024
+    assert chunk_of(1 << 24, 100_000) == 100_000
+    assert (1 << 30) / sizes[-1] <= 4000
+
+
+def test_errors_name_what_is_wrong() -> None:
+    found = select(uneven(3), "all_reduce", [range(3)], use="solved")
+    assert found is not None
+    data = found.to_json()
+    for change, words in (
+        ({"uses": "magic"}, "uses 'magic'"),
+        ({"color": 1}, "unknown field 'color'"),
+        ({"groups": ["0-2", "3"]}, "as many ranks"),
+        ({"chunk_bytes": 0}, "chunks of 0 bytes"),
+        ({"forests": []}, "0 forests"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            CollectiveChoice.from_json({**data, **change}, "collectives[0]")
+    looped = json.loads(json.dumps(data))
+    looped["forests"][0]["trees"][0]["in"] = "1 0 -"
+    with pytest.raises(PlanError, match=r"does not lead to the root|no wire|not one of"):
+        CollectiveChoice.from_json(looped, "collectives[0]")
+    unwired = json.loads(json.dumps(data))
+    unwired["forests"][0]["sends"] = {}
+    with pytest.raises(PlanError, match="no wire"):
+        CollectiveChoice.from_json(unwired, "collectives[0]")
