@@ -10,6 +10,7 @@ PY     := $(VENV)/bin/python
 PYTEST_ARGS ?=
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU_PYTHON ?= $(PY)
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # bf16 matmul dies of SIGILL on some virtual machines without this; `shardwise doctor` tests it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
@@ -20,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-unequal demo gpu clean
+.PHONY: help setup test test-browser test-slow lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-unequal demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,12 +44,21 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 	@touch $@
 
 test: setup ## Run the everyday tests
-	@echo 'pytest -m "not slow and not gpu", in $(JOBS) processes'
-	@$(PY) -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	@echo 'pytest -m "not slow and not gpu and not browser", in $(JOBS) processes'
+	@$(PY) -m pytest -q -m "not slow and not gpu and not browser" -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: setup ## Run the slow tests
 	@echo 'pytest -m "slow and not gpu"'
 	@$(PY) -m pytest -q -m "slow and not gpu" --timeout 1800 $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.stamp-browser ## Open reports in chromium (installs it with apt where it is absent)
+	@$(PY) -m pytest -q -m browser tests/browser $(PYTEST_ARGS)
+
+$(VENV)/.stamp-browser: $(VENV)/.stamp
+	@$(PY) -m pip install -q --no-build-isolation -c constraints.txt -e '.[browser]' \
+		2>&1 | { grep -v "^WARNING" || true; }
+	@command -v chromium > /dev/null || { $(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q chromium; }
+	@touch $@
 
 gpu: $(if $(filter $(PY),$(GPU_PYTHON)),setup) ## Run the GPU tests (GPU_PYTHON=python3 for another interpreter)
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu --timeout 1800 $(PYTEST_ARGS)

@@ -57,10 +57,10 @@ def frame(page: str, height: int = HEIGHT) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """JSON for a script element: no character of it means anything to HTML.
+    r"""JSON for a script element: no character of it means anything to HTML.
 
     >>> print(embedded({"name": "</script>"}))
-    {"name":"\\u003c/script\\u003e"}
+    {"name":"\u003c/script\u003e"}
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A lone surrogate has no UTF-8 form; the file could not be written.

@@ -45,5 +45,5 @@ export function barCell(text, parts) {
   return el("td", { class: "figure barred" },
     el("span", { text }),
     el("span", { class: "small-bar", "aria-hidden": "true" },
-      ...parts.map(([share, variable]) => el("i", { style: { width: `${Math.min(100, Math.max(0, share * 100))}%`, "--colour": `var(${variable})` } }))));
+      ...parts.map(([share, variable]) => el("i", { style: { width: `${Math.min(100, Math.max(0, share * 100))}%`, "min-width": share > 0 ? "1px" : "0", "--colour": `var(${variable})` } }))));
 }

@@ -7,6 +7,7 @@ import { drawAxis, drawRows, place } from "./lanes.js";
 import { onTheme } from "./theme.js";
 
 const CLOSEST = 1e-9; // seconds that the chart may show at the least
+const PAPER = 560; // pixels of the chart when it is printed
 const NEAR = 3; // pixels around a span that still mean it
 const KEYS = "Arrow keys go from span to span and from lane to lane, Enter zooms to a span, plus and minus zoom, A and D move, Escape shows the whole step.";
 
@@ -30,6 +31,8 @@ export class Chart {
     this.listen();
     onTheme(() => this.redraw());
     new ResizeObserver(() => this.resize()).observe(this.place);
+    addEventListener("beforeprint", () => this.print(PAPER));
+    addEventListener("afterprint", () => this.print(Math.floor(this.place.clientWidth)));
   }
 
   build(label, tools) {
@@ -74,6 +77,12 @@ export class Chart {
       this.width = width;
       this.redraw();
     }
+  }
+
+  /** Draw at once for a width: there is no frame between a wish to print and the printing. */
+  print(width) {
+    this.width = width;
+    this.draw();
   }
 
   redraw() {

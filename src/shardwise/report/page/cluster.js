@@ -14,11 +14,33 @@ export function drawCluster(body, report) {
   const grid = el("div", { class: "nodes" });
   const add = (some) => grid.append(...some.map((node) => drawNode(node, links, groups)));
   add(nodes.slice(0, MOST_NODES));
+  if (groups.size > 1) body.append(placement([...groups.values()]));
   body.append(grid);
   if (nodes.length > MOST_NODES) body.append(more(nodes, add));
   const between = links.filter((l) => l.kind !== "inside");
   if (between.length) body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
   body.append(linkTable(links));
+}
+
+/** All ranks in their order, as wide as there are many, in the colours of their stages. */
+function placement(groups) {
+  const bar = el("div", { class: "stacked", role: "img", "aria-label": `Groups of ranks: ${groups.map((g) => `ranks ${g.ranks}: ${stagesOf(g)}`).join("; ")}` });
+  const all = groups.reduce((sum, g) => sum + g.num_ranks, 0);
+  for (const g of groups) {
+    const piece = el("span", { style: { width: `${(g.num_ranks / all) * 100}%`, "--colour": colour(g) } }, name(g.ranks));
+    explain(piece, () => ({ title: `ranks ${g.ranks}`, lines: [["", stagesOf(g)], ["mesh", g.mesh ?? ""], ["ranks", String(g.num_ranks)]] }));
+    bar.append(piece);
+  }
+  return el("div", { class: "placement" }, el("h3", { text: "Ranks by group; each group has its stages" }), bar);
+}
+
+function stagesOf(group) {
+  const stages = group.stages ?? [];
+  return `${stages.length === 1 ? "stage" : "stages"} ${stages.slice(0, 8).join(", ")}${stages.length > 8 ? "…" : ""}`;
+}
+
+function colour(group) {
+  return `var(--g-${((group.stages?.[0] ?? 0) % STAGES) + 1})`;
 }
 
 function more(nodes, add) {
@@ -34,8 +56,13 @@ function drawNode(node, links, groups) {
   const own = links.filter((l) => l.kind === "inside" && l.nodes?.includes(node.name));
   return el("article", { class: "node" },
     el("h3", {}, name(node.name), node.copies > 1 ? el("span", { class: "count", text: `×${node.copies}` }) : null, name(node.kind ?? "", "soft")),
-    el("ul", { class: "devices" }, ...node.devices.map((d) => device(d, groups.get(d.group)))),
+    el("ul", { class: "devices", style: { "--across": across(node.devices.length) } }, ...node.devices.map((d) => device(d, groups.get(d.group)))),
     ...own.map((l) => wire(l)));
+}
+
+/** Devices beside each other: a node of eight has two rows. */
+function across(many) {
+  return many <= 4 ? many : many <= 8 ? 4 : 8;
 }
 
 function device(d, group) {
@@ -46,7 +73,7 @@ function device(d, group) {
   const box = el("li", { class: `device ${idle ? "unused" : ""}`, tabindex: 0, "aria-label": plain(describe(d, ranks, group, share)) },
     el("span", { class: "device-memory", style: { height: `${Math.min(100, share * 100)}%` } }),
     el("b", {}, name(idle ? "–" : ranks.split(",")[0])));
-  if (stages.length) box.style.setProperty("--colour", `var(--g-${(stages[0] % STAGES) + 1})`);
+  if (group) box.style.setProperty("--colour", colour(group));
   explain(box, () => ({
     title: idle ? `${d.name}: not used` : `rank ${ranks}`,
     lines: [["device", d.name], ...(group ? [["group", `${group.id}: ranks ${group.ranks}`], ["mesh", group.mesh ?? ""], ["stages", stages.join(", ")]] : []),

@@ -1,6 +1,7 @@
 // Elements from plain data. Text only ever enters as text: there is no innerHTML on this page.
 
 const SHOWN = 400; // characters of a name; what is longer is cut, with its length
+const TITLE = 2000; // characters of a name when one points at it
 const SVG = "http://www.w3.org/2000/svg";
 // Controls and characters that change the direction of what follows: they are shown by number.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]/g;
@@ -51,9 +52,13 @@ export function plain(text, most = SHOWN) {
   return cut.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
-/** A name, apart from the direction of the text around it. @param {string} text @param {string} [kind] */
-export function name(text, kind = "") {
-  return el("bdi", { class: kind || null, text: plain(text) });
+/**
+ * A name, apart from the direction of the text around it; its title has more of it when it is cut.
+ * @param {string} text @param {string} [kind] @param {number} [most] characters
+ */
+export function name(text, kind = "", most = SHOWN) {
+  const title = String(text).length > most ? plain(text, TITLE) : null;
+  return el("bdi", { class: kind || null, title, text: plain(text, most) });
 }
 
 /** A name in the typeface of code. @param {string} text */
@@ -99,12 +104,24 @@ export function choice(label, choices, chosen, change) {
   return el("div", { class: "choice", role: "group", "aria-label": label }, ...buttons);
 }
 
-/** What is long, behind a line that opens it; its content is made when it is opened first. */
+/**
+ * What is long, behind a line that opens it; its content is made when it is opened first.
+ * With `data-print` it is open on paper.
+ */
 export function unfold(summary, make, props = {}) {
   const box = el("details", { class: "unfold", ...props }, el("summary", { text: summary }));
   const open = () => {
     if (box.open && box.childElementCount === 1) box.append(make());
   };
   box.addEventListener("toggle", open);
+  if (props["data-print"]) {
+    let before = false;
+    addEventListener("beforeprint", () => {
+      before = box.open;
+      box.open = true;
+      open(); // the event of the opening would come after the printing
+    });
+    addEventListener("afterprint", () => (box.open = before));
+  }
   return box;
 }

@@ -1,8 +1,19 @@
 // Figures as text, in the form of `shardwise.cli.figures`.
 
+/**
+ * Digits after the point as Python writes them: a tie goes to the even digit, where `toFixed` goes up.
+ * Only sums of halves, quarters and so on can be ties.
+ * @param {number} value @param {number} digits
+ */
+function digitsOf(value, digits) {
+  const scaled = value * 10 ** digits;
+  const tie = Number.isInteger(value * 2 ** (digits + 1)) && Math.abs(scaled % 1) === 0.5;
+  return (tie ? (2 * Math.round(scaled / 2)) / 10 ** digits : value).toFixed(digits);
+}
+
 /** A number with thousands separated. @param {number} value @param {number} digits */
 function fixed(value, digits) {
-  const [whole, rest] = value.toFixed(digits).split(".");
+  const [whole, rest] = digitsOf(value, digits).split(".");
   const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ",");
   return rest ? `${grouped}.${rest}` : grouped;
 }
@@ -12,8 +23,8 @@ export function seconds(value) {
   if (!value) return "0";
   const size = Math.abs(value);
   if (size >= 100) return `${fixed(value, 1)} s`;
-  if (size >= 1) return `${value.toFixed(3)} s`;
-  return size >= 1e-3 ? `${(value * 1e3).toFixed(2)} ms` : `${(value * 1e6).toFixed(1)} us`;
+  if (size >= 1) return `${digitsOf(value, 3)} s`;
+  return size >= 1e-3 ? `${digitsOf(value * 1e3, 2)} ms` : `${digitsOf(value * 1e6, 1)} us`;
 }
 
 /** Bytes with their unit. @param {number} value */
@@ -22,14 +33,19 @@ export function size(value) {
   for (const [unit, each] of [["GiB", 2 ** 30], ["MiB", 2 ** 20]]) {
     if (Math.abs(value) >= each) return `${fixed(value / each, 1)} ${unit}`;
   }
-  return `${(value / 1024).toFixed(1)} KiB`;
+  return `${digitsOf(value / 1024, 1)} KiB`;
 }
 
 /** A count or rate with three digits that matter. @param {number} value */
 export function amount(value) {
-  if (Math.abs(value) >= 1e9) return `${(value / 1e9).toFixed(1)} G`;
-  if (Math.abs(value) >= 1e7) return `${(value / 1e6).toFixed(1)} M`;
+  if (Math.abs(value) >= 1e9) return `${digitsOf(value / 1e9, 1)} G`;
+  if (Math.abs(value) >= 1e7) return `${digitsOf(value / 1e6, 1)} M`;
   return Math.abs(value) >= 100 ? fixed(value, 0) : String(Number(value.toPrecision(3)));
+}
+
+/** A price. @param {number} value */
+export function money(value) {
+  return fixed(value, 2);
 }
 
 /** A share as a percentage; a small one keeps a digit. @param {number} share */

@@ -119,8 +119,9 @@ function drawLane(c, lane, view, { width, critical, ink, font }) {
   c.font = `${size}px ${font}`;
   c.textBaseline = "middle";
   lane.spans.visit(view, (x, w, i, fill, marked) => {
-    const left = Math.max(0, x);
-    const right = Math.min(width, x + w);
+    // Narrow spans sit on whole pixels: half of one and half of another would mix their colours.
+    const left = Math.max(0, w < 4 ? Math.round(x) : x);
+    const right = Math.min(width, w < 4 ? Math.max(left + 1, Math.round(x + w)) : x + w);
     const gap = w >= 4 ? 0.6 : 0; // a hair between neighbours
     const variable = lane.colour(i);
     c.fillStyle = resolved(variable);

@@ -63,7 +63,7 @@ function follow(e) {
   e.preventDefault();
   const target = document.getElementById(link.getAttribute("href").slice(1));
   target?.scrollIntoView({ block: "start" });
-  (target?.querySelector("h2") ?? target)?.focus({ preventScroll: true });
+  (target?.matches("section") ? target.querySelector("h2") : target)?.focus({ preventScroll: true });
 }
 
 function watchContents(links) {
@@ -73,19 +73,12 @@ function watchContents(links) {
   for (const id of links.keys()) seen.observe(document.getElementById(id));
 }
 
-/** Everything that a reader of the printed page cannot open. */
-function unfoldForPrint() {
-  for (const box of document.querySelectorAll("details[data-print]")) box.open = true;
-  for (const row of document.querySelectorAll("tr.detail")) row.hidden = false;
-}
-
 function main() {
   const report = JSON.parse(document.getElementById("report-data").textContent);
   document.getElementById("report-title").replaceChildren(name(report.title));
   setUpTheme(document.getElementById("theme"));
   document.getElementById("print").addEventListener("click", () => window.print());
   document.addEventListener("click", follow);
-  addEventListener("beforeprint", unfoldForPrint);
   const links = new Map(SECTIONS.map((s) => [s.id, el("a", { href: `#${s.id}`, text: s.title })]));
   document.querySelector("#contents ol").append(...[...links.values()].map((a) => el("li", {}, a)));
   const content = document.getElementById("content");

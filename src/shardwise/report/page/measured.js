@@ -11,16 +11,22 @@ import { kindsOf, keys, rowsOf } from "./timeline.js";
 export function drawMeasured(body, report) {
   const m = report.measured;
   body.append(summary(m), disagreements(m));
-  if (m.causes?.length) body.append(el("h3", { text: "By cause" }), causes(m));
+  if (m.causes?.length) body.append(el("h3", {}, "By cause", m.where ? el("span", { class: "soft" }, ", on ", name(m.where)) : null), causes(m));
   if (m.timeline?.rows?.length) body.append(el("h3", { text: "Predicted, and measured below it, on one scale" }), ...both(report));
+  if (m.notes?.length) body.append(el("ul", { class: "notes" }, ...m.notes.map((n) => el("li", {}, name(n)))));
 }
 
 function summary(m) {
   return el("p", { class: "facts" },
     "Measured ", el("b", { text: seconds(m.step_time_s) }), ", predicted ", el("b", { text: seconds(m.predicted_step_time_s) }),
     `: ${signed(m.ratio - 1, percent)} over ${plural(m.steps, "step")} of ${plural(m.ranks, "rank")} in `, name(m.file, "strong"), ".",
+    m.chosen ? el("span", { class: "soft" }, " ", name(capital(m.chosen)), ".") : null,
     m.slowest === null || m.slowest === undefined ? null : ` Slowest: rank ${m.slowest}.`,
     m.aggregated ? el("span", { class: "soft" }, " ", name(m.aggregated)) : null);
+}
+
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /** The largest disagreements first, each with a bar of its share. */
@@ -47,8 +53,8 @@ function causes(m) {
 
 function both(report) {
   const { timeline, measured } = report;
-  const predictedRows = rowsOf(timeline, { prefix: "predicted: " });
-  const measuredRows = rowsOf(measured.timeline, { prefix: "measured: ", tone: "measured" });
+  const predictedRows = rowsOf(timeline, { word: "predicted, " });
+  const measuredRows = rowsOf(measured.timeline, { word: "measured, ", tone: "measured" });
   const rows = [];
   const left = new Set(measuredRows);
   for (const row of predictedRows) {

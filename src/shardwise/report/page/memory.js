@@ -8,6 +8,7 @@ import { hide, show } from "./hint.js";
 
 const WIDTH = 400; // of a chart's own units
 const HEIGHT = 64;
+const FIRST = 8; // classes that are shown at first, the fullest
 const SMALL = 0.25; // of the limit: below, bars are better compared with each other
 
 /** @param {HTMLElement} body @param {any} report */
@@ -18,16 +19,27 @@ export function drawMemory(body, report) {
   const most = Math.max(...uses.map((u) => u.peak_bytes));
   const limit = Math.max(...uses.map((u) => u.limit_bytes));
   const list = el("div", { class: "memories" });
-  const draw = (scale) => {
+  let scale = most < SMALL * limit ? "largest" : "limit";
+  let many = uses.length > FIRST + 2 ? FIRST : uses.length;
+  const draw = () => {
     const whole = scale === "limit" ? Math.max(limit, most) : most * 1.05;
-    list.replaceChildren(...uses.map((u) => drawUse(u, whole, report)));
+    const shown = many < uses.length ? [...uses].sort((a, b) => b.peak_bytes / b.limit_bytes - a.peak_bytes / a.limit_bytes).slice(0, many) : uses;
+    list.replaceChildren(...shown.map((u) => drawUse(u, whole, report)));
   };
-  const first = most < SMALL * limit ? "largest" : "limit";
-  const tools = choice("Scale of memory", [{ value: "limit", text: "Against the limit" }, { value: "largest", text: "Against the largest peak" }], first, draw);
+  const all = many < uses.length && el("button", { type: "button", class: "more", text: `Show all ${uses.length} classes of ranks; these are the fullest`, on: { click: () => {
+    many = uses.length;
+    all.remove();
+    draw();
+  } } });
+  const tools = choice("Scale of memory", [{ value: "limit", text: "Against the limit" }, { value: "largest", text: "Against the largest peak" }], scale, (value) => {
+    scale = value;
+    draw();
+  });
   const key = names.map((n) => ({ label: n, value: 0, variable: partVariable(n), figure: "", pattern: others.has(n) ? "hatched" : "" }));
-  body.append(el("div", { class: "toolbar" }, legend(key), el("span", { class: "space" }), tools), list,
-    unfold("Memory as a table", () => asTable(uses, names, report), { class: "unfold", "data-print": "open" }));
-  draw(first);
+  body.append(el("div", { class: "toolbar" }, legend(key), el("span", { class: "space" }), tools), list);
+  if (all) body.append(all);
+  body.append(unfold("Memory as a table", () => asTable(uses, names, report), { class: "unfold", "data-print": "open" }));
+  draw();
 }
 
 function parts(use) {

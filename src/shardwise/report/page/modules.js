@@ -8,7 +8,8 @@ import { Tree } from "./tree.js";
 
 const CHUNK = 200; // operations that are shown at once
 const MOST_FOUND = 300; // rows that a search shows
-const OPEN_ROWS = 24; // that the tree opens with, about
+const CUT = 120; // characters of a name in a cell
+const OPEN_ROWS = 30; // that the tree opens with, about
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawModules(body, report) {
@@ -97,7 +98,7 @@ class Model {
       const next = [];
       for (const i of level) {
         const below = this.below.get(this.rows[i].id) ?? [];
-        if (!below.length || shown + below.length > OPEN_ROWS) continue;
+        if (!below.length || (shown > 1 && shown + below.length > OPEN_ROWS)) continue;
         shown += below.length;
         found.push(`m${this.rows[i].id}`);
         next.push(...below);
@@ -127,7 +128,7 @@ class Model {
   moduleCells(row) {
     const { most } = this;
     const copies = this.copies.get(row.id);
-    const title = el("th", { scope: "row" }, el("span", { class: "cell-name" }, name(row.name || "(model)", "strong"), name(row.kind, "soft"),
+    const title = el("th", { scope: "row" }, el("span", { class: "cell-name" }, name(row.name || "(model)", "strong", CUT), name(row.kind, "soft", CUT),
       row.count > 1 ? el("span", { class: "count", text: `×${row.count}`, title: "equal modules; the figures are those of one, the bars those of all" }) : null,
       row.stages?.length ? el("span", { class: "soft stage", text: stages(row.stages) }) : null));
     return [title, layout(row.layout),
@@ -142,7 +143,7 @@ class Model {
     const note = [`[${p.shape.join(", ")}]`, p.dtype, p.zero ? `zero ${p.zero}` : ""].filter(Boolean).join(" ");
     return { key: `p${j}`, level, label: `parameter ${p.name}`, parent: false, children: () => [], kind: "parameter",
       cells: () => [
-        el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "param" }), name(p.name), name(note, "soft"))),
+        el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "param" }), name(p.name, "", CUT), name(note, "soft", CUT))),
         layout(p.layout),
         el("td", { class: "figure" }, el("span", { text: size(p.local_bytes) }), p.local_bytes === p.bytes ? null : el("small", { class: "soft", text: ` of ${size(p.bytes)}` })),
         el("td"), el("td"), el("td")] };
@@ -172,8 +173,8 @@ class Model {
     const source = n.source?.[j] >= 0 ? this.sources[n.source[j]] : null;
     return { key: `n${j}`, level, label: `operation ${n.name[j]}, ${n.op[j]}`, parent: false, children: () => [], kind: "operation",
       cells: () => [
-        el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "op" }), name(n.name[j]), name(n.op[j], "soft"),
-          source ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`)) : null)),
+        el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "op" }), name(n.name[j], "", CUT), name(n.op[j], "soft", CUT),
+          source ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`, "", CUT)) : null)),
         layout(n.layout[j]), el("td"),
         el("td", { class: "figure", text: size(n.bytes[j]) }),
         el("td", { class: "figure", text: seconds(n.forward_s[j] + n.backward_s[j]) }),
@@ -204,7 +205,7 @@ class Model {
 }
 
 function layout(text) {
-  return el("td", { class: "layout" }, text ? name(text) : null);
+  return el("td", { class: "layout" }, text ? name(text, "", CUT) : null);
 }
 
 function stages(list) {

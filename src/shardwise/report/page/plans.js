@@ -14,7 +14,7 @@ export function drawPlans(body, report) {
   const rows = el("tbody");
   const draw = (form) => rows.replaceChildren(...plans.flatMap((p, i) => plan(p, i, { names, texts, longest, form, plans })));
   draw("whole");
-  const heads = [["Plan", ""], ["Step time", "figure"], ["Where the time goes", "wide"], ["Memory", "figure"], ["Why not", ""]];
+  const heads = [["Plan", ""], ["Step time", "figure"], ["Where the time goes", "wide"], ["Memory", "figure"], ["What is different", ""]];
   body.append(
     el("div", { class: "toolbar" }, legend(names.map((n) => ({ label: texts.get(n) ?? n, value: 0, figure: "", variable: variable(n) }))), el("span", { class: "space" }),
       choice("Bars of plans", [{ value: "whole", text: "Times" }, { value: "difference", text: "Differences" }], "whole", draw)),
@@ -38,7 +38,7 @@ function plan(p, i, context) {
     el("td", { class: "figure" }, el("b", { text: seconds(p.step_time_s) }), el("small", { class: "soft block", text: p.chosen ? "" : `×${p.ratio.toFixed(3)}` })),
     el("td", { class: "wide" }, bars),
     el("td", { class: "figure" }, el("span", { text: size(p.peak_bytes) }), el("small", { class: `block ${p.peak_bytes > p.limit_bytes ? "bad" : "soft"}`, text: `${percent(p.peak_bytes / p.limit_bytes)} of limit` })),
-    el("td", { class: "why" }, name(p.text ?? "")));
+    el("td", { class: "why" }, ...different(p)));
   return [row, detail];
 }
 
@@ -64,12 +64,19 @@ function place(share, colour) {
   return { left: `${share < 0 ? 50 - wide : 50}%`, width: `${wide}%`, "--colour": `var(${colour})` };
 }
 
+/** What the search changed, as pairs of before and after. */
+function different(p) {
+  if (p.chosen) return [];
+  const changed = Object.entries(p.changed ?? {});
+  if (!changed.length) return [el("span", { text: "only layouts" })];
+  return changed.map(([key, pair]) => el("span", { class: "change" }, name(key), " ", el("b", {}, ...(Array.isArray(pair) ? [name(word(pair[0])), " → ", name(word(pair[1]))] : [name(word(pair))]))));
+}
+
 function details(p, { names, texts }) {
-  const changed = Object.entries(p.changed ?? {}).map(([key, pair]) => el("li", {}, name(key, "strong"), ": ", ...(Array.isArray(pair) ? [name(word(pair[0])), " → ", name(word(pair[1]))] : [name(word(pair))])));
   const rows = names.map((n) => el("tr", {}, el("th", { scope: "row" }, name(texts.get(n) ?? n)), figure(seconds(p.causes?.[n] ?? 0)), figure(p.chosen ? "" : signed(p.differences_s?.[n] ?? 0, seconds))));
   return el("div", { class: "plan-detail" },
-    el("div", {}, el("h4", { text: p.chosen ? "The chosen plan" : "What is different" }),
-      changed.length ? el("ul", {}, ...changed) : el("p", { class: "soft", text: p.chosen ? "the others are compared with it" : "nothing but the layouts" }),
+    el("div", {}, el("h3", { text: p.chosen ? "The chosen plan" : "Why not this one" }),
+      el("p", { class: "soft" }, name(p.text || (p.chosen ? "the others are compared with it" : ""))),
       p.chosen ? null : el("p", { text: `memory ${signed(p.memory_difference_bytes ?? 0, size)} at the peak` })),
     el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Cause" }), el("th", { scope: "col", class: "figure", text: "Time" }), el("th", { scope: "col", class: "figure", text: p.chosen ? "" : "Difference" }))), el("tbody", {}, ...rows)));
 }

@@ -12,13 +12,13 @@ const MOST_LISTED = 500; // spans of a table
 
 /**
  * The rows of a timeline for a chart.
- * @param {any} timeline @param {{prefix?: string, tone?: string}} [options]
+ * @param {any} timeline @param {{word?: string, tone?: string}} [options]
  * @returns {import("./lanes.js").Row[]}
  */
-export function rowsOf(timeline, { prefix = "", tone = "" } = {}) {
+export function rowsOf(timeline, { word = "", tone = "" } = {}) {
   return timeline.rows.map((row) => ({
-    label: prefix + row.label, tone, data: row,
-    note: `${percent(row.busy_s / (timeline.step_time_s || 1))} computing`,
+    label: row.label, tone, data: row,
+    note: `${word}${percent(row.busy_s / (timeline.step_time_s || 1))} computing`,
     lanes: Object.entries(row.lanes).map(([lane, columns]) => laneOf(lane, columns, row, timeline)),
   }));
 }

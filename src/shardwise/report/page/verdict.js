@@ -3,7 +3,7 @@
 import { legend, stacked } from "./bars.js";
 import { variable } from "./colours.js";
 import { code, el, name } from "./dom.js";
-import { amount, percent, seconds, signed, size } from "./format.js";
+import { amount, money, percent, seconds, signed, size } from "./format.js";
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawVerdict(body, report) {
@@ -63,8 +63,8 @@ function limit(v) {
 
 function price(p) {
   if (!p) return null;
-  const each = p.per_million_rows === null || p.per_million_rows === undefined ? "" : `, ${amount(p.per_million_rows)} per million samples`;
-  return `price ${amount(p.per_hour)} per hour${each}`;
+  const each = p.per_million_rows === null || p.per_million_rows === undefined ? "" : `, ${money(p.per_million_rows)} per million samples`;
+  return `price ${money(p.per_hour)} per hour${each}`;
 }
 
 function causes(report) {

@@ -17,7 +17,7 @@ export function drawWhatIf(body, report) {
   draw("all");
   const shown = [{ value: "all", text: "All" }, ...kinds.map((k) => ({ value: k, text: WORDS[k] ?? k }))];
   body.append(
-    el("div", { class: "toolbar" }, el("p", { class: "soft" }, "Against ", el("b", { text: seconds(now) }), " as planned; each line is planned again for the change."), el("span", { class: "space" }),
+    el("div", { class: "toolbar" }, el("p", { class: "soft" }, "Against ", el("b", { text: seconds(now) }), " as planned."), el("span", { class: "space" }),
       kinds.length > 1 ? choice("Kind of change", shown, "all", draw) : null),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Changes and their effect" },
       el("table", { class: "what-if" }, el("caption", { class: "unseen", text: "Changes and their effect on the step" }),
@@ -34,7 +34,7 @@ function line(w, span, most) {
   const wide = Math.min(1, Math.abs(share)) * 50;
   const colour = share < 0 ? "--c-faster" : "--c-slower";
   const cells = [el("td", {}, name(w.change)),
-    known(w) ? figure(seconds(w.step_time_s)) : el("td", { class: "figure bad", text: "does not fit" }),
+    known(w) ? figure(seconds(w.step_time_s)) : el("td", { class: "figure bad", text: "not possible" }),
     el("td", { class: "diverging-cell" }, el("span", { class: "diverging-bar", "aria-hidden": "true" },
       el("i", { style: { left: `${share < 0 ? 50 - wide : 50}%`, width: `${wide}%`, "--colour": `var(${colour})` } }))),
     figure(known(w) ? effect(w.ratio) : "–", { class: w.feasible ? "" : "bad" }),
