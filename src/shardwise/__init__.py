@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from shardwise.planner.collectives import choose_collectives
     from shardwise.planner.search import plan
     from shardwise.plans import Plan, Precision, Stage
+    from shardwise.report.build import report
+    from shardwise.report.document import Report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
     from shardwise.simulation import Estimate, Timeline, simulate
@@ -53,6 +55,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Program",
+    "Report",
     "Stage",
     "Timeline",
     "Trainer",
@@ -72,6 +75,7 @@ __all__ = [
     "plan",
     "predict_memory",
     "register_rule",
+    "report",
     "save_checkpoint",
     "schedules",
     "simulate",
@@ -92,6 +96,7 @@ _HOME = {
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
     "Program": "shardwise.api",
+    "Report": "shardwise.report.document",
     "Stage": "shardwise.plans",
     "Timeline": "shardwise.simulation",
     "Trainer": "shardwise.training.trainer",
@@ -116,6 +121,7 @@ _HOME = {
 }
 _MODULES = {
     "errors": "shardwise.errors",
+    "report": "shardwise.report",  # a package that can be called
     "schedules": "shardwise.schedules",
     "strategies": "shardwise.planner.strategies",
 }

@@ -21,6 +21,7 @@ import typer
 from shardwise.cli.advise import advise
 from shardwise.cli.checkpoint import app as checkpoint_app
 from shardwise.cli.collective import app as collective_app
+from shardwise.cli.diff import diff
 from shardwise.cli.export import export
 from shardwise.cli.figures import NARROWEST, terminal_width
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
@@ -28,6 +29,7 @@ from shardwise.cli.launch import launch
 from shardwise.cli.options import Wanted, with_plan_options
 from shardwise.cli.predict import predict
 from shardwise.cli.profile import profile
+from shardwise.cli.report import report
 from shardwise.cli.simulate import simulate
 from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_target
 from shardwise.cli.train import train
@@ -78,6 +80,9 @@ def plan(
     _, graph = _capture(target, wanted)
     made = wanted.plan(graph) if measure is None else wanted.measured_plan(graph, measure)
     if out is not None:
+        from shardwise.report.code import with_code_if_quick
+
+        made = with_code_if_quick(made, graph, target)
         out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)
     if as_json or not wanted.automatic:
@@ -87,7 +92,8 @@ def plan(
 
     typer.echo(plan_text(made, terminal_width()))
     if out is not None:
-        typer.echo(fit(f"\n{out}: shardwise explain {out}, shardwise simulate {out}"))
+        verbs = ", ".join(f"shardwise {verb} {out}" for verb in ("explain", "simulate", "report"))
+        typer.echo(fit(f"\n{out}: {verbs}"))
 
 
 @app.command()
@@ -171,6 +177,8 @@ def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
 
 
 app.command()(simulate)
+app.command()(report)
+app.command()(diff)
 app.command()(advise)
 app.command()(profile)
 app.command()(predict)

@@ -291,6 +291,11 @@ class Plan:
 
         return format_plan(self)
 
+    def _repr_html_(self) -> str:
+        from shardwise.plans.notebook import plan_html
+
+        return plan_html(self)
+
 
 def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
     """The entry without cuts on mesh axes that a stage does not have."""

@@ -25,7 +25,7 @@ from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.play import play_forward
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import StageCost, UnitCost
-from shardwise.simulation.step import pairs, play_step
+from shardwise.simulation.step import Timeline, pairs, play_step
 from shardwise.simulation.times import Clock, Group
 
 TIMES = (
@@ -40,6 +40,7 @@ TIMES = (
 )
 SAME = 1e-10  # relative difference up to which two units are one
 DIGITS = 12
+PLAYED = 1e-6  # relative difference up to which a step that is played again is the same
 MOMENTS = 64  # of memory over time, at most
 WORDS_READ = 7 * 4.0  # bytes that `update_seconds` counts for each element
 
@@ -225,12 +226,19 @@ def _replay(plan: Plan, search: Mapping[str, Any]) -> Estimate:
         [_device(row["kind"], row["overlap_loss"]) for row in groups],
     )
     return Estimate(
-        timeline=timeline,
+        timeline=_as_found(timeline, search["best"]),
         memory=tuple(read_memory(row["memory"]) for row in groups),
         stages=tuple(stages),
         rows=search["best"]["rows"],
         num_ranks=plan.num_ranks,
     )
+
+
+def _as_found(timeline: Timeline, best: Mapping[str, Any]) -> Timeline:
+    """The timeline with the very figures of the search, of which the file's have fewer digits."""
+    found = {name: best[name] for name in ("step_time_s", "causes", "bubble_fraction")}
+    same = isclose(found["step_time_s"], timeline.step_time_s, rel_tol=PLAYED)
+    return replace(timeline, **found) if same else timeline
 
 
 def read_memory(data: Mapping[str, Any]) -> MemoryUse:
@@ -243,6 +251,8 @@ def read_memory(data: Mapping[str, Any]) -> MemoryUse:
         parts={name: float(size) for name, size in data["parts"].items()},
         when=data["when"],
         over_time=over_time,
+        others={name: float(size) for name, size in data.get("others", {}).items()},
+        host_bytes=float(data.get("host_bytes", 0.0)),
     )
 
 

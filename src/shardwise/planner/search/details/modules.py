@@ -173,7 +173,7 @@ class _Tree:
         times = self.subject.setting.microbatches
         sync, forward, backward = map(FIGURES.index, ("sync_s", "forward_s", "backward_s"))
         for stage in self.subject.estimate.stages:
-            self.root.own[sync] += stage.update_gather
+            self.root.own[sync] += stage.update_gather + stage.root_gather
             for unit in stage.units:
                 module = self.root.at(unit.name)
                 module.own[sync] += 2 * unit.gather * times + unit.reduce

@@ -39,7 +39,8 @@ def resized(cluster: Cluster, factor: Fraction) -> Cluster | None:
 
 def _renamed(cluster: Cluster, node: ClusterNode, name: str) -> Cluster | None:
     network, everywhere = cluster.network, (node.name,)
-    if any(part.nodes != everywhere for part in (*network.domains, *network.switches)):
+    named = [domain.nodes for domain in network.domains] + [s.nodes for s in network.switches]
+    if any(nodes != everywhere for nodes in named):
         return None
     return replace(
         cluster,

@@ -24,7 +24,12 @@ from shardwise.simulation.step import pairs
 from shardwise.simulation.times import Group
 from shardwise.simulation.work import FORWARD, Floats
 
-PURPOSES = {"gather": "parameters", "reduce": "gradients", "update": "new parameters"}
+PURPOSES = {
+    "gather": "parameters",
+    "root": "parameters",
+    "reduce": "gradients",
+    "update": "new parameters",
+}
 
 
 @dataclass(frozen=True, slots=True)

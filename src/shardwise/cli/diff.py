@@ -1,0 +1,131 @@
+"""`shardwise diff`: what changed between two plans and what it costs.
+
+Enters: two plans' files. Leaves: tables, or JSON; a trace of both timelines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.figures import Column, amount, seconds, size, table, terminal_width, wrapped
+from shardwise.cli.target import AsJson
+
+if TYPE_CHECKING:
+    from shardwise.plans import Plan
+    from shardwise.report.diff import Change, Cost, Difference
+
+MOST_CHANGES = 12  # of a kind
+WORTH = 1e-4  # of the step or the peak: smaller differences are not listed
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write both timelines for ui.perfetto.dev.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what changed between two plans, and what it costs."""
+    from shardwise.plans import Plan
+    from shardwise.report.diff import diff as compare
+
+    plans = [Plan.load(path) for path in (before, after)]
+    found = compare(*plans)
+    if trace is not None:
+        _write_trace(trace, [before, after], plans)
+    if as_json:
+        typer.echo(json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2))
+        return
+    typer.echo(difference_text(found, before.stem, after.stem, terminal_width()))
+    if trace is not None:
+        typer.echo(f"\n{trace}: open it at https://ui.perfetto.dev")
+
+
+def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
+    from shardwise.planner.search.replay import replay
+    from shardwise.report.files import write_whole
+    from shardwise.report.traces import side_by_side
+
+    named = [(f.stem, plan, replay(plan)) for f, plan in zip(files, plans, strict=True)]
+    write_whole(path, json.dumps(side_by_side(named)))
+
+
+def difference_text(found: Difference, before: str, after: str, width: int) -> str:
+    """Decisions, then costs, as tables of the terminal's width."""
+    parts = [
+        [line for note in found.notes for line in wrapped(f"note: {note}", width, "", "  ")],
+        _summary(found, before, after, width),
+        _decisions(found.changes, width),
+    ]
+    for kind, title, text in (
+        ("time", "time by cause, of the ranks that end last", seconds),
+        ("memory", "memory of the fullest rank", size),
+        ("traffic", "bytes over the busiest link of a kind, in a step", size),
+    ):
+        parts.append(_costs([c for c in found.costs if c.kind == kind], title, text, width))
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _summary(found: Difference, before: str, after: str, width: int) -> list[str]:
+    lines = wrapped(f"from {before} to {after}", width, "", "  ")
+    if found.step_time_s is None or found.samples_per_s is None or found.memory_bytes is None:
+        return lines
+    (a, b), (c, d), (e, f) = found.step_time_s, found.samples_per_s, found.memory_bytes
+    ratio = f" ({b / a - 1:+.2%})" if a else ""
+    for text in (
+        f"  step    {seconds(a)} to {seconds(b)}{ratio}",
+        f"  rate    {amount(c)} to {amount(d)} samples/s",
+        f"  memory  {size(e)} to {size(f)} per device",
+    ):
+        lines += wrapped(text, width, "", " " * 10)
+    return lines
+
+
+def _decisions(changes: tuple[Change, ...], width: int) -> list[str]:
+    if not changes:
+        return ["the plans decide the same"]
+    lines = ["what changed"]
+    shown: dict[str, int] = {}
+    for change in changes:
+        shown[change.kind] = shown.get(change.kind, 0) + 1
+        if shown[change.kind] > MOST_CHANGES:
+            continue
+        what = f"{change.kind} {_shortened(change.name)}".rstrip()
+        text = f"  {what}: {_shortened(change.before)} -> {_shortened(change.after)}"
+        lines += wrapped(text, width, "", "      ")
+    for kind, count in shown.items():
+        if count > MOST_CHANGES:
+            lines.append(f"  … {count - MOST_CHANGES} more {kind}; --json has all")
+    return lines
+
+
+def _shortened(text: str) -> str:
+    """A long name's beginning and end; control characters as text."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= 160 else f"{shown[:100]}…{shown[-40:]}"
+
+
+def _costs(costs: list[Cost], title: str, text: Callable[[float], str], width: int) -> list[str]:
+    largest = max((max(abs(c.before), abs(c.after)) for c in costs), default=0.0)
+    shown = [c for c in costs if max(abs(c.before), abs(c.after)) > WORTH * largest]
+    if not shown:
+        return []
+    columns = [Column("from", 1), Column("to", 2), Column("difference")]
+    return [*wrapped(title, width, "", "  "), *table(columns, "", list(_rows(shown, text)), width)]
+
+
+def _rows(costs: list[Cost], text: Callable[[float], str]) -> Iterator[tuple[str, ...]]:
+    for cost in sorted(costs, key=lambda c: -abs(c.difference)):
+        sign = "+" if cost.difference > 0 else "-" if cost.difference < 0 else ""
+        yield (
+            text(cost.before),
+            text(cost.after),
+            sign + text(abs(cost.difference)),
+            _shortened(cost.text),
+        )

@@ -1,0 +1,109 @@
+"""`shardwise report`: a plan as a page; from its file alone, or with the model.
+
+Enters: a plan's file, a recorded run, a model for what the file does not hold. Leaves: one HTML
+file, `--json` its data, `--perfetto` its timelines for https://ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.clusters import cluster_of
+from shardwise.cli.figures import size
+from shardwise.cli.target import AsJson, capture_target
+
+if TYPE_CHECKING:
+    from shardwise.plans import Plan
+
+
+def report(
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN.json", help="What `shardwise plan -o` wrote.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODULE.py:FUNCTION]",
+            help="The model, for the generated code and for plans without figures.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.")] = Path(
+        "report.html"
+    ),
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="A recorded run, laid over the prediction.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="Simulate on these machines: a file, or h100:8x8."),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option("--table", help="Measured times of operators.", exists=True, dir_okay=False),
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option("--perfetto", help="Write both timelines for ui.perfetto.dev.")
+    ] = None,
+    plan_out: Annotated[
+        Path | None, typer.Option("--plan-out", help="Write the plan with its figures here.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
+    from shardwise.plans import Plan
+
+    plan = Plan.load(plan_file)
+    plan = _filled(plan, target, cluster, table)
+    import shardwise
+    from shardwise.report.files import write_whole
+
+    made = shardwise.report(plan, trace=trace)
+    page = None if as_json and out == Path("report.html") else made.html
+    if perfetto is not None:
+        write_whole(perfetto, json.dumps(_timelines(plan, trace)))
+    if plan_out is not None:
+        plan.save(plan_out)
+    if page is not None:
+        write_whole(out, page)
+    if as_json:
+        typer.echo(json.dumps(made.to_json()))
+        return
+    typer.echo(f"{out}: {size(out.stat().st_size)}, open it in a browser")
+    for name, why in made.missing.items():
+        if name != "measured" or trace is not None:
+            typer.echo(f"  without {name}: {why}", err=True)
+    if perfetto is not None:
+        typer.echo(f"{perfetto}: open it at https://ui.perfetto.dev")
+
+
+def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Plan:
+    """The plan with figures of its own and its code, as far as a model was named."""
+    if target is None:
+        given = [n for n, v in (("--cluster", cluster), ("--table", table)) if v is not None]
+        if given:
+            raise typer.BadParameter(
+                f"{given[0]}: a new simulation needs the model, too: MODULE.py:FUNCTION"
+            )
+        return plan
+    from shardwise.cost import OpTable
+    from shardwise.report.build import with_figures
+    from shardwise.report.code import with_code
+
+    machines = None if cluster is None else cluster_of(cluster)
+    _, graph = capture_target(target, plan=plan)
+    plan.check(graph)
+    measured = None if table is None else OpTable.load(table)
+    return with_code(with_figures(plan, graph, machines, measured), graph)
+
+
+def _timelines(plan: Plan, trace: Path | None) -> object:
+    from shardwise.planner.search.replay import replay
+    from shardwise.report.measured import compare
+    from shardwise.report.overlay import both_traces
+
+    estimate = replay(plan)
+    return both_traces(plan, estimate, None if trace is None else compare(trace, plan, estimate))

@@ -1,0 +1,212 @@
+"""`report(plan)`: what a plan does, why, and whether reality followed it.
+
+Enters: a plan that carries its figures; a graph and a cluster for one that does not; a recorded
+run. Leaves: `Report`. Nothing of the user's code runs: figures are those of the plan's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.planner.search.replay import decisions, replay
+from shardwise.planner.search.report import CAUSES
+from shardwise.plans import Plan
+from shardwise.report.classes import classes_of, groups_of
+from shardwise.report.compared import plans_of
+from shardwise.report.document import Cause, Headroom, Report, Verdict
+from shardwise.report.sections import machines_of, memory_of, modules_of, what_if_of
+from shardwise.report.timeline import Step
+from shardwise.simulation import Estimate
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.cost import OpTable
+    from shardwise.ir import Graph
+    from shardwise.messages.choice import CollectiveChoice
+
+ANEW = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
+MISSING = {
+    "modules": f"The plan's file does not tell of its modules. {ANEW}",
+    "cluster": f"The plan's file does not tell of the machines. {ANEW}",
+    "what_if": f"Other machines were not simulated. {ANEW}",
+    "code": "The plan's file does not hold the generated code. "
+    "shardwise report plan.json MODULE.py:FUNCTION",
+    "plans": "The plan was not searched for, so it was compared with no others. "
+    "shardwise plan MODULE.py:FUNCTION --cluster c.yaml",
+    "measured": "No run was recorded. shardwise report plan.json --trace run.json",
+}
+
+
+def report(
+    plan: Plan,
+    graph: Graph | None = None,
+    cluster: Cluster | None = None,
+    trace: str | Path | None = None,
+    *,
+    table: OpTable | None = None,
+) -> Report:
+    """What a plan does and why, as a page: `report(plan).save("report.html")`.
+
+    A plan that `sw.plan` made has all figures; with a `graph` the generated code is shown, too. A
+    named or edited plan is simulated: it needs a `graph` and a `cluster`. `trace` is a recorded
+    run, laid over the prediction; `table` holds measured times of operators.
+    """
+    plan = with_figures(plan, graph, cluster, table)
+    if graph is not None:
+        from shardwise.report.code import with_code
+
+        plan = with_code(plan, graph)
+    with reading(plan):
+        estimate = replay(plan)
+        made = _build(plan, estimate)
+    if trace is not None:
+        made = _measured(made, trace, plan, estimate)
+    made.verify()
+    return made
+
+
+def with_figures(
+    plan: Plan, graph: Graph | None, cluster: Cluster | None, table: OpTable | None = None
+) -> Plan:
+    """The plan with figures that are its own."""
+    own = bool(plan.search) and plan.search.get("decisions", decisions(plan)) == decisions(plan)
+    if graph is None or (own and cluster is None and table is None):
+        if cluster is not None:
+            raise ShardwiseError(
+                "a new simulation needs the model, too", hint="sw.report(plan, graph, cluster)"
+            )
+        return plan  # without figures, `replay` says what to type
+    from shardwise.planner.search.details import figures
+
+    if cluster is None:
+        raise PlanError(
+            f"the plan {plan.name!r} {'was changed' if plan.search else 'has no figures'}: "
+            "its step has to be simulated",
+            hint=f"{ANEW}, or sw.report(plan, graph, cluster)",
+        )
+    plan.check(graph)
+    if own and plan.search["cluster"].get("fingerprint") == cluster.fingerprint and table is None:
+        return plan
+    return figures(graph, plan, cluster, table)
+
+
+@contextmanager
+def reading(plan: Plan) -> Iterator[None]:
+    """Figures that are not as `shardwise plan` writes them are an error that says so."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except (
+        KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError,
+    ) as error:  # fmt: skip
+        raise PlanError(
+            f"the figures of the plan {plan.name!r} are damaged: {type(error).__name__}: {error}",
+            where="search",
+            hint="shardwise plan makes them again",
+        ) from error
+
+
+def _build(plan: Plan, estimate: Estimate) -> Report:
+    search = plan.search
+    details: Mapping[str, Any] = search.get("details") or {}
+    classes = classes_of(plan, estimate)
+    sends = [row["send_s"] for row in search["stages"]]
+    step = Step(plan, estimate, classes, sends)
+    verdict = _verdict(plan, estimate)
+    sections: dict[str, Any] = {
+        "modules": modules_of(details),
+        "cluster": machines_of(details, plan, estimate),
+        "what_if": what_if_of(details),
+        "plans": plans_of(search),
+        "code": _code(details),
+    }
+    missing = {name: MISSING[name] for name, found in sections.items() if found is None}
+    if sections["code"] is None and details.get("code_missing"):
+        missing["code"] = str(details["code_missing"])
+    return Report(
+        title=f"{verdict.model} on {verdict.cluster}, {plan.num_ranks} ranks",
+        verdict=verdict,
+        missing={**missing, "measured": MISSING["measured"]},
+        causes=tuple(_causes(estimate)),
+        groups=groups_of(plan, classes),
+        classes=classes,
+        memory=memory_of(search["groups"], estimate, classes),
+        timeline=step.chart(),
+        schedule=step.grid(),
+        gap=search.get("gap"),
+        collectives=tuple(_collective(c) for c in plan.collectives) or None,
+        **sections,
+    )
+
+
+def _collective(choice: CollectiveChoice) -> dict[str, Any]:
+    """Which way a collective takes, without its trees."""
+    return {key: value for key, value in choice.to_json().items() if key != "forests"}
+
+
+def _code(details: Mapping[str, Any]) -> Any:
+    from shardwise.report.code import read_code
+
+    return read_code(details)
+
+
+def _causes(estimate: Estimate) -> Iterator[Cause]:
+    time = estimate.step_time_s
+    for name, seconds in estimate.timeline.causes.items():
+        share = seconds / time if time else 0.0
+        yield Cause(name=name, text=CAUSES.get(name, name), seconds=seconds, share=share)
+
+
+def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
+    search = plan.search
+    best, batch, cluster = search["best"], search["batch"], search["cluster"]
+    time, memory = estimate.step_time_s, best["memory"]
+    tokens = batch.get("tokens")
+    price = None
+    if cluster.get("price_per_hour"):
+        each = cluster["price_per_hour"] / 3600 * time / batch["rows"] * 1e6
+        price = {"per_hour": cluster["price_per_hour"], "per_million_rows": each}
+    return Verdict(
+        model=plan.model,
+        plan_name=plan.name,
+        plan=best["what"],
+        cluster=cluster["name"],
+        num_ranks=plan.num_ranks,
+        step_time_s=time,
+        rows_per_s=estimate.rows / time if time else 0.0,
+        tokens_per_s=tokens / time if tokens and time else None,
+        fits=all(
+            row["memory"]["peak_bytes"] <= row["memory"]["limit_bytes"] for row in search["groups"]
+        ),
+        memory=Headroom(
+            group=memory["group"],
+            peak_bytes=memory["peak_bytes"],
+            limit_bytes=memory["limit_bytes"],
+            free_bytes=memory["limit_bytes"] - memory["peak_bytes"],
+        ),
+        limit=dict(search["binding"]),
+        price=price,
+        notes=(*plan.notes, *estimate.notes),
+    )
+
+
+def _measured(made: Report, trace: str | Path, plan: Plan, estimate: Estimate) -> Report:
+    """The report with a recorded run laid over it."""
+    from shardwise.report.measured import compare
+
+    found = compare(trace, plan, estimate)
+    beyond = found.ratio - 1
+    text = f"a recorded run takes {abs(beyond):.1%} {'longer' if beyond >= 0 else 'less'}"
+    told = {"step_time_s": found.step_time_s, "difference": beyond, "text": text}
+    return replace(
+        made,
+        measured=found.to_json({group.id: group.class_ for group in made.groups}),
+        verdict=replace(made.verdict, measured=told),
+        missing={k: v for k, v in made.missing.items() if k != "measured"},
+    )

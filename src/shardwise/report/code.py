@@ -1,0 +1,126 @@
+"""The generated code next to the user's source lines.
+
+Enters: a graph and a plan, compiled; or what a plan's file holds of that. Leaves: `Code`. Generated
+files say in comments which line of the user's a group of statements came from; every line below
+such a comment is of that line, until the next comment or the end of the function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+from shardwise.plans.execution import format_ranks, parse_ranks
+from shardwise.report.document import Code, CodeFile
+from shardwise.report.sections import source_row
+
+QUICKLY = 3_000  # nodes up to which a plan's code is made in a few seconds
+MOST_CHARACTERS = 400_000  # of code in a plan's file
+COMMENT = re.compile(r"^\s*# .*\((?P<source>[^()]+:\d+)\)\s*$")
+DOCSTRING = re.compile(r'^\s*""".*\((?P<source>[^()]+:\d+)\)\."""\s*$')
+
+
+def with_code(plan: Plan, graph: Graph) -> Plan:
+    """The plan with its generated code among the details of its figures."""
+    search = dict(plan.search)
+    details = dict(search.pop("details", {}))
+    details.pop("code_missing", None)
+    details["code"] = code_json(graph, plan.with_(search={}))
+    return plan.with_(search={**search, "details": details})
+
+
+def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
+    """The same where it takes a few seconds and little room; else why not, and what to type."""
+    if not plan.search:
+        return plan
+    why = f"{len(graph.nodes):,} nodes take a while to compile"
+    if len(graph.nodes) <= QUICKLY:
+        made = with_code(plan, graph)
+        files = made.search["details"]["code"]["files"]
+        length = sum(len(file["text"]) for file in files)
+        if length <= MOST_CHARACTERS:
+            return made
+        why = f"{len(files)} generated files of {length:,} characters are left out"
+    search = dict(plan.search)
+    told = f"{why} here. shardwise report plan.json {target}"
+    details = {**search.pop("details", {}), "code_missing": told}
+    return plan.with_(search={**search, "details": details})
+
+
+def code_json(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """`code` of a plan's details: files, and the text of every line of the user's in them."""
+    from shardwise.api.compiled import PipelineProgram, compile
+
+    program = compile(graph, plan)
+    if isinstance(program, PipelineProgram):
+        files = [
+            {"name": name, "ranks": format_ranks(ranks), "text": text}
+            for name, ranks, text in _pipeline_files(program)
+        ]
+    else:
+        pairs = zip(program.sources, program.lowered.rank_programs, strict=True)
+        files = [
+            {"name": f"rank_{r.ranks[0]}.py", "ranks": format_ranks(r.ranks), "text": text}
+            for text, r in pairs
+        ]
+    used = {source for file in files for source in _sources(file["text"].splitlines()) if source}
+    texts = {node.source: node.source_text for node in graph.nodes if node.source in used}
+    return {"files": files, "texts": texts}
+
+
+def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
+    """The files with the ranks that run them; stages that are written alike are one file."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    everyone = tuple(range(program.plan.num_ranks))
+    for name, text in program.text.files().items():
+        ranks = everyone
+        if name.startswith("stage_"):
+            ranks = program.lowered.stages[int(name.removesuffix(".py").split("_")[1])].ranks
+        first, before = found.get(text, (name, ()))
+        found[text] = (first, tuple(sorted({*before, *ranks})))
+    return [(name, ranks, text) for text, (name, ranks) in found.items()]
+
+
+def read_code(details: Mapping[str, Any]) -> Code | None:
+    """The code that a plan's file holds, if any."""
+    found = details.get("code")
+    if not found:
+        return None
+    numbers: dict[str, int] = {}
+    files = []
+    for file in found["files"]:
+        parse_ranks(file["ranks"], "search.details.code")
+        lines = file["text"].splitlines()
+        sources = [
+            numbers.setdefault(source, len(numbers)) if source else -1 for source in _sources(lines)
+        ]
+        files.append(
+            CodeFile(
+                name=file["name"],
+                ranks=file["ranks"],
+                lines=tuple(lines),
+                sources=tuple(sources),
+            )
+        )
+    texts = found.get("texts", {})
+    return Code(
+        files=tuple(files),
+        sources=tuple(source_row(source, texts.get(source, "")) for source in numbers),
+    )
+
+
+def _sources(lines: Iterable[str]) -> list[str]:
+    """Of every line, the user's line that it came from, or ""."""
+    found, current, depth = [], "", 0
+    for line in lines:
+        told = COMMENT.match(line) or DOCSTRING.match(line)
+        indent = len(line) - len(line.lstrip())
+        if told is not None:
+            current, depth = told["source"], indent
+        elif line.strip() and (indent < depth or line.lstrip().startswith(("def ", "class ", "#"))):
+            current = ""
+        found.append(current)
+    return found

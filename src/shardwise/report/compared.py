@@ -1,0 +1,105 @@
+"""Why this plan and not the runners-up: what they do otherwise, and what that costs.
+
+Enters: `search` of a plan, or two simulated points of one. Leaves: `Compared` rows; differences as
+`shardwise explain` tells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.report.document import Compared
+from shardwise.report.words import seconds, size
+
+WORDS = {
+    "dp": "dp={}",
+    "tp": "tp={}",
+    "pp": "pp={}",
+    "virtual": "{} stages per group",
+    "schedule": "schedule {}",
+    "microbatches": "{} micro-batches",
+    "zero": "zero {}",
+    "outer": "zero {} outside of blocks",
+    "recompute": "recompute {}",
+    "offload": "offload {}",
+    "layout": "layouts {}",
+    "grouping": "device order {}",
+}
+LAYOUTS = ("the quickest", "the leanest", "mixed")
+
+
+def differences(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What another point does otherwise, and what that costs by cause."""
+    mine, its = best["point"], other["point"]
+    changed = {name: [mine[name], its[name]] for name in mine if mine[name] != its[name]}
+    causes = {
+        name: other["causes"][name] - value
+        for name, value in best["causes"].items()
+        if other["causes"][name] != value
+    }
+    return {
+        "changed": changed,
+        "step_time_s": other["step_time_s"] - best["step_time_s"],
+        "causes_s": causes,
+        "memory_bytes": other["memory"]["peak_bytes"] - best["memory"]["peak_bytes"],
+    }
+
+
+def plans_of(search: Mapping[str, Any]) -> tuple[Compared, ...] | None:
+    """The chosen plan first, then its runners-up; None for one that was not searched for."""
+    if not search.get("gap"):
+        return None
+    best = search["best"]
+    return (_row(best, best), *(_row(best, other) for other in search["runners_up"]))
+
+
+def _row(best: Mapping[str, Any], other: Mapping[str, Any]) -> Compared:
+    told, time = differences(best, other), best["step_time_s"]
+    return Compared(
+        what=other["what"],
+        chosen=other is best,
+        step_time_s=other["step_time_s"],
+        ratio=other["step_time_s"] / time if time else 1.0,
+        causes=dict(other["causes"]),
+        peak_bytes=other["memory"]["peak_bytes"],
+        limit_bytes=other["memory"]["limit_bytes"],
+        changed=told["changed"],
+        differences_s=told["causes_s"],
+        memory_difference_bytes=told["memory_bytes"],
+        text="the chosen plan" if other is best else why_not(best, other),
+    )
+
+
+def why_not(best: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Why another point was not chosen, in a sentence."""
+    told, time = differences(best, other), best["step_time_s"]
+    instead = "; ".join(
+        f"{worded(name, its)} instead of {worded(name, mine)}"
+        for name, (mine, its) in told["changed"].items()
+    )
+    more = told["memory_bytes"]
+    memory = f"{size(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"
+    return (
+        f"why not {other['what']}: {instead or 'the same in short'} takes "
+        f"{_longer(told['step_time_s'], time)}, and {memory} memory"
+    )
+
+
+def _longer(delta: float, time: float) -> str:
+    if delta < 1e-6 * time:
+        return "as long"
+    return f"{seconds(delta)} longer ({delta / time:+.2%})"
+
+
+def worded(name: str, value: Any) -> str:
+    """A decision in words.
+
+    >>> worded("microbatches", 8), worded("offload", [])
+    ('8 micro-batches', 'offload nothing')
+    """
+    if isinstance(value, list | tuple):
+        value = "+".join(value) or "nothing"
+    if name == "layout" and value in (0, 1, 2):
+        value = LAYOUTS[value]
+    return WORDS.get(name, name + " {}").format("none" if value in ("", None) else value)

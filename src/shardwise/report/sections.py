@@ -1,0 +1,198 @@
+"""Sections that a plan's details hold: modules, machines, links, what-if; and memory over time.
+
+Enters: `search` of a plan. Leaves: sections of a `Report`. Texts that a plan's file numbers are
+texts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.cluster.names import expand
+from shardwise.planner.search.details.modules import parameter_fields
+from shardwise.planner.search.replay import moments
+from shardwise.plans import Plan
+from shardwise.plans.execution import format_ranks
+from shardwise.report.document import Machines, MemoryBar, Modules, RankClass, WhatIf
+from shardwise.report.timeline import short
+from shardwise.simulation import Estimate, MemoryUse
+
+MOST_RANKS = 12  # of a device, listed one by one
+
+
+# ------------------------------------------------------------ modules
+
+
+def modules_of(details: Mapping[str, Any]) -> Modules | None:
+    """The module tree, if the plan's file has one."""
+    found = details.get("modules")
+    if not found:
+        return None
+    layouts, ops = found["layouts"], found["ops"]
+    rows = _rows(found["rows"])
+    for number, row in enumerate(rows):
+        row["id"] = number
+        row["parent"] = None if row["parent"] < 0 else row["parent"]
+        row["layout"] = layouts[row["layout"]] if row["layout"] >= 0 else ""
+    names = parameter_fields()
+    parameters = [dict(zip(names, values, strict=True)) for values in found["parameters"]]
+    for row in parameters:
+        row["layout"] = layouts[row["layout"]]
+        above = rows[row["module"]]["path"]
+        row["path"] = f"{above}.{row['name']}" if above else row["name"]
+    nodes = dict(found["nodes"])
+    nodes["op"] = [ops[at].removesuffix(".default") for at in nodes["op"]]
+    nodes["layout"] = [layouts[at] for at in nodes["layout"]]
+    nodes["bytes"] = nodes.pop("activation_bytes")
+    return Modules(
+        rows=tuple(rows),
+        parameters=tuple(parameters),
+        nodes=nodes,
+        sources=tuple(source_row(source, text) for source, text in found["sources"]),
+    )
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    names = list(columns)
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def source_row(source: str, text: str) -> dict[str, Any]:
+    """`model.py:41` and the line's text."""
+    file, _, line = source.rpartition(":")
+    known = bool(file) and line.isdigit()
+    return {"file": file if known else source, "line": int(line) if known else 0, "text": text}
+
+
+# ------------------------------------------------------------ machines
+
+
+def machines_of(details: Mapping[str, Any], plan: Plan, estimate: Estimate) -> Machines | None:
+    """The cluster with its ranks, if the plan's file has it."""
+    if not details.get("cluster"):
+        return None
+    import json
+
+    cluster = Cluster.from_yaml(json.dumps(details["cluster"]), "search.details.cluster")
+    home = {rank: number for number, ranks in enumerate(plan.groups) for rank in ranks}
+    return Machines(
+        name=cluster.name,
+        nodes=tuple(_nodes(cluster, home, estimate.memory)),
+        links=tuple(dict(row) for row in details.get("links", ())),
+    )
+
+
+def _nodes(
+    cluster: Cluster, home: Mapping[int, int], memory: Sequence[MemoryUse]
+) -> Iterator[dict[str, Any]]:
+    """An entry for machines that are alike; devices with the ranks of all copies."""
+    first = 0
+    for node in cluster.nodes:
+        machines = range(node.copies)
+        devices = []
+        for local, device in enumerate(node.devices):
+            ranks = [first + machine * node.count + local for machine in machines]
+            groups = sorted({home[rank] for rank in ranks if rank in home})
+            fullest = max(groups, key=lambda g: memory[g].peak_bytes, default=None)
+            devices.append(
+                {
+                    "name": device.name,
+                    "kind": device.kind,
+                    "memory_bytes": device.memory_bytes,
+                    "ranks": listed_ranks(ranks),
+                    "groups": groups,
+                    "group": groups[0] if groups else None,
+                    "peak_bytes": memory[fullest].peak_bytes if fullest is not None else 0.0,
+                }
+            )
+        names = expand(node.name)
+        yield {
+            "name": node.name,
+            "machines": [names[0], names[-1]] if node.copies > 1 else [names[0]],
+            "copies": node.copies,
+            "kind": node.device.name,
+            "first": first,
+            "devices": devices,
+            "groups": _groups_by_machine(node.copies, node.count, first, home),
+        }
+        first += node.copies * node.count
+
+
+def _groups_by_machine(
+    copies: int, count: int, first: int, home: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """Which machines hold which groups, machines with the same groups once."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for machine in range(copies):
+        begin = first + machine * count
+        ranks = range(begin, begin + count)
+        held = tuple(sorted({home[rank] for rank in ranks if rank in home}))
+        found.setdefault(held, []).append(machine)
+    return [
+        {"machines": format_ranks(tuple(machines)), "groups": list(groups)}
+        for groups, machines in found.items()
+    ]
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Ranks one by one, the first few of many.
+
+    >>> listed_ranks([0, 8]), listed_ranks(range(0, 160, 8))
+    ('0, 8', '0, 8, 16, … 152; 20 in all')
+    """
+    if len(ranks) <= MOST_RANKS:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:3]))}, … {ranks[-1]}; {len(ranks)} in all"
+
+
+# ------------------------------------------------------------ memory, what-if
+
+
+def memory_of(
+    rows: Sequence[Mapping[str, Any]], estimate: Estimate, classes: Sequence[RankClass]
+) -> tuple[MemoryBar, ...]:
+    """A bar for every class, with bytes at the moments of its step."""
+    timeline = estimate.timeline
+    sizes = [len(mine) for mine in timeline.schedule.actions]
+    found = []
+    for one in classes:
+        use, data = estimate.memory[one.shown], rows[one.shown]["memory"]
+        begin = sum(sizes[: one.shown])
+        starts = timeline.starts[begin : begin + sizes[one.shown]].tolist()
+        ends = timeline.ends[begin : begin + sizes[one.shown]].tolist()
+        over_time = [float(size) for size in moments(use)]
+        found.append(
+            MemoryBar(
+                class_=one.id,
+                group=one.shown,
+                ranks=one.label,
+                peak_bytes=data["peak_bytes"],
+                limit_bytes=data["limit_bytes"],
+                when=data["when"],
+                parts=dict(data["parts"]),
+                others=dict(data.get("others", {})),
+                host_bytes=data.get("host_bytes", 0.0),
+                over_time=tuple(over_time),
+                times=tuple(_times(starts, ends, len(over_time), use)),
+            )
+        )
+    return tuple(found)
+
+
+def _times(
+    starts: Sequence[float], ends: Sequence[float], count: int, use: MemoryUse
+) -> list[float]:
+    """When each moment begins: that of the first of the actions that it stands for."""
+    last = use.when == "optimizer"
+    moments = count - last
+    step = -(-len(starts) // moments) if moments > 0 else 1
+    found = [short(starts[min(at * step, len(starts) - 1)]) for at in range(moments)]
+    return [*found, short(max(ends, default=0.0))] if last else found
+
+
+def what_if_of(details: Mapping[str, Any]) -> tuple[WhatIf, ...] | None:
+    """What other machines would change, if the plan's file says it."""
+    rows = details.get("what_if")
+    return None if rows is None else tuple(WhatIf(**row) for row in rows)
