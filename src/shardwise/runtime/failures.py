@@ -39,7 +39,7 @@ from typing import Any
 import torch.distributed
 import torch.distributed as dist
 
-from shardwise.errors import RankError
+from shardwise.errors import LinkError, RankError
 
 __all__ = ["naming_failures", "show_life"]
 
@@ -213,7 +213,7 @@ def naming_failures(timeout: float) -> Iterator[None]:
 
 
 def _is_communication(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
+    if isinstance(error, (dist.DistError, LinkError)):
         return True
     return type(error) is RuntimeError and bool(_COMMUNICATION.search(str(error)))
 

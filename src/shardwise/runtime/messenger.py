@@ -1,297 +1,210 @@
 """Runs programs of messages on processes.
 
-Enters: a `MessageProgram`, the same on all ranks of a group, and this rank's data, flat. Leaves: a
-handle at once; when it is done, the data are the operation's result.
+Enters: a `MessageProgram`, the same on all ranks of a group, and this rank's data. Leaves: a handle
+at once; when it is done, the data are the operation's result.
 
-A thread works through this rank's list in order, one program after the other. Receives are posted
-up to a window ahead on every edge, so that a sender never waits for a rank that is busy adding;
-what is to be added arrives in scratch memory of that window. A wait that takes too long ends with
-an error that names its edge.
-
-What was posted ahead may arrive at any moment. So a chunk is received in its own place only when
-everything before it in the list that touches the chunk has been done; sends of it may still be
-under way if there was one, since a result that holds this rank's part cannot arrive before that
-part has left.
+A thread works through this rank's list, one program after the other: over gloo message by message
+(`message_script`, `message_run`), over NCCL in rounds (`message_rounds`). A wait that takes too
+long ends with an error that names the edge which is the cause, on every rank that waits.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
 from datetime import timedelta
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import ProgramError, RankError
-from shardwise.messages import Instruction, MessageProgram
+from shardwise.errors import LinkError, ProgramError, RankError
+from shardwise.messages import MessageProgram
+from shardwise.runtime.blame import Blame
+from shardwise.runtime.handles import CommunicationThread, Handle
+from shardwise.runtime.message_rounds import Rounds, batches, write_rounds
+from shardwise.runtime.message_run import EdgeLost, hang_up, run_script
+from shardwise.runtime.message_script import Script, write_script
+from shardwise.runtime.message_stream import run_on_stream
 
 __all__ = ["Handle", "Messenger"]
 
 TIMEOUT_S = 300.0
-TAG = 7_012  # apart from other point-to-point messages of the group
-
-
-class Handle:
-    """A program that runs."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._limit_s = limit_s
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until it has ended; raises what failed."""
-        limit = self._limit_s if timeout_s is None else timeout_s
-        if not self._over.wait(limit):
-            raise RankError(f"a collective is not over after {limit:g} s")
-        if self._error is not None:
-            raise self._error
-
-    def _finish(self, error: BaseException | None) -> None:
-        self._error = error
-        self._over.set()
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    program: MessageProgram
-    data: Tensor
-    out: Tensor
-    handle: Handle
+KEPT_SCRIPTS = 256
+BACKENDS = ("gloo", "nccl")
+_made: Counter[str] = Counter()  # messengers of each group, so that each has a name
 
 
 class Messenger:
-    """Runs programs on a gloo group; all ranks start the same ones in the same order."""
+    """Runs programs on the ranks of a group; all of them start the same ones in the same order.
+
+    Over gloo it has connections of its own, which are lost with the first error. All ranks of the
+    group make one at the same time.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self.group = group
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        self.backend = _backend(group)
         self.timeout_s = timeout_s
         self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="messenger", daemon=True)
-        self._thread.start()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.num_ranks = len(self.ranks)
+        self.group = _connections(self.ranks, timeout_s) if self.backend == "gloo" else group
+        _made[group.group_name] += 1
+        name = f"{group.group_name}/{_made[group.group_name]}"
+        self._blame = Blame(name, self.rank, self.num_ranks)
+        self._ready: dict[int, tuple[MessageProgram, Script | Rounds]] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._thread = CommunicationThread("messenger")
 
     def start(self, program: MessageProgram, data: Tensor, out: Tensor | None = None) -> Handle:
-        """Begin; `data` is this rank's, flat, and is changed in place.
+        """Begin; `data` is this rank's, in any shape, and is changed in place.
 
         Of an all-gather it is the whole result, with this rank's elements in their place; of an
-        all-to-all, `out` gets the result.
+        all-to-all, `out` gets the result. Both must be left alone until the handle is done.
         """
-        out = _checked(program, self.rank, self.num_ranks, data, out)
-        handle = Handle(self.timeout_s * (1 + len(program.instructions[self.rank])))
-        if self._failed is not None:
-            handle._finish(self._failed)  # connections are in an unknown state
-            return handle
-        self._jobs.put(_Job(program, data, out, handle))
-        return handle
+        self._check(program, data, out)
+        begun = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        limit = self.timeout_s * (3 + len(program.instructions[self.rank]))
+        return self._thread.start(lambda: self._do(program, data, out, begun), limit)
 
     def run(self, program: MessageProgram, data: Tensor, out: Tensor | None = None) -> None:
         """Start, and wait until it is done."""
         self.start(program, data, out).wait()
 
     def close(self) -> None:
-        """End the thread after what was started."""
-        self._jobs.put(None)
-        self._thread.join(self.timeout_s)
+        """End after what was started."""
+        self._thread.close(self.timeout_s)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            error: BaseException | None = self._failed
-            if error is None:
-                try:
-                    _Run(self, job).run()
-                except BaseException as problem:
-                    error = self._failed = problem
-            job.handle._finish(error)
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """One edge that leads here: its instructions, what is posted of them, and scratch."""
-
-    steps: list[int] = field(default_factory=list)
-    posted: deque[tuple[Any, Tensor]] = field(default_factory=deque)
-    next_step: int = 0
-    scratch: Tensor | None = None
-
-
-class _Run:
-    """This rank's list of one program."""
-
-    def __init__(self, messenger: Messenger, job: _Job) -> None:
-        self.messenger, self.program = messenger, job.program
-        self.data, self.out = job.data, job.out
-        self.steps = job.program.instructions[messenger.rank]
-        self.at = 0
-        self.passing: dict[int, Tensor] = {}
-        self.sending: dict[int, deque[tuple[Any, Instruction]]] = {}
-        self.incoming: dict[int, _Incoming] = {}
-        self.after, self.alone = _touched_before(self.steps)
-        for number, step in enumerate(self.steps):
-            if step.kind != "send":
-                self.incoming.setdefault(step.peer, _Incoming()).steps.append(number)
-
-    def run(self) -> None:
-        """All instructions, then the sends that are still under way."""
-        for number, step in enumerate(self.steps):
-            self.at = number
-            for peer in self.incoming:
-                self.post(peer)
-            if step.kind == "send":
-                self.send(step)
-            else:
-                self.take(step)
-        for peer, under_way in self.sending.items():
-            while under_way:
-                self.wait(under_way.popleft()[0], self.messenger.rank, peer)
-
-    # ------------------------------------------------------------ sends
-
-    def send(self, step: Instruction) -> None:
-        """Start to send; before, wait for the first of a full window."""
-        under_way = self.sending.setdefault(step.peer, deque())
-        if len(under_way) >= self.program.window:
-            self.wait(under_way.popleft()[0], self.messenger.rank, step.peer)
-        view = self.passing.pop(step.first, None)
-        if view is None:
-            view = self.place(step, self.data)
-        under_way.append((self.link(dist.isend, view, step.peer), step))
-
-    def settle(self, step: Instruction) -> None:
-        """Wait for sends of chunks that are about to change."""
-        for peer, under_way in self.sending.items():
-            last = 0
-            for index, (_, sent) in enumerate(under_way, start=1):
-                if sent.first < step.stop and step.first < sent.stop:
-                    last = index
-            for _ in range(last):
-                self.wait(under_way.popleft()[0], self.messenger.rank, peer)
-
-    # ------------------------------------------------------------ receives
-
-    def post(self, peer: int) -> None:
-        """Post receives from a rank, as far ahead as the window and earlier instructions allow."""
-        edge = self.incoming[peer]
-        while edge.next_step < len(edge.steps) and len(edge.posted) < self.program.window:
-            number = edge.steps[edge.next_step]
-            step = self.steps[number]
-            if step.kind == "receive":
-                if self.after[number] >= self.at or not (self.alone[number] or number == self.at):
-                    return
-                if not self.alone[number]:
-                    self.settle(step)
-                view = self.arriving(step)
-            else:
-                view = self.slot(edge, step)
-            edge.posted.append((self.link(dist.irecv, view, peer), view))
-            edge.next_step += 1
-
-    def take(self, step: Instruction) -> None:
-        """Wait for a message, and add it if it is to be added."""
-        edge = self.incoming[step.peer]
-        work, view = edge.posted.popleft()
-        self.wait(work, step.peer, self.messenger.rank)
-        if step.kind == "reduce":
-            self.settle(step)
-            self.place(step, self.data).add_(view)
-
-    def slot(self, edge: _Incoming, step: Instruction) -> Tensor:
-        """Scratch for a message that will be added."""
-        window = self.program.window
-        if edge.scratch is None:
-            largest = max(self.size(self.steps[number]) for number in edge.steps)
-            edge.scratch = self.data.new_empty(window * largest)
-        width = edge.scratch.numel() // window
-        first = edge.next_step % window * width
-        return edge.scratch[first : first + self.size(step)]
-
-    def arriving(self, step: Instruction) -> Tensor:
-        """Where a message's elements belong; memory of its own if they are only passed on."""
-        chunk = self.program.chunks[step.first]
-        if self.program.operation != "all_to_all":
-            return self.place(step, self.data)
-        if chunk.target == self.messenger.rank:
-            return self.out[chunk.place : chunk.place + chunk.size]
-        self.passing[step.first] = self.data.new_empty(chunk.size)
-        return self.passing[step.first]
-
-    # ------------------------------------------------------------ elements and edges
-
-    def place(self, step: Instruction, tensor: Tensor) -> Tensor:
-        """The elements of an instruction's chunks."""
-        chunks = self.program.chunks
-        return tensor[chunks[step.first].start : chunks[step.stop - 1].stop]
-
-    def size(self, step: Instruction) -> int:
-        chunks = self.program.chunks
-        return chunks[step.stop - 1].stop - chunks[step.first].start
-
-    def link(self, function: Any, view: Tensor, peer: int) -> Any:
-        group = self.messenger.group
-        there = peer if group is None else dist.get_global_rank(group, peer)
-        return function(view, there, group=group, tag=TAG)
-
-    def wait(self, work: Any, sender: int, receiver: int) -> None:
-        """Until a message has left or come; else the edge is named."""
-        limit = self.messenger.timeout_s
+    @torch.no_grad()
+    def _do(
+        self,
+        program: MessageProgram,
+        data: Tensor,
+        out: Tensor | None,
+        begun: torch.cuda.Event | None,
+    ) -> None:
+        if begun is not None:
+            begun.synchronize()
+        flat = data.detach().contiguous().view(-1)
+        result = flat if out is None else out.detach().view(-1)
+        if program.operation == "all_to_all":
+            _keep_own(program, self.rank, flat, result)
+        ready = self._made_ready(program)
+        scratch = self._some_scratch(flat, ready.scratch_numel)
+        memory = {"data": flat, "out": result, "scratch": scratch}
         try:
-            work.wait(timedelta(seconds=limit))
-        except (RuntimeError, ValueError) as error:
-            raise RankError(
-                f"{self.program.operation}: no message from rank {sender} to rank {receiver} "
-                f"within {limit:g} s, or their connection was lost",
-                where=f"edge {sender} -> {receiver}, instruction {self.at} of {len(self.steps)} of "
-                f"rank {self.messenger.rank}: {self.steps[self.at]}",
-                hint=f"whether ranks {sender} and {receiver} still run, and reach each other",
-            ) from error
+            if isinstance(ready, Script):
+                run_script(ready, memory, self.group, self.rank, self.timeout_s)
+            else:
+                run_on_stream(
+                    ready,
+                    memory,
+                    batches(self.group),
+                    rank=self.rank,
+                    timeout_s=self.timeout_s,
+                )
+        except EdgeLost as lost:
+            raise self._named(program, lost) from lost.__cause__
+        if flat.data_ptr() != data.data_ptr():
+            data.detach().copy_(flat.view(data.shape))
+            if data.is_cuda:
+                torch.cuda.current_stream(data.device).synchronize()
 
+    def _made_ready(self, program: MessageProgram) -> Script | Rounds:
+        found = self._ready.get(id(program))
+        if found is None:
+            while len(self._ready) >= KEPT_SCRIPTS:
+                del self._ready[next(iter(self._ready))]
+            write = write_script if self.backend == "gloo" else write_rounds
+            found = self._ready[id(program)] = program, write(program, self.rank)
+        return found[1]
 
-def _touched_before(steps: tuple[Instruction, ...]) -> tuple[list[int], list[bool]]:
-    """The last instruction before each that touches its chunks, or -1; whether those were sent
-    at most once before.
-    """
-    last: dict[int, int] = {}
-    sent: dict[int, int] = {}
-    after, alone = [], []
-    for number, step in enumerate(steps):
-        chunks = range(step.first, step.stop)
-        after.append(max(last.get(chunk, -1) for chunk in chunks))
-        alone.append(all(sent.get(chunk, 0) <= 1 for chunk in chunks))
-        for chunk in chunks:
-            last[chunk] = number
-            sent[chunk] = sent.get(chunk, 0) + (step.kind == "send")
-    return after, alone
+    def _some_scratch(self, like: Tensor, numel: int) -> Tensor:
+        key = like.dtype, like.device
+        held = self._scratch.get(key)
+        if held is None or held.numel() < numel:
+            held = self._scratch[key] = like.new_empty(numel)
+        return held
 
-
-def _checked(
-    program: MessageProgram, rank: int, num_ranks: int, data: Tensor, out: Tensor | None
-) -> Tensor:
-    """The tensor for the result, if everything has its size."""
-    if program.num_ranks != num_ranks:
-        raise ProgramError(f"a program of {program.num_ranks} ranks on a group of {num_ranks}")
-    if data.dim() != 1 or not data.is_contiguous() or data.numel() != program.numel:
-        raise ProgramError(
-            f"data of shape {tuple(data.shape)}, needs {program.numel} elements in a row",
-            hint="tensor.view(-1)",
+    def _named(self, program: MessageProgram, lost: EdgeLost) -> LinkError:
+        """The error for all ranks that wait, with the edge that they wait for in the end."""
+        edge = lost.sender, lost.receiver
+        cause = self._blame.find(edge, self._hang_up)
+        sender, receiver = (self.ranks[end] for end in cause)
+        steps = program.instructions[self.rank]
+        saw = f"edge {self.ranks[edge[0]]} -> {self.ranks[edge[1]]}, " if cause != edge else ""
+        return LinkError(
+            f"{program.operation}: no message from rank {sender} to rank {receiver} "
+            f"within {self.timeout_s:g} s, or their connection was lost",
+            edges=[(sender, receiver)],
+            where=f"rank {self.ranks[self.rank]} waited at {saw}instruction {lost.number} of "
+            f"{len(steps)}: {steps[lost.number]}",
+            hint=f"whether ranks {sender} and {receiver} still run, and reach each other",
         )
-    if program.operation != "all_to_all":
-        return data
-    needed = program.counts[rank] * num_ranks
-    if out is None or out.shape != (needed,) or out.dtype != data.dtype:
-        raise ProgramError(f"all_to_all needs `out` of {needed} elements of {data.dtype}")
+
+    def _hang_up(self) -> None:
+        if self.backend == "gloo":
+            hang_up(self.group)
+
+    def _check(self, program: MessageProgram, data: Tensor, out: Tensor | None) -> None:
+        """Whether everything has its size and place."""
+        if program.num_ranks != self.num_ranks:
+            raise ProgramError(
+                f"a program of {program.num_ranks} ranks on a group of {self.num_ranks}"
+            )
+        if data.numel() != program.numel:
+            raise ProgramError(
+                f"data of shape {tuple(data.shape)}, needs {program.numel} elements"
+            )
+        kind = "cuda" if self.backend == "nccl" else "cpu"
+        if data.device.type != kind:
+            raise ProgramError(
+                f"data on {data.device} over {self.backend}", hint=f"tensor.to({kind!r})"
+            )
+        sums = program.operation in ("all_reduce", "reduce_scatter", "reduce")
+        if sums and data.dtype.is_floating_point and data.dtype.itemsize < 2:
+            raise ProgramError(f"no sums of {data.dtype}", hint="tensor.to(torch.float32)")
+        if program.operation == "all_to_all":
+            needed = program.counts[self.rank] * self.num_ranks
+            if out is None or out.numel() != needed or out.dtype != data.dtype:
+                raise ProgramError(f"all_to_all needs `out` of {needed} elements of {data.dtype}")
+            if not out.is_contiguous():
+                raise ProgramError("`out` is not contiguous", hint="torch.empty(numel)")
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    found = str(dist.get_backend(group))
+    if found not in BACKENDS:
+        raise RankError(
+            f"messages over {found!r} are not known",
+            hint=f"a group of {' or '.join(BACKENDS)}: dist.new_group(backend='gloo')",
+        )
+    return found
+
+
+def _connections(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of these ranks that nobody else uses."""
+    try:
+        made = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    except RuntimeError as error:
+        raise RankError(
+            f"ranks {ranks} did not connect within {timeout_s:g} s: {str(error).splitlines()[0]}",
+            hint="all ranks of the group make their messenger at the same time",
+        ) from error
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _keep_own(program: MessageProgram, rank: int, data: Tensor, out: Tensor) -> None:
+    """What stays with its rank in an all-to-all."""
     for chunk in program.chunks:
         if chunk.source == chunk.target == rank:
             out[chunk.place : chunk.place + chunk.size] = data[chunk.start : chunk.stop]
-    return out

@@ -1,0 +1,83 @@
+"""Runs a rank's script over gloo, message by message.
+
+Enters: a `Script` and this rank's memory. Leaves: the operation's result in it, or `EdgeLost` with
+the edge that was waited for. Only this rank's own waits are known here; whose fault it is, `blame`
+finds with the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.runtime.message_script import Act, Script
+
+__all__ = ["EdgeLost", "hang_up", "run_script"]
+
+TAG = 7_012
+_HANG_UP_TAG = 7_013  # of a message that nobody sends
+
+
+class EdgeLost(Exception):
+    """A message from `sender` to `receiver`, for an instruction, neither left nor came."""
+
+    def __init__(self, sender: int, receiver: int, number: int) -> None:
+        super().__init__(f"edge {sender} -> {receiver}, instruction {number}")
+        self.sender, self.receiver, self.number = sender, receiver, number
+
+
+def run_script(
+    script: Script,
+    memory: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    rank: int,
+    timeout_s: float,
+) -> None:
+    """All acts, then wait for the sends that are still under way."""
+    posted: dict[int, deque[Any]] = {peer: deque() for peer in script.peers}
+    sends: list[tuple[Any, Act] | None] = []
+    limit = timedelta(seconds=timeout_s)
+    act: Act | None = None
+    try:
+        for act in script.acts:
+            kind, _, peer, (where, start, stop), place, order = act
+            if kind == "take":
+                posted[peer].popleft().wait(limit)
+                if place is not None:
+                    mine = memory[place.memory][place.start : place.stop]
+                    mine.add_(memory[where][start:stop])
+            elif kind == "post":
+                posted[peer].append(group.recv([memory[where][start:stop]], peer, TAG))
+            elif kind == "send":
+                sends.append((group.send([memory[where][start:stop]], peer, TAG), act))
+            elif (found := sends[order]) is not None:
+                found[0].wait(limit)
+                sends[order] = None
+        for found in sends:
+            if found is not None:
+                work, act = found
+                work.wait(limit)
+    except (RuntimeError, ValueError) as error:
+        assert act is not None
+        outwards = act.kind in ("send", "settle")
+        ends = (rank, act.peer) if outwards else (act.peer, rank)
+        raise EdgeLost(*ends, act.number) from error
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections, so that nobody waits for it any longer.
+
+    gloo has no call for that, but closes all of a group's connections when one wait is too long.
+    """
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    try:
+        work = group.recv([torch.empty(1)], (rank + 1) % count, _HANG_UP_TAG)
+        work.wait(timedelta(milliseconds=1))
+    except (RuntimeError, ValueError):
+        return

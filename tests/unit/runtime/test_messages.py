@@ -1,0 +1,215 @@
+"""Lists of messages as scripts and as rounds, run by threads that hand tensors to each other."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.collectives import Network, solve
+from shardwise.errors import ProgramError
+from shardwise.messages import Chunk, Instruction, MessageProgram, interpret
+from shardwise.runtime.blame import follow
+from shardwise.runtime.message_rounds import message_rounds, run_rounds, write_rounds
+from shardwise.runtime.message_run import run_script
+from shardwise.runtime.message_script import write_script
+
+LIMIT_S = 20.0
+
+
+class Link:
+    """Messages of one edge: the n-th send goes into the n-th receive, when both are there."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.sent: list[Tensor] = []
+        self.posted: list[Tensor] = []
+        self.done = 0
+
+    def add(self, to: list[Tensor], view: Tensor, lazy: bool) -> Work:
+        with self.lock:
+            to.append(view)
+            number = len(to)
+            if not lazy:
+                self.move(number)
+            self.lock.notify_all()
+        return Work(self, number)
+
+    def move(self, upto: int) -> None:
+        while self.done < min(upto, len(self.sent), len(self.posted)):
+            self.posted[self.done].copy_(self.sent[self.done])
+            self.done += 1
+        self.lock.notify_all()
+
+
+class Work:
+    """Moves the data when somebody waits for it, at the latest."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.link, self.number = link, number
+
+    def wait(self, _: Any = None) -> None:
+        link = self.link
+        with link.lock:
+            there = link.lock.wait_for(
+                lambda: min(len(link.sent), len(link.posted)) >= self.number, LIMIT_S
+            )
+            if not there:
+                raise RuntimeError("time-out")
+            link.move(self.number)
+
+
+class FakeGroup:
+    """One rank's end of the links; data move at once or as late as they may, by chance."""
+
+    def __init__(self, rank: int, links: dict[tuple[int, int], Link], seed: int) -> None:
+        self.rank, self.links, self.chance = rank, links, random.Random(seed)
+
+    def send(self, views: list[Tensor], peer: int, tag: int) -> Work:
+        link = self.links[self.rank, peer]
+        return link.add(link.sent, views[0], self.chance.random() < 0.5)
+
+    def recv(self, views: list[Tensor], peer: int, tag: int) -> Work:
+        link = self.links[peer, self.rank]
+        return link.add(link.posted, views[0], self.chance.random() < 0.5)
+
+    def exchange(self, messages: Sequence[tuple[str, Tensor, int]]) -> None:
+        """As NCCL does it: all of a batch, or nothing goes on."""
+        calls = {"send": self.send, "take": self.recv}
+        for work in [calls[kind]([view], peer, 0) for kind, view, peer in messages]:
+            work.wait()
+
+
+def memory_of(program: MessageProgram, rank: int, scratch_numel: int) -> dict[str, Tensor]:
+    data = (torch.arange(program.numel) % 97 + 1000 * rank).to(torch.float64)
+    out = data
+    if program.operation == "all_to_all":
+        out = torch.full((program.counts[rank] * program.num_ranks,), -1.0, dtype=torch.float64)
+        for chunk in program.chunks:
+            if chunk.source == chunk.target == rank:
+                out[chunk.place : chunk.place + chunk.size] = data[chunk.start : chunk.stop]
+    return {"data": data, "out": out, "scratch": torch.full((scratch_numel,), -7.0).double()}
+
+
+def by_script(program: MessageProgram, rank: int, group: Any) -> dict[str, Tensor]:
+    script = write_script(program, rank)
+    memory = memory_of(program, rank, script.scratch_numel)
+    run_script(script, memory, group, rank, LIMIT_S)
+    return memory
+
+
+def by_rounds(program: MessageProgram, rank: int, group: FakeGroup) -> dict[str, Tensor]:
+    rounds = write_rounds(program, rank)
+    memory = memory_of(program, rank, rounds.scratch_numel)
+    run_rounds(rounds, memory, group.exchange)
+    return memory
+
+
+def check(program: MessageProgram, how: Callable[..., dict[str, Tensor]], seed: int) -> None:
+    count = program.num_ranks
+    links = {(a, b): Link() for a in range(count) for b in range(count)}
+    inputs = [memory_of(program, rank, 0)["data"].numpy() for rank in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        ran = [
+            threads.submit(how, program, rank, FakeGroup(rank, links, seed + rank))
+            for rank in range(count)
+        ]
+        memories = [each.result(timeout=60) for each in ran]
+    for rank, expected in enumerate(interpret(program, inputs)):
+        found = memories[rank]["out"].numpy()
+        if program.operation == "reduce_scatter":
+            first = program.offsets[rank]
+            found = found[first : first + program.counts[rank]]
+        if program.operation != "reduce" or rank == program.root:
+            np.testing.assert_array_equal(found, expected)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> MessageProgram:
+    count = draw(st.integers(2, 5))
+    cards = [draw(st.sampled_from([1e8, 3e8, 8e8])) for _ in range(count)]
+    operation = draw(
+        st.sampled_from(
+            ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all"]
+        )
+    )
+    root = {"root": draw(st.integers(0, count - 1))} if operation in ("broadcast", "reduce") else {}
+    numel = draw(st.sampled_from([0, 1, 7, 1000, 100_003]))
+    if draw(st.booleans()):
+        network = Network.of_cards(cards, latency_s=1e-5, message_s=5e-6)
+    else:
+        speeds = {
+            (a, b): draw(st.sampled_from([1e7, 1e8, 1e9]))
+            for a in range(count)
+            for b in range(count)
+            if a != b
+        }
+        network = Network.of_links(speeds)
+    return solve(network, operation, numel, **root).program
+
+
+@given(programs(), st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_scripts_and_rounds_give_the_interpreters_result(program, seed):
+    check(program, by_script, seed)
+    check(program, by_rounds, seed)
+
+
+@given(programs())
+@settings(max_examples=15, deadline=None)
+def test_both_ends_of_a_message_are_in_one_round(program):
+    rounds = message_rounds(program)
+    edges: dict[tuple[int, int, int], list[int]] = {}
+    for rank, steps in enumerate(program.instructions):
+        for number, step in enumerate(steps):
+            ends = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
+            edges.setdefault((*ends, rank), []).append(rounds[rank, number])
+    for (sender, receiver, rank), mine in edges.items():
+        assert mine == edges[sender, receiver, receiver if rank == sender else sender]
+        assert mine == sorted(mine)
+        assert max(mine.count(number) for number in set(mine)) <= program.window
+
+
+def swap(kind: str) -> MessageProgram:
+    """Two ranks that send to each other first, and then take."""
+    lists = [(Instruction("send", 1 - r, 0, 1), Instruction(kind, 1 - r, 0, 1)) for r in (0, 1)]
+    return MessageProgram(
+        operation="all_reduce",
+        num_ranks=2,
+        numel=4,
+        chunks=(Chunk(0, 4),),
+        instructions=tuple(lists),
+    )
+
+
+def test_ranks_that_exchange_and_add_need_one_round():
+    assert set(message_rounds(swap("reduce")).values()) == {0}
+    check(swap("reduce"), by_rounds, 0)
+    check(swap("reduce"), by_script, 0)
+
+
+def test_messages_that_can_never_go_are_refused():
+    with pytest.raises(ProgramError, match="wait for each other"):
+        message_rounds(swap("receive"))
+
+
+@pytest.mark.parametrize(
+    ("waits", "cause"),
+    [
+        ({0: (1, 0)}, (1, 0)),
+        ({0: (1, 0), 1: (3, 1)}, (3, 1)),
+        ({0: (0, 1), 1: (1, 3), 2: (0, 2)}, (1, 3)),
+        ({0: (2, 0), 1: (1, 2), 2: (1, 2)}, (1, 2)),  # a link, both of whose ends are alive
+    ],
+)
+def test_blame_goes_from_rank_to_rank(waits, cause):
+    assert follow(waits, 0) == cause
