@@ -33,6 +33,7 @@ from shardwise.cli.report import report
 from shardwise.cli.simulate import simulate
 from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_target
 from shardwise.cli.train import train
+from shardwise.cli.watch import watch
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ app.command()(advise)
 app.command()(profile)
 app.command()(predict)
 app.command()(train)
+app.command()(watch)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(collective_app, name="collective")
 app.command()(export)

@@ -1,0 +1,194 @@
+"""A run as a local page: a small server of three files and one address of data.
+
+Enters: a `Run`. Leaves: a server on one address, loopback unless another is named. It answers GET
+alone, for names that it knows; nothing of a request becomes a path. The Host header has to be this
+server's, so that no page of another site can read it by a name that leads here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import platform
+import socket
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from urllib.parse import parse_qs, urlsplit
+
+from shardwise.errors import WatchError
+from shardwise.watch.run import Run
+
+__all__ = ["WatchServer", "is_loopback"]
+
+PAGES = {
+    "/": ("watch.html", "text/html"),
+    "/watch.css": ("watch.css", "text/css"),
+    "/watch.js": ("watch.js", "text/javascript"),
+    "/chart.js": ("chart.js", "text/javascript"),
+    "/format.js": ("format.js", "text/javascript"),
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+FRESH_S = 0.5  # a run's files are read at most so often
+TIMEOUT_S = 10.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class WatchServer:
+    """Serves one run until it is closed."""
+
+    def __init__(self, run: Run, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.run, self.host = run, host
+        self._lock, self._read_at = threading.Lock(), 0.0
+        self._pages = {
+            path: (files("shardwise.watch").joinpath("page", name).read_bytes(), kind)
+            for path, (name, kind) in PAGES.items()
+        }
+        self._server = _listen(self, host, port)
+        self.port = int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        named = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{named}:{self.port}/"
+
+    def serve(self) -> None:
+        """Answer until `close`."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        """Stop, from another thread or after `serve`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def knows(self, host: str) -> bool:
+        """Whether a Host header means this server, and no name that only leads here."""
+        name, port = _split_host(host)
+        if name is None or port not in (self.port, None if self.port == 80 else self.port):
+            return False
+        if name in ("localhost", self.host.lower()) or is_loopback(name):
+            return True
+        if is_loopback(self.host):
+            return False
+        try:  # an address is no name that another could point here
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name == platform.node().lower()
+        return True
+
+    def page(self, path: str) -> tuple[bytes, str] | None:
+        """A file of the page by its address."""
+        return self._pages.get(path)
+
+    def data(self, query: str) -> bytes:
+        """What is new since the state that a query names."""
+        asked = parse_qs(query, max_num_fields=8)
+        generation, width, first = (
+            _whole(asked.get(name, [""])[0]) for name in ("generation", "width", "from")
+        )
+        with self._lock:
+            if time.monotonic() - self._read_at >= FRESH_S:
+                self.run.poll()
+                self._read_at = time.monotonic()
+            found = self.run.to_json(generation, width, first)
+        return json.dumps(found, allow_nan=False).encode()
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
+
+
+def _split_host(host: str) -> tuple[str | None, int | None]:
+    """Name and port of a Host header."""
+    try:
+        parts = urlsplit(f"//{host}")
+        return (parts.hostname if parts.netloc == host else None), parts.port
+    except ValueError:
+        return None, None
+
+
+def _listen(owner: WatchServer, host: str, port: int) -> ThreadingHTTPServer:
+    class Handler(_Handler):
+        watch = owner
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    try:
+        return Server((host, port), Handler)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WatchError(
+            f"cannot serve at {host} port {port}: {reason}", hint="--port 0 takes a free one"
+        ) from None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    watch: WatchServer
+    timeout = TIMEOUT_S
+    server_version, sys_version = "shardwise", ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if not self.watch.knows(self.headers.get("Host", "")):
+            self._answer(HTTPStatus.FORBIDDEN, b"this server goes by another name\n", "text/plain")
+            return
+        address = urlsplit(self.path)
+        if address.path == "/data":
+            try:
+                self._answer(HTTPStatus.OK, self.watch.data(address.query), "application/json")
+            except WatchError as error:
+                text = json.dumps({"error": str(error)}).encode()
+                self._answer(HTTPStatus.OK, text, "application/json")
+            except ValueError:
+                self._answer(HTTPStatus.BAD_REQUEST, b"no such question\n", "text/plain")
+            return
+        page = self.watch.page(address.path)
+        if page is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"nothing here\n", "text/plain")
+        else:
+            self._answer(HTTPStatus.OK, *page)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """A request that is none, or of another method."""
+        self.close_connection = True
+        other = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if other else HTTPStatus(code)
+        self._answer(status, b"GET alone\n" if other else b"no such request\n", "text/plain")
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Cache-Control", "no-store")
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not told."""

@@ -1,0 +1,197 @@
+"""A run on a terminal: a panel that is drawn anew, or lines where the output is no terminal.
+
+Enters: a `Run`. Leaves: what rich shows, or text. All names are text: nothing in them is markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.watch.run import Run
+
+__all__ = ["line", "panel", "sparkline", "summary"]
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+LABEL = 14  # columns
+SLOWEST = 3
+GIB = 2**30
+
+
+def panel(run: Run, width: int) -> RenderableType:
+    """The run in a box of the terminal's width."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    inside = max(10, width - LABEL - 6)
+    for label, text in _rows(run, inside):
+        table.add_row(label, Text(text))
+    parts: list[RenderableType] = [_progress(run, inside), table]
+    style = "red" if run.state in ("failed", "gone") else "green" if run.ended else "cyan"
+    return Panel(
+        Group(*parts),
+        title=Text(_cut(run.title, width - 6)),
+        title_align="left",
+        border_style=style,
+    )
+
+
+def _progress(run: Run, width: int) -> RenderableType:
+    text = Text(progress_text(run))
+    if run.total is None:
+        return text
+    bar = ProgressBar(total=run.total, completed=run.step, width=min(width, 60))
+    return Group(text, bar)
+
+
+def progress_text(run: Run) -> str:
+    """How far it is, how long it takes, and its state."""
+    of = f" of {run.total:,} ({run.step / run.total:.0%})" if run.total else ""
+    left = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
+    return f"step {run.step:,}{of}{left}, {run.status}"
+
+
+def _rows(run: Run, width: int) -> list[tuple[str, str]]:
+    """What is known, by name."""
+    now = run.latest
+    found: list[tuple[str, str | None]] = [
+        ("loss", _loss(run, width)),
+        ("evaluation", _figure(now.get("evaluation_loss"), "{:.4f}")),
+        ("throughput", _throughput(run, width)),
+        ("step time", _step_time(run)),
+        ("memory", _memory(run)),
+        ("learning rate", _figure(now.get("learning_rate"), "{:.3g}")),
+        ("gradient norm", _figure(now.get("gradient_norm"), "{:.4g}")),
+        ("ranks", _ranks(run)),
+        ("skipped", f"{run.skipped:,} steps without a finite loss" if run.skipped else None),
+    ]
+    return [(name, text) for name, text in found if text]
+
+
+def _figure(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)
+
+
+def _loss(run: Run, width: int) -> str | None:
+    if "loss" not in run.latest:
+        return None
+    value = run.latest["loss"]
+    text = "not a number" if value is None else f"{value:.4f}"
+    line = sparkline(run.history.means("loss"), max(0, min(60, width - len(text) - 2)))
+    return f"{text}  {line}".rstrip()
+
+
+def _throughput(run: Run, width: int) -> str | None:
+    for name, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
+        value = run.latest.get(name)
+        if value is not None:
+            text = f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+            mfu = run.latest.get("mfu")
+            text += "" if mfu is None else f", MFU {mfu:.1%}"
+            line = sparkline(run.history.means(name), max(0, min(60, width - len(text) - 2)))
+            return f"{text}  {line}".rstrip()
+    return None
+
+
+def _step_time(run: Run) -> str | None:
+    if run.step_s is None:
+        return None
+    text = seconds(run.step_s)
+    predicted = run.predicted_step_s
+    if predicted:
+        guess = ", a guess for unknown machines" if run.about.get("known_machines") is False else ""
+        text += f", {run.step_s / predicted:.2f} times the predicted {seconds(predicted)}{guess}"
+    return text
+
+
+def _memory(run: Run) -> str | None:
+    if run.ranks is not None and run.ranks["ranks"] > 1:
+        found = run.ranks["memory_bytes"]
+        return f"{found['min'] / GIB:.2f} to {found['max'] / GIB:.2f} GiB on a rank"
+    value = run.latest.get("memory_bytes")
+    return None if value is None else f"{value / GIB:.2f} GiB"
+
+
+def _ranks(run: Run) -> str | None:
+    if run.ranks is None or run.ranks["ranks"] < 2:
+        return None
+    own = run.ranks["own_s"]
+    text = f"work {seconds(own['min'])} to {seconds(own['max'])} of a step"
+    slow = [f"rank {s['rank']} {s['ratio']:.2f}x" for s in run.slow_ranks[:SLOWEST]]
+    return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; none is slow"
+
+
+def line(run: Run) -> str:
+    """The run in one line, for logs."""
+    parts = [progress_text(run)]
+    for name, text in _rows(run, 0):
+        if name in ("loss", "throughput", "step time", "memory"):
+            parts.append(f"{name} {text.partition(',')[0]}" if name != "throughput" else text)
+    if run.slow_ranks:
+        parts.append("slow: " + ", ".join(f"rank {s['rank']}" for s in run.slow_ranks[:SLOWEST]))
+    return "  ".join(parts)
+
+
+def summary(run: Run, width: int) -> str:
+    """The run as text."""
+    lines = [run.title, progress_text(run)]
+    return "\n".join(lines + [f"  {n:<{LABEL}} {t}" for n, t in _rows(run, width - LABEL - 4)])
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Values as blocks of text, the newest to the right; what is missing is a gap.
+
+    >>> sparkline([4.0, 3.0, None, 1.0], 4)
+    '█▆ ▁'
+    """
+    if width < 1 or not values:
+        return ""
+    each = max(1.0, len(values) / width)
+    count = min(width, len(values))
+    cells = [
+        values[int(i * each) : max(int(i * each) + 1, int((i + 1) * each))] for i in range(count)
+    ]
+    means = [sum(k) / len(k) if (k := [v for v in c if v is not None]) else None for c in cells]
+    known = [m for m in means if m is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if m is None else BLOCKS[round((m - low) * scale)] for m in means)
+
+
+def seconds(value: float) -> str:
+    """A time with its unit.
+
+    >>> seconds(0.0123), seconds(2.5)
+    ('12.3 ms', '2.50 s')
+    """
+    if value >= 100:
+        return f"{value:,.0f} s"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def duration(value: float) -> str:
+    """A time as people say it.
+
+    >>> duration(42), duration(125), duration(7300), duration(200000)
+    ('42 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')
+    """
+    whole = int(value)
+    for size, unit, smaller, name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {name}"
+    return f"{whole} s"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"

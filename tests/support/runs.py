@@ -1,0 +1,65 @@
+"""Folders of runs as a trainer leaves them, with figures made up."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_rows", "make_run", "ranks_line", "row"]
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    """The figures of a step."""
+    return {
+        "step": step,
+        "epoch": 0.0,
+        "loss": 3.0 * math.exp(-step / 400) + 0.1 * math.sin(step),
+        "gradient_norm": 1.0 + 0.1 * math.cos(step),
+        "learning_rate": 1e-3,
+        "step_s": 0.1 + 0.01 * math.sin(step * 7),
+        "samples_per_s": 320.0,
+        "tokens_per_s": 32000.0 + step,
+        "memory_bytes": 2.0 * 2**30,
+        **changes,
+    }
+
+
+def add_rows(folder: Path, steps: range, **changes: Any) -> None:
+    """More steps."""
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row(step, **changes)) + "\n" for step in steps)
+
+
+def ranks_line(step: int, own: list[float]) -> dict[str, Any]:
+    """The times of all ranks, as the trainer writes them."""
+    from shardwise.training.records import ranks_row
+
+    rows = [[mine, 0.01, max(own) * 1.1, (2 + rank / 10) * 2**30] for rank, mine in enumerate(own)]
+    return ranks_row(step, rows, [tuple(range(len(own)))])
+
+
+def make_run(folder: Path, steps: int = 10, **about: Any) -> Path:
+    """A run of this process that goes on, after so many steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {
+        "format": "shardwise-run",
+        "version": 1,
+        "model": "GPT",
+        "plan": "ddp",
+        "ranks": 8,
+        "total_steps": 1000,
+        "predicted_step_s": 0.08,
+        "known_machines": True,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "state": "running",
+        **about,
+    }
+    (folder / "run.json").write_text(json.dumps(told))
+    (folder / "metrics.jsonl").touch()
+    add_rows(folder, range(1, steps + 1))
+    return folder

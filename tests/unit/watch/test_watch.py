@@ -1,0 +1,236 @@
+"""A run is followed as its files grow, are cut, or are no run's; names are shown as text."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from rich.console import Console
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.errors import WatchError
+from shardwise.watch.history import History
+from shardwise.watch.run import Run, find_run
+from shardwise.watch.tail import Tail
+from shardwise.watch.terminal import line, panel, sparkline, summary
+from tests.support.runs import add_rows, make_run, ranks_line, row
+
+
+def polled(folder: Path) -> Run:
+    run = Run(folder)
+    run.poll()
+    return run
+
+
+def test_new_lines_come_once_and_a_half_written_one_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    tail = Tail(path)
+    assert [r["step"] for r in tail.rows()] == [1, 2]
+    assert list(tail.rows()) == []
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert not tail.restarted()
+    assert [r["step"] for r in tail.rows()] == [3]
+
+
+def test_a_resumed_run_that_leaves_lines_out_is_read_anew(tmp_path: Path) -> None:
+    run = Run(make_run(tmp_path, 30))
+    run.poll()
+    assert (run.step, run.history.rows, run.generation) == (30, 30, 0)
+    fresh = tmp_path / "metrics.tmp"
+    fresh.write_text("".join(json.dumps(row(s)) + "\n" for s in range(1, 21)))
+    os.replace(fresh, tmp_path / "metrics.jsonl")
+    add_rows(tmp_path, range(21, 41))
+    run.poll()
+    assert (run.step, run.history.rows, run.generation) == (40, 40, 1)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")  # cut in place
+    run.poll()
+    assert (run.step, run.history.rows, run.generation) == (1, 1, 2)
+
+
+def test_lines_that_a_crash_cut_off_are_left_out_and_losses_may_be_no_numbers(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss"\n{"step": 4, "loss": null, "skipped": 1.0}\n')
+        file.write('{"step": 5, "loss": NaN}\n{"step": 5, "evaluation_loss": 2.5}\n')
+    run = polled(tmp_path)
+    assert run.step == 5
+    assert run.latest["loss"] is None
+    assert run.latest["evaluation_loss"] == 2.5
+    assert run.skipped == 1
+    json.dumps(run.to_json(), allow_nan=False)
+    assert "not a number" in summary(run, 80)
+
+
+@pytest.mark.parametrize(
+    "text", ["hello\n", "[1, 2]\n", '{"loss": 1}\n', "\x00\x01\n", '{"step": "a"}\n']
+)
+def test_foreign_files_are_no_runs(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(WatchError, match="line 1"):
+        polled(tmp_path)
+
+
+def test_a_foreign_or_damaged_run_file_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path, 1)
+    for text in ('{"format": "other"}', "{", "[]"):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(WatchError, match=r"run.json"):
+            polled(tmp_path)
+
+
+def test_folders_of_runs_are_told_from_runs(tmp_path: Path) -> None:
+    assert find_run(tmp_path / "later") is None
+    assert find_run(tmp_path) is None
+    make_run(tmp_path / "runs" / "a", 1)
+    make_run(tmp_path / "runs" / "b", 1)
+    with pytest.raises(WatchError, match=r"has 2: a, b"):
+        find_run(tmp_path / "runs")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(WatchError, match="is no folder"):
+        find_run(file)
+
+
+@given(
+    st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=200),
+    st.integers(2, 9),
+)
+def test_history_keeps_means_and_extremes_in_few_buckets(
+    values: list[float | None], most: int
+) -> None:
+    history = History(("x",), most=most)
+    for step, value in enumerate(values):
+        history.add(step, {"x": value})
+    found = history.to_json()
+    assert len(history) <= most
+    assert found["step"][-1] == len(values) - 1
+    known = [v for v in values if v is not None]
+    if known:
+        low = min(v for v in found["x"]["min"] if v is not None)
+        high = max(v for v in found["x"]["max"] if v is not None)
+        assert math.isclose(low, min(known), rel_tol=1e-5, abs_tol=1e-300)
+        assert math.isclose(high, max(known), rel_tol=1e-5, abs_tol=1e-300)
+    else:
+        assert "x" not in found
+
+
+def test_what_is_new_is_at_the_end(tmp_path: Path) -> None:
+    run = polled(make_run(tmp_path, 5))
+    whole = run.to_json()["history"]
+    assert whole["from"] == 0
+    add_rows(tmp_path, range(6, 8))
+    run.poll()
+    more = run.to_json(run.generation, whole["width"], 4)["history"]
+    assert (more["from"], more["step"]) == (4, [5, 6, 7])
+    assert run.to_json(run.generation + 1, whole["width"], 4)["history"]["from"] == 0
+    assert run.to_json(run.generation, 64, 4)["history"]["from"] == 0
+
+
+def test_long_runs_take_little(tmp_path: Path) -> None:
+    make_run(tmp_path, 0)
+    lines = [json.dumps(row(step)) + "\n" for step in range(1, 1001)]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for turn in range(100):
+            file.writelines(line.replace('"step": ', f'"step": {turn + 1}') for line in lines)
+    began = time.process_time()
+    run = polled(tmp_path)
+    assert run.history.rows == 100_000
+    assert len(run.history) <= 1000
+    assert time.process_time() - began < 20
+    assert len(json.dumps(run.to_json())) < 500_000
+
+
+def test_states_are_told(tmp_path: Path) -> None:
+    assert polled(make_run(tmp_path, 3)).status == "running"
+    assert polled(make_run(tmp_path, 0, state="finished")).status == "finished"
+    failed = polled(make_run(tmp_path, 0, state="failed", error="TrainingError: loss is nan"))
+    assert failed.ended
+    assert "loss is nan" in failed.status
+    gone = polled(make_run(tmp_path, 0, pid=2**22 + 1))
+    assert gone.state == "gone"
+    assert not polled(make_run(tmp_path, 0, pid=2**22 + 1, host="another")).ended
+
+
+def test_slow_ranks_and_the_prediction_are_shown(tmp_path: Path) -> None:
+    make_run(tmp_path, 20)
+    own = [0.05] * 8
+    own[3] = 0.08
+    (tmp_path / "ranks.jsonl").write_text(json.dumps(ranks_line(20, own)) + "\n")
+    run = polled(tmp_path)
+    assert [slow["rank"] for slow in run.slow_ranks] == [3]
+    text = summary(run, 100)
+    assert "rank 3 1.60x" in text
+    assert "times the predicted 80 ms" in text
+    assert "left" in text
+    assert "slow: rank 3" in line(run)
+
+
+def test_ranks_of_a_thousand_are_aggregated() -> None:
+    own = [0.05 + rank / 1e6 for rank in range(1024)]
+    own[700] = 0.09
+    found = ranks_line(5, own)
+    assert found["slowest"][0]["rank"] == 700
+    assert len(found["slowest"]) == 8
+    assert "each" not in found
+    assert len(json.dumps(found)) < 2000
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_panel_fits_and_names_are_text(tmp_path: Path, width: int) -> None:
+    hostile = "[red]boo[/red]\x1b[2J\u202e" + "x" * 10_000
+    run = polled(make_run(tmp_path, 50, model=hostile, plan="[bold]"))
+    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(panel(run, width))
+    text = console.export_text()
+    assert "[red]boo" in text
+    assert "\x1b[2J" not in text
+    assert max(len(each) for each in text.splitlines()) <= width
+
+
+def test_sparklines() -> None:
+    assert sparkline([1.0, 1.0], 5) == "▁▁"
+    assert sparkline([None, None], 5) == ""
+    assert len(sparkline([float(i) for i in range(1000)], 30)) == 30
+
+
+def test_the_command_once_as_json_and_what_is_missing(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 5)
+    runner = CliRunner()
+    once = runner.invoke(app, ["watch", str(tmp_path / "run"), "--once"])
+    assert once.exit_code == 0
+    assert "step 5 of 1,000" in once.stdout
+    told = json.loads(runner.invoke(app, ["watch", str(tmp_path / "run"), "--json"]).stdout)
+    assert told["step"] == 5
+    missing = runner.invoke(app, ["watch", str(tmp_path / "none"), "--wait", "0.2"])
+    assert isinstance(missing.exception, WatchError)
+    assert "after 0.2 s" in str(missing.exception)
+
+
+def test_lines_until_the_run_ends(tmp_path: Path) -> None:
+    def write() -> None:
+        time.sleep(0.3)
+        make_run(tmp_path / "run", 4)
+        time.sleep(0.8)
+        make_run(tmp_path / "run", 0, state="finished")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    found = CliRunner().invoke(app, ["watch", str(tmp_path / "run"), "--wait", "20"])
+    writer.join()
+    assert found.exit_code == 0
+    assert "waiting up to 20 s" in found.stderr
+    assert "step 4" in found.stdout
+    assert "finished" in found.stdout.splitlines()[-1]
