@@ -3,10 +3,11 @@
 Enters: the parameters that a rank holds and a `Setting`. Leaves: `Share`, the parameters that are
 summed in the same way, and `Sent`, their messages in every unit of a stage, as the runtime's are:
 
-- gradients of zero 0 and 1 are summed alone or in buckets, which fill from the last position on
-  (`runtime.reducer`);
-- with zero 2 and 3 gradients are scattered, with zero 1 to 3 parameters gathered, by flat groups:
-  a large parameter, or the small ones of a unit together (`runtime.store`).
+- a large tensor is a message of its own; others wait for their like until they are many, from the
+  last position on (`runtime.reducer.buckets`);
+- gradients of zero 0 and 1 are summed so. Flat groups (`runtime.store`) are made so, too, with zero
+  3 of the parameters of one unit: with zero 2 and 3 gradients are scattered, with zero 1 to 3
+  parameters gathered by them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.runtime.reducer import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
-from shardwise.runtime.store import FLAT_BYTES
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.work import Floats, Work
@@ -67,7 +68,7 @@ def shares(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
         own["arrives"][seen] += held.numel
         own["squares"][held.node] += float(held.numel) ** 2
         is_large = held.numel * setting.wire_size(held.itemsize) >= ALONE_BYTES
-        is_flat = not setting.whole_units and held.numel * held.itemsize >= FLAT_BYTES
+        is_flat = not setting.whole_units and held.numel * held.itemsize >= ALONE_BYTES
         for large, counted, others in (
             (is_large, "alone", "bucketed"),
             (is_flat, "flat", "joined"),
@@ -106,7 +107,6 @@ class Sent:
 
 def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> Iterator[Sent]:
     """The messages of a stage with these units."""
-    bounds = [first for _, first, _ in runs] + [runs[-1][2]]
     inside = np.array([bool(name) or setting.whole_units for name, _, _ in runs])
     summed: dict[tuple[str, ...], list[Share]] = {}
     for (axes, zero), share in found.items():
@@ -114,7 +114,7 @@ def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> I
             summed.setdefault(axes, []).append(share)
         if zero == 0:
             continue
-        numel, count = _groups(share, runs, bounds)
+        numel, count = _groups(share, runs, setting, by_unit=zero == 3)
         gathered, size = numel * share.itemsize, setting.wire_size(share.itemsize)
         if zero == 3:
             yield Sent("gather", "all_gather", axes, gathered * inside, count * inside)
@@ -125,54 +125,74 @@ def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> I
             yield Sent("reduce", "reduce_scatter", axes, numel * size, count)
     for axes, together in summed.items():
         size = setting.wire_size(together[0].itemsize)
-        numel, count = _buckets(together, bounds, size)
+        numel, alone, small = (
+            np.sum([_inside(getattr(share, name), runs) for share in together], axis=0)
+            for name in ("numel", "alone", "bucketed")
+        )
+        numel, count = _bucketed(numel, alone, small, runs, size, [range(len(runs))])
         yield Sent("reduce", "all_reduce", axes, numel * size, count)
 
 
-def _groups(share: Share, runs: Sequence[Run], bounds: Sequence[int]) -> tuple[Floats, Floats]:
-    """Elements and messages of every unit in flat groups.
+def _groups(
+    share: Share, runs: Sequence[Run], setting: Setting, *, by_unit: bool
+) -> tuple[Floats, Floats]:
+    """Elements and messages of every run in flat groups.
 
-    The small parameters of a unit are one group, also where the unit has several runs: those
-    outside of blocks lie before and behind them. It is complete at the first.
+    The runs of a unit have groups together: what is outside of blocks lies before and behind them.
     """
-    numel, messages, joined = (np.diff(a[bounds]) for a in (share.numel, share.flat, share.joined))
-    numel = numel - joined
-    first: dict[str, int] = {}
-    for at in np.flatnonzero(joined).tolist():
-        home = first.setdefault(runs[at][0], at)
-        messages[home] += home == at
-        numel[home] += joined[at]
-    return numel, messages
+    numel, alone, small = (_inside(a, runs) for a in (share.numel, share.flat, share.joined))
+    units: dict[str, list[int]] = {}
+    for at, (name, _, _) in enumerate(runs):
+        units.setdefault(name if by_unit or setting.whole_units else "", []).append(at)
+    size = 0 if setting.whole_units else share.itemsize
+    return _bucketed(numel, alone, small, runs, size, list(units.values()))
 
 
-def _buckets(found: Sequence[Share], bounds: Sequence[int], wire: int) -> tuple[Floats, Floats]:
-    """Elements and messages of every unit, where small gradients wait for each other."""
-    begin, end = bounds[0], bounds[-1]
-    numel, alone, small = (
-        sum(np.diff(getattr(share, name)[begin : end + 1]) for share in found)
-        for name in ("numel", "alone", "bucketed")
-    )
-    messages, large = _by_run(alone, bounds), _by_run(numel - small, bounds)
-    for at, size in _filled(small, alone, wire):
-        unit = int(np.searchsorted(bounds, begin + at, side="right")) - 1
-        messages[unit] += 1
-        large[unit] += size
-    return large, messages
+def _inside(sums: Floats, runs: Sequence[Run]) -> Floats:
+    """What every position of the stage has."""
+    return np.diff(sums[runs[0][1] : runs[-1][2] + 1])
 
 
-def _by_run(values: Floats, bounds: Sequence[int]) -> Floats:
-    return np.diff(before(values)[np.array(bounds) - bounds[0]])
+def _bucketed(
+    numel: Floats,
+    alone: Floats,
+    small: Floats,
+    runs: Sequence[Run],
+    itemsize: int,
+    units: Sequence[Sequence[int]],
+) -> tuple[Floats, Floats]:
+    """Elements and messages of every run, where small tensors of a unit wait for each other.
+
+    A message is sent by the run that completes it. Elements of no bytes wait for all.
+    """
+    begin = runs[0][1]
+    spans = [slice(first - begin, end - begin) for _, first, end in runs]
+    messages = np.array([alone[span].sum() for span in spans])
+    sizes = np.array([(numel[span] - small[span]).sum() for span in spans])
+    large = np.flatnonzero(alone)
+    formed = int(large[-1]) if large.size else -1  # the position from which something has left
+    for unit in sorted(units, key=lambda unit: -unit[-1]):
+        at = np.concatenate([np.arange(len(small))[spans[run]] for run in unit])
+        home = np.concatenate([np.full(spans[run].stop - spans[run].start, run) for run in unit])
+        for place, size in _filled(small[at], at, formed, itemsize):
+            messages[home[place]] += 1
+            sizes[home[place]] += size
+            formed = max(formed, int(at[place]))
+    return sizes, messages
 
 
-def _filled(small: Floats, alone: Floats, wire: int) -> Iterator[tuple[int, float]]:
-    """Buckets in the order of backward: the position that completes each, and its elements."""
+def _filled(
+    small: Floats, positions: NDArray[np.int64], formed: int, itemsize: int
+) -> Iterator[tuple[int, float]]:
+    """Buckets in the order of backward: the place that completes each, and its elements."""
     arrived = before(small[::-1])
-    large = np.flatnonzero(alone[::-1])
-    early = np.searchsorted(arrived, FIRST_BUCKET_BYTES / wire)
-    is_first = not large.size or early <= large[0]  # nothing is on its way before
-    limit = (FIRST_BUCKET_BYTES if is_first else BUCKET_BYTES) / wire
-    taken, total = 0.0, float(arrived[-1])
+    total, taken = float(arrived[-1]), 0.0
+    most, first = (b / itemsize if itemsize else total for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
+    limit = most
+    early = int(np.searchsorted(arrived, first))
+    if early <= len(small) and positions[len(small) - early] > formed:
+        limit = first  # nothing is on its way before
     while taken < total:
         at = int(np.searchsorted(arrived, min(taken + limit, total)))
         yield len(small) - at, float(arrived[at]) - taken
-        taken, limit = float(arrived[at]), BUCKET_BYTES / wire
+        taken, limit = float(arrived[at]), most
