@@ -1,12 +1,13 @@
 """`shardwise collective`: an operation solved into messages for the links of a cluster.
 
 Enters: a cluster file or known machines, an operation and a size; or a program's file. Leaves:
-times and bounds, the program as a file, its lists and trees as text, a picture.
+times and bounds, the program as a file, its lists and trees as text, a picture; measured times.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ from shardwise.cli.target import AsJson
 from shardwise.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from shardwise.collectives import Solution
+    from shardwise.collectives import Network, Solution
     from shardwise.messages import MessageProgram
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
@@ -106,6 +107,62 @@ def show(
         typer.echo(f"{picture}")
 
 
+@app.command()
+def bench(
+    machines: Machines,
+    operation: Operation = "all_reduce",
+    num_bytes: Annotated[
+        str, typer.Option("--bytes", help="Sizes of the data: 64MB, or 16MB,64MB.")
+    ] = "64MB",
+    dtype: Dtype = "float32",
+    root: Root = None,
+    ranks: Ranks = "",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times each is run.")] = 5,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="On hosts emulated with the cluster's rates (root).")
+    ] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for all.")] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Time the solved program next to the library's collective, by turns.
+
+    Under torchrun, on its processes; with --emulate, on network namespaces of this machine that
+    have the cluster's rates; else on processes of this machine.
+    """
+    from shardwise.measuring import bench as benches
+
+    network, item = _network(machines, dtype, ranks)
+    task = benches.Bench(
+        network=network,
+        operation=operation,
+        sizes=[_whole(size, dtype) for size in num_bytes.split(",")],
+        item_bytes=item,
+        dtype=dtype,
+        root=root,
+        rounds=rounds,
+        timeout_s=timeout,
+    )
+    if emulate:
+        rows: list[benches.Row] | None = benches.on_emulated_hosts(task)
+    elif "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        rows = benches.in_this_group(task)
+    else:
+        typer.echo(
+            f"{network.num_ranks} processes of this machine: its memory is what they share, not "
+            "the cluster's links. --emulate gives them the cluster's rates; torchrun runs this "
+            "on the cluster itself",
+            err=True,
+        )
+        rows = benches.on_this_machine(task)
+    if rows is None:
+        return
+    if as_json:
+        typer.echo(json.dumps([row.to_json() for row in rows], indent=2))
+        return
+    typer.echo(f"{operation} on {network.num_ranks} ranks of {machines}, median of {rounds} rounds")
+    typer.echo("\n".join(benches.table(rows)))
+
+
 def _shown(program: MessageProgram, rank: int | None) -> Iterable[str]:
     from shardwise.messages import check, trees_text
 
@@ -140,15 +197,25 @@ def _read(source: str) -> MessageProgram | None:
 def _solved(
     machines: str, operation: str, size: str, dtype: str, root: int | None, ranks: str
 ) -> Solution:
-    from shardwise.collectives import Network, solve
+    from shardwise.collectives import solve
+
+    network, item = _network(machines, dtype, ranks)
+    return solve(network, operation, _whole(size, dtype) // item, item_bytes=item, root=root)
+
+
+def _network(machines: str, dtype: str, ranks: str) -> tuple[Network, int]:
+    from shardwise.collectives import Network
 
     if dtype not in ITEM_BYTES:
         raise typer.BadParameter(f"--dtype {dtype!r}{did_you_mean(dtype, ITEM_BYTES)}")
-    num_bytes, item = bytes_of(size), ITEM_BYTES[dtype]
-    if num_bytes % item:
+    return Network.of_cluster(cluster_of(machines), ranks_of(ranks) or None), ITEM_BYTES[dtype]
+
+
+def _whole(size: str, dtype: str) -> int:
+    num_bytes = bytes_of(size)
+    if num_bytes % ITEM_BYTES[dtype]:
         raise typer.BadParameter(f"--bytes {size}: {num_bytes} bytes are no whole {dtype}s")
-    network = Network.of_cluster(cluster_of(machines), ranks_of(ranks) or None)
-    return solve(network, operation, num_bytes // item, item_bytes=item, root=root)
+    return num_bytes
 
 
 def bytes_of(text: str) -> int:

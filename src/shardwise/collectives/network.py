@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 NONE = -1  # no resource, no edge
+CALLS = 8  # of operators that a message is worth to a rank: views, posting, waiting, adding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Network:
             target=target,
             uses=_trimmed(flat),
             latency_s=np.asarray(latency, dtype=np.float64),
-            message_s=max(cluster.device(r).overhead_s for r in chosen) if chosen else 0.0,
+            message_s=_message_s(cluster, chosen),
             groups=_grouped(nodes.tolist()),
         )
 
@@ -262,6 +263,15 @@ def _pairs(count: int) -> tuple[Ints, Ints]:
     source, target = np.divmod(np.arange(count * count), max(count, 1))
     apart = source != target
     return source[apart], target[apart]
+
+
+def _message_s(cluster: Cluster, ranks: Sequence[int]) -> float:
+    """What a message costs a rank: as the link or the network says, else as an operator's call."""
+    islands = np.unique(cluster.topology.island[np.array(ranks, dtype=np.int64)])
+    told = cluster.network.message_s
+    if len(islands) == 1:
+        told = cluster.topology.link_message_s[islands[0]]
+    return float(told) or max((cluster.device(rank).overhead_s for rank in ranks), default=0.0)
 
 
 def _trimmed(used: Ints) -> Ints:

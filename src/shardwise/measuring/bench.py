@@ -1,0 +1,220 @@
+"""Solved collectives and the library's, timed next to each other.
+
+Enters: a cluster or a network, an operation, sizes, and where to run: emulated hosts, processes of
+this machine, or the process group that this process belongs to. Leaves: `Row`s: times, what was
+predicted, and what no algorithm can be faster than.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from shardwise.collectives import Network, Solution, solve
+from shardwise.errors import ClusterError, RankError
+from shardwise.measuring.compare import Task, Times, compare
+from shardwise.measuring.hosts import emulated, run_all
+
+TIMEOUT_S = 300.0
+EVEN = ("reduce_scatter", "all_gather", "all_to_all")  # of which the library wants equal parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One size: medians of seconds; `uses` is whose program ours is."""
+
+    operation: str
+    num_bytes: int
+    uses: str
+    library_s: float
+    ours_s: float
+    predicted_s: float
+    bound_s: float
+    times: Times
+
+    @property
+    def faster(self) -> float:
+        return self.library_s / self.ours_s
+
+    @property
+    def of_bound(self) -> float:
+        return self.ours_s / self.bound_s if self.bound_s > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "faster": self.faster, "of_bound": self.of_bound}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What is timed: `uses` says for a number of bytes whether ours is solved or the library's."""
+
+    network: Network
+    operation: str
+    sizes: Sequence[int]
+    item_bytes: int = 4
+    dtype: str = "float32"
+    root: int | None = None
+    rounds: int = 5
+    timeout_s: float = TIMEOUT_S
+    uses: Callable[[int], str] = lambda num_bytes: "solved"
+
+    def __post_init__(self) -> None:
+        if self.network.num_ranks < 2:
+            raise ClusterError(
+                "one rank has nobody to send to", hint="a cluster of 2 ranks or more"
+            )
+
+    def solutions(self) -> list[Solution]:
+        found = []
+        for num_bytes in self.sizes:
+            numel = num_bytes // self.item_bytes
+            if self.operation in EVEN:
+                numel -= numel % self.network.num_ranks
+            found.append(
+                solve(
+                    self.network, self.operation, numel, item_bytes=self.item_bytes, root=self.root
+                )
+            )
+        return found
+
+    def rows(self, solutions: Sequence[Solution], times: Sequence[Times]) -> list[Row]:
+        return [
+            Row(
+                operation=self.operation,
+                num_bytes=solution.num_bytes,
+                uses=self.uses(solution.num_bytes),
+                library_s=each.library,
+                ours_s=each.ours,
+                predicted_s=solution.predicted_s,
+                bound_s=max(solution.cut_bound_s, solution.lp_bound_s),
+                times=each,
+            )
+            for solution, each in zip(solutions, times, strict=True)
+        ]
+
+
+def on_emulated_hosts(bench: Bench) -> list[Row]:
+    """In namespaces that have the network's rates."""
+    with emulated(bench.network) as plan:
+        return _in_processes(
+            bench,
+            lambda commands, environment: run_all(
+                plan, commands, timeout_s=bench.timeout_s, environment=environment
+            ),
+        )
+
+
+def on_this_machine(bench: Bench) -> list[Row]:
+    """In processes of this machine, whatever the network says."""
+
+    def run(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> None:
+        given = {**os.environ, **environment}
+        started = [subprocess.Popen(c, env=given, stdout=sys.stderr) for c in commands]
+        try:
+            for process in started:
+                process.wait(bench.timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RankError(f"ranks were not done after {bench.timeout_s:.0f} s") from None
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        if any(process.returncode for process in started):
+            raise RankError(f"ranks ended with {[p.returncode for p in started]}")
+
+    return _in_processes(bench, run)
+
+
+def in_this_group(bench: Bench) -> list[Row] | None:
+    """On the ranks that torchrun started, of which this is one; rows on rank 0 alone."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.runtime.messenger import Messenger
+
+    limit = timedelta(seconds=bench.timeout_s)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=limit)
+    try:
+        if dist.get_world_size() != bench.network.num_ranks:
+            raise RankError(
+                f"{dist.get_world_size()} processes for a cluster of {bench.network.num_ranks} "
+                "ranks",
+                hint=f"torchrun --nproc-per-node …, {bench.network.num_ranks} in all, or --ranks",
+            )
+        messenger = Messenger(timeout_s=bench.timeout_s)
+        solutions = bench.solutions()  # the same on all ranks
+        dtype: Any = getattr(torch, bench.dtype)
+        times = [
+            compare(
+                solution.program,
+                messenger,
+                rounds=bench.rounds,
+                dtype=dtype,
+                solved=bench.uses(solution.num_bytes) != "library",
+            )
+            for solution in solutions
+        ]
+        messenger.close()
+        return bench.rows(solutions, times) if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _in_processes(
+    bench: Bench, run: Callable[[Sequence[Sequence[str]], dict[str, str]], None]
+) -> list[Row]:
+    solutions = bench.solutions()
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        place = Path(folder)
+        files = [place / f"program{i}.json" for i in range(len(solutions))]
+        for file, solution in zip(files, solutions, strict=True):
+            solution.program.save(file)
+        task = Task(
+            programs=tuple(map(str, files)),
+            solved=tuple(bench.uses(s.num_bytes) != "library" for s in solutions),
+            dtype=bench.dtype,
+            rounds=bench.rounds,
+            meeting=f"file://{place / 'meeting'}",
+            num_ranks=bench.network.num_ranks,
+            timeout_s=bench.timeout_s,
+            result=str(place / "result.json"),
+        )
+        (place / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        module = [sys.executable, "-m", "shardwise.measuring.compare", str(place / "task.json")]
+        commands = [[*module, str(rank)] for rank in range(bench.network.num_ranks)]
+        run(commands, {"OMP_NUM_THREADS": "1"})
+        found = json.loads(Path(task.result).read_text(encoding="utf-8"))
+    return bench.rows(solutions, [_times(each) for each in found])
+
+
+def _times(data: dict[str, list[float]]) -> Times:
+    return Times(library_s=tuple(data["library_s"]), ours_s=tuple(data["ours_s"]))
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Rows for people."""
+    lines = [
+        f"{'bytes':>12}  {'library':>11}  {'ours':>11}  {'faster':>7}  {'predicted':>11}  "
+        f"{'bound':>11}  {'of bound':>8}  uses"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.num_bytes:>12,}  {_ms(row.library_s)}  {_ms(row.ours_s)}  {row.faster:>6.2f}x  "
+            f"{_ms(row.predicted_s)}  {_ms(row.bound_s)}  {row.of_bound:>8.3f}  {row.uses}"
+        )
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:>8.1f} ms"

@@ -1,0 +1,148 @@
+"""A network as Linux namespaces: what `ip` and `tc` are told.
+
+Enters: a `Network`. Leaves: `Layout`: a namespace for each rank, one for what lies between them,
+and the lines that make them.
+
+Every resource of the network is one queue: a pair of virtual cards whose first end sends no faster
+than lets data have its capacity (`tbf`), with a burst of at least 128 KB or 4 ms. Between ranks,
+packets are routed by where they come from and the queue that they left last, so that a send crosses
+exactly the resources that the network says, in their order. Ranks without a send between them are
+joined over others by the fewest hops, as hosts would route. Both ends of a pair of cards have one
+hardware address, and nobody asks for addresses: nothing but data travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.collectives import Network
+from shardwise.errors import ClusterError
+
+FRAME = 1514 / 1448  # bytes on the wire for each of data: TCP, IP and Ethernet headers
+BURST_BYTES, BURST_S = 128_000, 4e-3  # the least: smaller bursts distort rates
+QUEUE_S = 0.07  # what may wait in a queue before packets are dropped
+FASTEST = 2.5e9  # bytes per second; faster queues would only take the processor's time
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Names of namespaces, and lines for `ip -batch` and `tc -batch` in each."""
+
+    hosts: tuple[str, ...]
+    middle: str
+    ip: dict[str, tuple[str, ...]]
+    tc: tuple[str, ...]  # in the middle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.middle, *self.hosts)
+
+
+def layout(network: Network, prefix: str) -> Layout:
+    """The namespaces of a network, named `prefix` and more."""
+    count = network.num_ranks
+    if not 2 <= count <= MOST_RANKS:
+        raise ClusterError(
+            f"{count} ranks cannot be emulated", hint=f"--ranks: 2 to {MOST_RANKS} of them"
+        )
+    hosts = tuple(f"{prefix}-{rank}" for rank in range(count))
+    middle = f"{prefix}-m"
+    ip = {middle: (*_queues(network), *_ports(hosts), *_routes(network))}
+    ip |= {host: tuple(_host(rank)) for rank, host in enumerate(hosts)}
+    return Layout(hosts=hosts, middle=middle, ip=ip, tc=tuple(_rates(network)))
+
+
+def address(rank: int) -> str:
+    """The address of a rank in its namespace."""
+    return f"10.86.{rank // 250}.{rank % 250 + 1}"
+
+
+def _hardware(kind: int, number: int) -> str:
+    return f"02:86:00:{kind:02x}:{number >> 8:02x}:{number & 255:02x}"
+
+
+def _pair(first: str, second: str, hardware: str, into: str = "") -> str:
+    return (
+        f"link add {first} address {hardware} type veth peer name {second} address {hardware}"
+        + (f" netns {into}" if into else "")
+    )
+
+
+def _queues(network: Network) -> Iterator[str]:
+    """Resource r is from q{r} to e{r}."""
+    for number in _limited(network):
+        yield _pair(f"q{number}", f"e{number}", _hardware(1, number))
+        for end in "qe":
+            yield f"link set {end}{number} arp off up"
+
+
+def _ports(hosts: tuple[str, ...]) -> Iterator[str]:
+    """Rank r's card has its other end at p{r}."""
+    for rank, host in enumerate(hosts):
+        yield _pair(f"p{rank}", "eth0", _hardware(0, rank), host)
+        yield f"link set p{rank} arp off up"
+
+
+def _host(rank: int) -> Iterator[str]:
+    yield f"address add {address(rank)}/32 dev eth0"
+    yield "link set eth0 arp off up"
+    yield "link set lo up"
+    yield "route add default dev eth0"
+
+
+def _routes(network: Network) -> Iterator[str]:
+    """What comes from a and left queue q last goes to b through the next queue: a table for each
+    pair of a and q.
+    """
+    tables: dict[tuple[int, str], int] = {}
+    for a in range(network.num_ranks):
+        for b, way in ways(network, a).items():
+            entered = [f"p{a}", *(f"e{r}" for r in way)]
+            left = [*(f"q{r}" for r in way), f"p{b}"]
+            for came, goes in zip(entered, left, strict=True):
+                if (a, came) not in tables:
+                    tables[a, came] = 1000 + len(tables)
+                    yield f"rule add from {address(a)} iif {came} lookup {tables[a, came]}"
+                yield f"route replace {address(b)} dev {goes} table {tables[a, came]}"
+
+
+def ways(network: Network, start: int) -> dict[int, tuple[int, ...]]:
+    """The resources on the way from a rank to each other one, in order; each at most once."""
+    limited = _limited(network)
+    used = [tuple(r for r in row if r in limited) for row in network.uses.tolist()]
+    found: dict[int, tuple[int, ...]] = {start: ()}
+    direct = {
+        int(network.target[e]): used[e]
+        for e in range(network.num_edges)
+        if network.source[e] == start
+    }
+    found |= direct
+    queue = deque(direct)
+    while queue:
+        at = queue.popleft()
+        for e in range(network.num_edges):
+            to = int(network.target[e])
+            if network.source[e] == at and to not in found:
+                found[to] = tuple(dict.fromkeys((*found[at], *used[e])))
+                queue.append(to)
+    del found[start]
+    return found
+
+
+def _limited(network: Network) -> list[int]:
+    """The resources that are emulated."""
+    return [r for r, capacity in enumerate(network.capacity.tolist()) if capacity < FASTEST]
+
+
+def _rates(network: Network) -> Iterator[str]:
+    for number in _limited(network):
+        wire = float(network.capacity[number]) * FRAME
+        burst = math.ceil(max(BURST_BYTES, wire * BURST_S))
+        limit = burst + math.ceil(max(wire * QUEUE_S, BURST_BYTES))
+        yield f"qdisc add dev q{number} root tbf rate {max(8, round(wire * 8))}bit " + (
+            f"burst {burst} limit {limit}"
+        )
