@@ -141,6 +141,7 @@ def test_a_line_of_code_finds_its_source_and_back(show: Show) -> None:
     assert "part_39" in chosen.first.inner_text()
     page.get_by_label("Generated file").select_option("1")
     assert left.locator(".line").count() == 20
+    assert left.locator(".linked").first.is_visible()
 
 
 def test_hostile_names_are_text(show: Show) -> None:

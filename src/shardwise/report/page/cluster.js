@@ -17,7 +17,7 @@ export function drawCluster(body, report) {
   if (groups.size > 1) body.append(placement([...groups.values()]));
   body.append(grid);
   if (nodes.length > MOST_NODES) body.append(more(nodes, add));
-  const between = links.filter((l) => l.kind !== "inside");
+  const between = links.filter((l) => l.kind !== "inside" && l.traffic_bytes);
   if (between.length) body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
   body.append(linkTable(links));
 }

@@ -21,14 +21,16 @@ export function drawCode(body, report) {
     left.fill(file.lines.map((text, i) => ({ number: i + 1, text, link: file.sources[i] ?? -1 })));
     const used = new Set(file.sources);
     right.dim((line) => line.link >= 0 && !used.has(line.link));
+    left.reveal(file.sources.findIndex((s) => s >= 0)); // before it are names and shapes
   };
+  pick.value = String(Math.max(0, files.findIndex((f) => f.sources.some((s) => s >= 0))));
   pick.addEventListener("change", open);
   left.onPick = (line) => join(line, left, right, sources);
   right.onPick = (line) => join(line, right, left, sources);
-  open();
   body.append(el("div", { class: "toolbar" }, el("label", {}, "File ", pick),
     el("p", { class: "soft", text: "Click a line, or press Enter on it, to find what it comes from or what became of it." })),
   el("div", { class: "panes" }, left.node, right.node));
+  open();
 }
 
 /** The user's lines, file by file; a file's name goes before its first line. */
@@ -109,16 +111,19 @@ class Pane {
     return chunk.children[i % CHUNK];
   }
 
+  /** Bring a line into sight, in the upper part. */
+  reveal(i) {
+    const node = this.nodeOf(i);
+    if (node) this.list.scrollTop = Math.max(0, node.offsetTop - this.list.clientHeight / 4);
+  }
+
   /** Mark lines; returns how many. The first may be brought into sight. */
   mark(test, scroll) {
     for (const i of this.marked) this.nodeOf(i)?.setAttribute("aria-selected", "false");
     this.marked = new Set(this.lines.flatMap((line, i) => (line.title === undefined && test(line) ? [i] : [])));
     for (const i of this.marked) this.nodeOf(i)?.setAttribute("aria-selected", "true");
     const [first] = this.marked;
-    if (scroll && first !== undefined) {
-      const node = this.nodeOf(first);
-      this.list.scrollTop = Math.max(0, node.offsetTop - this.list.offsetTop - this.list.clientHeight / 3);
-    }
+    if (scroll && first !== undefined) this.reveal(first);
     return this.marked.size;
   }
 
@@ -139,7 +144,7 @@ class Pane {
     const node = this.nodeOf(i);
     node.classList.add("current");
     if (node.id) this.list.setAttribute("aria-activedescendant", node.id);
-    const top = node.offsetTop - this.list.offsetTop;
+    const top = node.offsetTop;
     if (top < this.list.scrollTop) this.list.scrollTop = top;
     else if (top + LINE > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + LINE - this.list.clientHeight;
   }

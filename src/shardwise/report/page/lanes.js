@@ -2,11 +2,16 @@
 
 import { plain } from "./dom.js";
 import { resolved } from "./colours.js";
+import { Strips } from "./strips.js";
 
 export const AXIS = 26; // pixels
-const LETTER = 6.2; // pixels of a letter at 11 px, nearly
+const MOST_WIDTHS = 20000; // texts whose widths are kept
 const ROW_GAP = 10;
 const LANE_GAP = 2;
+const HAIR = 0.6; // pixels between neighbours
+const MARK = 2.5; // pixels of the line that marks the critical path
+const NARROW = 4; // pixels: narrower spans are drawn as pixels
+const widths = new Map();
 const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
 
 /**
@@ -105,52 +110,71 @@ export function drawRows(canvas, rows, view, options) {
   c.globalAlpha = 0.5;
   for (const time of ticks(view, width).times) c.fillRect(Math.round((time - view.from) * view.scale), 0, 1, height);
   c.globalAlpha = 1;
-  for (const row of rows) {
-    for (const lane of row.lanes) {
-      c.fillStyle = resolved("--idle");
-      c.fillRect(0, lane.y, Math.max(0, Math.min(width, (options.end - view.from) * view.scale)), lane.height);
-      drawLane(c, lane, view, { ...options, ink, font });
-    }
-  }
+  const lanes = rows.flatMap((row) => row.lanes);
+  const strips = new Strips(width, 2 * lanes.length); // of spans, and of their marks
+  lanes.forEach((lane, line) => {
+    c.fillStyle = resolved("--idle");
+    c.fillRect(0, lane.y, Math.max(0, Math.min(width, (options.end - view.from) * view.scale)), lane.height);
+    drawLane(c, lane, view, { ...options, ink, font, paint: (...pixels) => strips.paint(line, ...pixels), mark: (...pixels) => strips.paint(lanes.length + line, ...pixels) });
+  });
+  strips.draw(c, [...lanes, ...lanes.map((lane) => ({ y: lane.y + lane.height - MARK, height: MARK }))]);
 }
 
-function drawLane(c, lane, view, { width, critical, ink, font }) {
+function drawLane(c, lane, view, { width, critical, ink, font, paint, mark }) {
   const size = Math.min(12, lane.height - 5);
   c.font = `${size}px ${font}`;
   c.textBaseline = "middle";
   lane.spans.visit(view, (x, w, i, fill, marked) => {
-    // Narrow spans sit on whole pixels: half of one and half of another would mix their colours.
-    const left = Math.max(0, w < 4 ? Math.round(x) : x);
-    const right = Math.min(width, w < 4 ? Math.max(left + 1, Math.round(x + w)) : x + w);
-    const gap = w >= 4 ? 0.6 : 0; // a hair between neighbours
     const variable = lane.colour(i);
-    c.fillStyle = resolved(variable);
     const faded = critical === "only" && !marked ? 0.22 : 1;
-    c.globalAlpha = faded * (fill < 1 ? 0.25 + 0.75 * fill : 1);
-    c.fillRect(left, lane.y, Math.max(0.5, right - left - gap), lane.height);
+    if (w < NARROW) {
+      // On whole pixels: half of one and half of another would mix their colours.
+      const left = Math.round(x);
+      const right = Math.max(left + 1, Math.round(x + w));
+      paint(left, right, resolved(variable), faded * (0.25 + 0.75 * fill));
+      if (marked && critical !== "off") mark(left, right, ink.mark, 1);
+      return;
+    }
+    const left = Math.max(0, x);
+    const right = Math.min(width, x + w);
+    c.fillStyle = resolved(variable);
+    c.globalAlpha = faded;
+    c.fillRect(left, lane.y, right - left - HAIR, lane.height);
     if (marked && critical !== "off") {
       c.globalAlpha = 1;
       c.fillStyle = ink.mark;
-      c.fillRect(left, lane.y + lane.height - 2.5, Math.max(1, right - left), 2.5);
+      c.fillRect(left, lane.y + lane.height - MARK, right - left, MARK);
     }
     if (right - left > 14 && lane.height >= 13) {
       c.globalAlpha = faded === 1 ? 1 : 0.5;
-      write(c, lane.text(i), left, right - gap, lane.y + lane.height / 2 + 0.5, size, ink, variable);
+      write(c, lane.text(i), left, right - HAIR, lane.y + lane.height / 2 + 0.5, size, ink, variable);
     }
   });
   c.globalAlpha = 1;
 }
 
+/** A text as it is written, and how wide it is. */
+function measured(c, text, size) {
+  const key = `${size} ${text}`;
+  let found = widths.get(key);
+  if (!found) {
+    const whole = plain(text, 60);
+    if (widths.size > MOST_WIDTHS) widths.clear();
+    widths.set(key, (found = [whole, c.measureText(whole).width]));
+  }
+  return found;
+}
+
 /** A text in the middle of its span, or as much of it as has room. */
 function write(c, text, left, right, y, size, ink, variable) {
   if (!text) return;
-  const room = Math.floor((right - left - 4) / (LETTER * (size / 11)));
-  const whole = plain(text, 60);
-  if (room < 1 || (room < 3 && whole.length > room)) return;
-  const cut = whole.length > room ? `${whole.slice(0, Math.max(1, room - 1))}…` : whole;
+  const room = right - left - 2;
+  const [whole, wide] = measured(c, text, size);
+  const letters = Math.floor((room / wide) * whole.length) - 1;
+  if (wide > room && letters < 2) return;
+  const cut = wide > room ? `${whole.slice(0, letters)}…` : whole;
   c.fillStyle = PALE.has(variable) ? ink.dark : ink.on;
-  const wide = Math.min(right - left - 2, c.measureText(cut).width);
-  c.fillText(cut, left + (right - left - wide) / 2, y);
+  c.fillText(cut, left + (right - left - Math.min(wide, room)) / 2, y);
 }
 
 const PALE = new Set(["--c-backward", "--c-recompute", "--c-waiting", "--c-send", "--c-gather", "--c-backward-2", "--c-forward-2", "--c-weight-2"]);

@@ -21,7 +21,7 @@ const SECTIONS = [
   { id: "cluster", key: "cluster", title: "Cluster", lead: "Ranks on their devices; the fill of a device is its peak of memory, its colour its stage.", draw: drawCluster },
   { id: "memory", key: "memory", title: "Memory", lead: "The peak of a device of each class of ranks, and what it is made of.", draw: drawMemory },
   { id: "timeline", key: "timeline", title: "Timeline", lead: "A step of each class of ranks: computing above, communication below.", draw: drawTimeline },
-  { id: "schedule", key: "schedule", title: "Pipeline schedule", lead: "", draw: drawSchedule },
+  { id: "schedule", key: "schedule", title: "Pipeline schedule", lead: "", none: "The plan has no pipeline: every rank runs all layers.", draw: drawSchedule },
   { id: "plans", key: "plans", title: "Why this plan", lead: "The plan and its runners-up, on one scale.", draw: drawPlans },
   { id: "what-if", key: "what_if", title: "What if", lead: "", draw: drawWhatIf },
   { id: "code", key: "code", title: "Generated code", lead: "What runs, beside the lines of yours that it comes from.", draw: drawCode },
@@ -40,12 +40,12 @@ function frame({ id, title, lead }) {
     el("h2", { id: `${id}-title`, tabindex: -1, text: title }), lead ? el("p", { class: "lead", text: lead }) : null);
 }
 
-function fillSection(section, { key, draw }, report) {
+function fillSection(section, { key, draw, none = "This report does not have it." }, report) {
   const found = report[key];
   const empty = found === null || found === undefined || (Array.isArray(found) && !found.length);
   if (empty) {
     section.classList.add("empty");
-    section.append(missing(report.missing?.[key] ?? "This report does not have it."));
+    section.append(missing(report.missing?.[key] ?? none));
     return;
   }
   try {

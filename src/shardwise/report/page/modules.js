@@ -130,12 +130,18 @@ class Model {
     const copies = this.copies.get(row.id);
     const title = el("th", { scope: "row" }, el("span", { class: "cell-name" }, name(row.name || "(model)", "strong", CUT), name(row.kind, "soft", CUT),
       row.count > 1 ? el("span", { class: "count", text: `×${row.count}`, title: "equal modules; the figures are those of one, the bars those of all" }) : null,
-      row.stages?.length ? el("span", { class: "soft stage", text: stages(row.stages) }) : null));
+      row.stages?.length && this.stagesDiffer(row) ? el("span", { class: "soft stage", text: stages(row.stages) }) : null));
     return [title, layout(row.layout),
       barCell(size(row.parameter_bytes), [[(row.parameter_bytes * copies) / most.bytes, "--c-forward"]]),
       barCell(size(row.activation_bytes), [[(row.activation_bytes * copies) / most.kept, "--c-weight"]]),
       barCell(seconds(row.forward_s + row.backward_s), [[(row.forward_s * copies) / most.time, "--c-forward"], [(row.backward_s * copies) / most.time, "--c-backward"]]),
       barCell(seconds(row.communication_s), [[(row.communication_s * copies) / most.moved, "--c-collectives"]])];
+  }
+
+  /** Whether a module's stages are worth a word: not those of the module above it again. */
+  stagesDiffer(row) {
+    const above = this.byId.get(row.parent)?.stages;
+    return above ? above.join() !== row.stages.join() : row.stages.length > 1;
   }
 
   parameter(j, level) {

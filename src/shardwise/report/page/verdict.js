@@ -68,7 +68,7 @@ function price(p) {
 }
 
 function causes(report) {
-  const found = (report.causes ?? []).filter((c) => c.seconds > 0);
+  const found = (report.causes ?? []).filter((c) => c.share > 1e-6);
   if (!found.length) return [];
   const parts = found.map((c) => ({ label: c.text, value: c.seconds, variable: variable(c.name), figure: `${seconds(c.seconds)} · ${percent(c.share)}` }));
   const whole = found.reduce((sum, c) => sum + c.seconds, 0);
