@@ -13,13 +13,18 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.equivalence.precision import KeepDouble
 from tests.support import training
-from tests.support.clusters import uneven
+from tests.support.clusters import measured, uneven
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
 HYBRID = {"dp": 2, "tp": 2, "zero": 2}
-EVERYDAY = [("odd", "ddp", 3, {}), ("fused_gpt", "zero2", 3, {}), ("fused_gpt", "tensor", 3, {})]
+EVERYDAY = [
+    ("odd", "ddp", 3, {"shared": True}),
+    ("odd", "ddp", 3, {}),
+    ("fused_gpt", "zero2", 3, {}),
+    ("fused_gpt", "tensor", 3, {}),
+]
 THOROUGH = [
     ("odd", "ddp", 2, {}),
     ("fused_gpt", "ddp", 4, {}),
@@ -29,6 +34,9 @@ THOROUGH = [
     ("fused_gpt", "hybrid", 4, HYBRID),
     ("llama", "hybrid", 4, {"dp": 2, "tp": 2}),
     ("resnet", "ddp", 4, {}),
+    ("odd", "zero2", 2, {"shared": True}),
+    ("fused_gpt", "fsdp", 4, {"shared": True}),
+    ("fused_gpt", "hybrid", 4, {**HYBRID, "shared": True}),
 ]
 
 
@@ -40,11 +48,19 @@ def solved(plan: sw.Plan, ranks: int) -> sw.Plan:
     return found.with_(collectives=tuple(small))
 
 
+def shared(plan: sw.Plan, ranks: int) -> sw.Plan:
+    """The plan with every collective in the memory that the ranks share."""
+    found = sw.choose_collectives(plan, measured(ranks), use="shared")
+    assert all(choice.uses == "shared" for choice in found.collectives)
+    return found
+
+
 def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> training.Run:
-    """As `training.parallel`, with solved collectives; some must have run."""
+    """As `training.parallel`, with solved collectives or shared memory; some must have run."""
     model, inputs = training.make(name)
+    way = shared if (options := dict(options)).pop("shared", False) else solved
     with KeepDouble():
-        plan = solved(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
+        plan = way(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
         pm = sw.parallelize(model, inputs, plan=plan)
         opt = sw.optimizer(pm, torch.optim.AdamW, lr=training.LEARNING_RATE)
         losses, norms, gradients = [], [], {}
@@ -55,7 +71,7 @@ def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> trai
             norms.append(sw.clip_grad_norm_(pm, training.MAX_NORM).item())
             opt.step()
             opt.zero_grad()
-    assert pm.mesh.transport.ways.num_programs > 0
+    assert pm.mesh.transport.ways.started > 0
     state = pm.gather_state_dict()
     return training.Run(losses=losses, norms=norms, gradients=gradients, state=state)
 

@@ -68,7 +68,9 @@ class Link:
 
     Between the devices of a node, the bandwidth is one device's, into and out of a crossbar;
     `bus_bytes_per_s` limits all of them together. `efficiency` is what the communication library
-    reaches of the wire, `collectives` what it was measured to need beyond that.
+    reaches of the wire, `collectives` what it was measured to need beyond that, `shared` what the
+    same operations need through memory that processes share. `message_s` is what a message costs
+    its sender and its receiver beside the wire.
     """
 
     bandwidth_bytes_per_s: float
@@ -76,13 +78,17 @@ class Link:
     bus_bytes_per_s: float = math.inf
     efficiency: float = 1.0
     collectives: Factors = ()
+    shared: Factors = ()
+    message_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "link")
         require_positive("bus_bytes_per_s", self.bus_bytes_per_s, "link")
         require_positive("efficiency", self.efficiency, "link")
         require_not_negative("latency_s", self.latency_s, "link")
-        check_operations(self.collectives, "link")
+        require_not_negative("message_s", self.message_s, "link")
+        check_operations(self.collectives, "link.collectives")
+        check_operations(self.shared, "link.shared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +168,10 @@ class Trunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What lies between the nodes' cards."""
+    """What lies between the nodes' cards; `message_s` is as for a link."""
 
     latency_s: float = 0.0
+    message_s: float = 0.0
     collectives: Factors = ()
     domains: tuple[Domain, ...] = ()
     switches: tuple[Switch, ...] = ()
@@ -172,7 +179,8 @@ class Network:
 
     def __post_init__(self) -> None:
         require_not_negative("latency_s", self.latency_s, "network")
-        check_operations(self.collectives, "network")
+        require_not_negative("message_s", self.message_s, "network")
+        check_operations(self.collectives, "network.collectives")
 
 
 def check_operations(factors: Factors, where: str) -> None:
@@ -182,13 +190,13 @@ def check_operations(factors: Factors, where: str) -> None:
         if len(set(ranks)) != len(ranks) or (0 in ranks and len(ranks) > 1):
             raise ClusterError(
                 f"{name} has several factors for groups of the same size",
-                where=f"{where}.collectives",
+                where=where,
                 hint=f"{name}: [{{ranks: 2, bytes: 1.5}}, {{ranks: 8, bytes: 1.2}}]",
             )
         if name not in OPERATIONS:
             raise ClusterError(
                 f"no collective {name!r}{did_you_mean(name, OPERATIONS)}",
-                where=f"{where}.collectives",
+                where=where,
                 hint=", ".join(OPERATIONS),
             )
 

@@ -51,7 +51,10 @@ LINK_FIELDS = (
     "bus_gb_per_s",
     "efficiency",
     "collectives",
+    "shared",
+    "message_us",
 )
+NETWORK_FIELDS = ("latency_us", "message_us", "collectives", "domains", "switches", "trunks")
 
 
 def read(text: str, file: str) -> Cluster:
@@ -142,6 +145,8 @@ def read_link(entry: Entry) -> Link:
         else math.inf,
         efficiency=found["efficiency"].number() if "efficiency" in found else 1.0,
         collectives=_factors(found.get("collectives")),
+        shared=_factors(found.get("shared")),
+        message_s=_message(found),
     )
 
 
@@ -183,6 +188,10 @@ def read_nic(entry: Entry) -> Nic:
 
 def _latency(found: dict[str, Entry]) -> float:
     return found["latency_us"].number("1e-6", zero=True) if "latency_us" in found else 0.0
+
+
+def _message(found: dict[str, Entry]) -> float:
+    return found["message_us"].number("1e-6", zero=True) if "message_us" in found else 0.0
 
 
 def _node(entry: Entry, devices: dict[str, Device]) -> ClusterNode:
@@ -249,11 +258,12 @@ def _start(entry: Entry) -> Start:
 
 def read_network(entry: Entry) -> Network:
     """What lies between nodes."""
-    found = entry.fields(("latency_us", "collectives", "domains", "switches", "trunks"))
+    found = entry.fields(NETWORK_FIELDS)
     return _located(
         entry,
         Network,
         latency_s=_latency(found),
+        message_s=_message(found),
         collectives=_factors(found.get("collectives")),
         domains=tuple(map(_domain, found["domains"].items())) if "domains" in found else (),
         switches=tuple(map(_switch, found["switches"].items())) if "switches" in found else (),

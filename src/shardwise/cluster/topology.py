@@ -56,6 +56,7 @@ class Topology:
     card_latency_s: Floats
     bus: Ints
     link_latency_s: Floats
+    link_message_s: Floats
     factors: tuple[Factors, ...]
     levels: tuple[Ints, ...]
     trunks: tuple[Ints, ...]
@@ -156,6 +157,7 @@ class _Builder:
             card_latency_s=card_latency_s,
             bus=bus,
             link_latency_s=np.array([latency for _, latency in wire]),
+            link_message_s=np.array([link.message_s if link else 0.0 for link in links]),
             factors=tuple(link.collectives if link else () for link in links),
             levels=levels,
             trunks=trunks,

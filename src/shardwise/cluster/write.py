@@ -180,6 +180,8 @@ def _link(link: Link) -> dict[str, Any]:
             bus_gb_per_s=(link.bus_bytes_per_s, math.inf, bus),
             efficiency=(link.efficiency, 1.0, number(link.efficiency)),
             collectives=(link.collectives, (), _factors(link.collectives)),
+            shared=(link.shared, (), _factors(link.shared)),
+            message_us=(link.message_s, 0.0, number(link.message_s, "1e-6")),
         ),
     }
 
@@ -210,6 +212,7 @@ def _nic(nic: Nic) -> dict[str, Any]:
 def _network(network: Network) -> dict[str, Any]:
     return _optional(
         latency_us=(network.latency_s, 0.0, number(network.latency_s, "1e-6")),
+        message_us=(network.message_s, 0.0, number(network.message_s, "1e-6")),
         collectives=(network.collectives, (), _factors(network.collectives)),
         domains=(network.domains, (), [_domain(domain) for domain in network.domains]),
         switches=(network.switches, (), [_switch(switch) for switch in network.switches]),

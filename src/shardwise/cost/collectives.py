@@ -109,6 +109,8 @@ class CollectiveModel:
         if choice is None or choice.is_library:
             return self
         line = self.line(choice.uses, choice.latency_s, choice.s_per_byte)
+        if not choice.has_trees:  # its times are measured, not those of wires
+            line = replace(line, latency_s=choice.latency_s, factor=ONE)
         return replace(self, program=line, program_bytes=choice.min_bytes)
 
     def algorithm(self, num_bytes: float) -> str:

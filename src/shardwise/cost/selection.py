@@ -1,4 +1,5 @@
-"""Which way each collective takes on a cluster: the library's, hierarchical, or solved trees.
+"""Which way each collective takes on a cluster: the library's, hierarchical, solved trees, or the
+memory of one host.
 
 Enters: a cluster, an operation, and the groups of ranks that do it at the same moment. Leaves:
 `CollectiveChoice`. Predicted time decides; the library is kept unless another way saves more than
@@ -7,6 +8,7 @@ solved. What is found depends on the arguments alone: ranks that plan by themsel
 
 Groups that talk at the same moment get equal parts of what they share. What was measured beyond
 the wires for the library is taken to hold for messages, too: both run on the same processes.
+Shared memory is used where it was measured (`shardwise profile`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Link
+from shardwise.cluster.links import factor_of
 from shardwise.collectives.bounds import cut_bound
 from shardwise.collectives.demand import demand_of
 from shardwise.collectives.derive import forest_of, lowered
@@ -45,13 +48,15 @@ SIZES = tuple(1 << n for n in range(16, 31))  # smaller data are a matter of lat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """One way of all groups: its line, and the trees of each group."""
+    """One way of all groups: its line of the wires' times, and the trees of each group; or the
+    line that was measured.
+    """
 
     name: str
     latency_s: float
     s_per_byte: float
-    chunk_bytes: int
-    forests: tuple[Forest, ...]
+    chunk_bytes: int = 0
+    forests: tuple[Forest, ...] = ()
 
 
 def may_gain(cluster: Cluster) -> bool:
@@ -62,6 +67,8 @@ def may_gain(cluster: Cluster) -> bool:
     """
     if cluster.num_ranks < 2 or {n.device.kind for n in cluster.nodes} - set(KINDS):
         return False
+    if any(node.link is not None and node.link.shared for node in cluster.nodes):
+        return True
     if cluster.num_nodes == 1:
         return False
     alike = {(node.link, node.nic, node.count) for node in cluster.nodes}
@@ -116,10 +123,10 @@ def select(
     )
     if not (use or may_gain(cluster)) or rows.shape[-1] > most_ranks:
         return kept
+    ways = [_shared(cluster, operation, rows)]
     networks = contended(cluster, rows)
-    if not use and _out_of_reach(library, networks, operation):
-        return kept
-    ways = [_hierarchical(networks, operation), _solved(networks, operation)]
+    if use or not _out_of_reach(library, networks, operation):
+        ways += [_hierarchical(networks, operation), _solved(networks, operation)]
     found = [way for way in ways if way is not None and use in ("", way.name)]
     return _decided(kept, library, found, forced=bool(use))
 
@@ -128,7 +135,7 @@ def _decided(
     kept: CollectiveChoice, library: CollectiveModel, ways: Sequence[_Way], *, forced: bool
 ) -> CollectiveChoice:
     """The best way with the times of all; the library unless it saves enough."""
-    lines = {way.name: library.line(way.name, way.latency_s, way.s_per_byte) for way in ways}
+    lines = {way.name: _line(library, way) for way in ways}
     seconds = {name: line.seconds(REFERENCE_BYTES) for name, line in lines.items()}
     told = replace(kept, predicted_s={**kept.predicted_s, **seconds})
     if not ways:
@@ -147,6 +154,12 @@ def _decided(
         chunk_bytes=best.chunk_bytes,
         forests=best.forests,
     )
+
+
+def _line(library: CollectiveModel, way: _Way) -> Line:
+    if way.forests:
+        return library.line(way.name, way.latency_s, way.s_per_byte)
+    return Line(algorithm=way.name, latency_s=way.latency_s, s_per_byte=way.s_per_byte)
 
 
 def saves_enough(library_s: float, other_s: float) -> bool:
@@ -190,6 +203,35 @@ def contended(cluster: Cluster, groups: Ints) -> list[Network]:
         replace(network, capacity=network.capacity / share)
         for network, share in zip(found, shares, strict=True)
     ]
+
+
+def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Way | None:
+    """Memory that the ranks of every group share, if all links say what it takes."""
+    topology = cluster.topology
+    nodes = topology.node[groups]
+    if (nodes != nodes[:, :1]).any():
+        return None
+    per_node = np.repeat(np.arange(len(cluster.nodes)), [n.copies for n in cluster.nodes])
+    links = {cluster.nodes[per_node[node]].link for node in np.unique(nodes)}
+    known = [link for link in links if link is not None and operation in dict(link.shared)]
+    if len(known) < len(links):
+        return None
+    small, large = (
+        max(_shared_s(cluster, operation, groups, link, size) for link in known)
+        for size in (SMALL_BYTES, LARGE_BYTES)
+    )
+    s_per_byte = (large - small) / (LARGE_BYTES - SMALL_BYTES)
+    latency_s = max(0.0, small - s_per_byte * SMALL_BYTES)
+    return _Way(name="shared", latency_s=latency_s, s_per_byte=s_per_byte)
+
+
+def _shared_s(cluster: Cluster, operation: str, groups: Ints, link: Link, num_bytes: int) -> float:
+    """What was measured, as a multiple of the time of the wires."""
+    model = collective_model(cluster, operation, groups)
+    factor = factor_of(link.shared, operation, groups.shape[-1])
+    wires = model.lines[0]
+    start = wires.latency_s / model.factor.latency * factor.latency
+    return start + num_bytes * wires.s_per_byte * factor.bytes.at(num_bytes)
 
 
 def _solved(networks: Sequence[Network], operation: str) -> _Way | None:

@@ -19,7 +19,7 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.messages.forest import Forest, require_fields
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # that a step repeats, with trees
-WAYS = ("library", "hierarchical", "solved")
+WAYS = ("library", "hierarchical", "solved", "shared")  # shared: memory of one host
 REFERENCE_BYTES = 16 << 20  # at which times are compared in a plan's text
 
 Ranks = tuple[int, ...]
@@ -56,7 +56,11 @@ class CollectiveChoice:
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or sizes < {2} or any(len(set(g)) != len(g) for g in self.groups):
             raise PlanError(f"groups {self.groups} are not all of as many ranks, two or more")
-        if self.is_library:
+        if not all(0 <= s < math.inf for s in (self.latency_s, self.s_per_byte)):
+            raise PlanError(f"{self.latency_s} s and {self.s_per_byte} s for each byte")
+        if not self.has_trees:
+            if self.forests:
+                raise PlanError(f"{self.uses} has no trees", hint="leave forests out")
             return
         if len(self.forests) not in (1, len(self.groups)):
             raise PlanError(f"{len(self.forests)} forests for {len(self.groups)} groups")
@@ -64,12 +68,15 @@ class CollectiveChoice:
             raise PlanError(f"a forest is not of the {len(self.groups[0])} ranks of a group")
         if self.chunk_bytes < 1 or self.min_bytes < 0:
             raise PlanError(f"chunks of {self.chunk_bytes} bytes, from {self.min_bytes} bytes on")
-        if not all(0 <= s < math.inf for s in (self.latency_s, self.s_per_byte)):
-            raise PlanError(f"{self.latency_s} s and {self.s_per_byte} s for each byte")
 
     @property
     def is_library(self) -> bool:
         return self.uses == "library"
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether it is a program of messages."""
+        return self.uses in ("hierarchical", "solved")
 
     @property
     def gain(self) -> float:
@@ -86,7 +93,7 @@ class CollectiveChoice:
 
     def forest(self, ranks: Ranks) -> Forest | None:
         """The trees of one group; None if it is not of these, or the library is used."""
-        if self.is_library or ranks not in self.groups:
+        if not self.has_trees or ranks not in self.groups:
             return None
         return self.forests[0 if len(self.forests) == 1 else self.groups.index(ranks)]
 
@@ -100,8 +107,10 @@ class CollectiveChoice:
             "predicted_s": dict(self.predicted_s),
         }
         if not self.is_library:
-            for name in ("min_bytes", "latency_s", "s_per_byte", "chunk_bytes"):
+            for name in ("min_bytes", "latency_s", "s_per_byte"):
                 data[name] = getattr(self, name)
+        if self.has_trees:
+            data["chunk_bytes"] = self.chunk_bytes
             data["forests"] = [forest.to_json() for forest in self.forests]
         return data
 
@@ -138,10 +147,11 @@ class CollectiveChoice:
     def __str__(self) -> str:
         times = ", ".join(f"{way} {_time(s)}" for way, s in self.predicted_s.items())
         told = f"{self.operation} on ranks {format_groups(self.groups)}: {self.uses}"
-        if not self.is_library:
+        if not self.is_library and self.min_bytes:
+            told += f" from {_size(self.min_bytes)} on"
+        if self.has_trees:
             trees = max(len(forest.trees) for forest in self.forests)
-            start = f" from {_size(self.min_bytes)} on" if self.min_bytes else ""
-            told += f"{start}, {trees} trees, chunks of {_size(self.chunk_bytes)}"
+            told += f", {trees} trees, chunks of {_size(self.chunk_bytes)}"
         return told + (f" ({_size(REFERENCE_BYTES)}: {times})" if times else "")
 
 

@@ -10,6 +10,7 @@ Programs are made once for each size and kept. Sums are the same bits on all ran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,132 +18,164 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError
 from shardwise.messages import CollectiveChoice, MessageProgram
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.messenger import TIMEOUT_S, Messenger
+from shardwise.runtime.shared import SharedBuckets
 from shardwise.runtime.transport import Group, Pending
 
 __all__ = ["Derive", "Ways"]
 
-Derive = Callable[
-    [CollectiveChoice, tuple[int, ...], int, int, Sequence[int]], MessageProgram | None
-]
+Ranks = tuple[int, ...]
+Derive = Callable[[CollectiveChoice, Ranks, int, int, Sequence[int]], MessageProgram | None]
 ADDED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+class _Way(Protocol):
+    """Does operations of one group, in place."""
+
+    on_host: bool  # whether tensors must be in host memory
+
+    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle: ...
+
+
+class _Messages:
+    """Programs of messages."""
+
+    def __init__(
+        self, ranks: Ranks, group: dist.ProcessGroup, derive: Derive, limit: float
+    ) -> None:
+        self.ranks, self.derive = ranks, derive
+        self.messenger = Messenger(group, timeout_s=limit)
+        self.on_host = "nccl" not in str(dist.get_backend(group))
+        self.programs: dict[object, MessageProgram] = {}
+
+    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
+        key = (choice.operation, data.numel(), data.element_size(), tuple(counts))
+        if key not in self.programs:
+            made = self.derive(choice, self.ranks, data.numel(), data.element_size(), counts)
+            assert made is not None, key  # `Ways` asks for what the choice takes
+            self.programs[key] = made
+        return self.messenger.start(self.programs[key], data)
+
+
+class _Memory:
+    """Memory that the ranks share."""
+
+    on_host = True
+
+    def __init__(self, buckets: SharedBuckets) -> None:
+        self.buckets = buckets
+
+    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
+        if choice.operation == "all_reduce":
+            return self.buckets.all_reduce(data)
+        if choice.operation == "reduce_scatter":
+            return self.buckets.reduce_scatter(data, counts)
+        return self.buckets.all_gather(data, counts)
+
+
 class Ways:
-    """The ways of the collectives of this rank's groups."""
+    """The ways of the collectives of this rank's groups; `started` counts them."""
 
     def __init__(
         self,
         choices: Sequence[CollectiveChoice] = (),
         derive: Derive | None = None,
-        groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._derive, self._timeout_s = derive, timeout_s or TIMEOUT_S
-        rank, groups = dist.get_rank(), groups or {}
-        self._choices = {
-            (choice.operation, ranks): choice
-            for choice in choices
-            if not choice.is_library
-            for ranks in choice.groups
-            if rank in ranks
-        }
-        for _, ranks in self._choices:
-            if ranks not in groups:
-                raise ProgramError(
-                    f"the plan solves a collective of ranks {ranks}, who never talk as a group",
-                    hint="sw.choose_collectives(plan, cluster)",
-                )
-        self._messengers = {
-            ranks: Messenger(groups[ranks], timeout_s=self._timeout_s)
-            for ranks in dict.fromkeys(ranks for _, ranks in self._choices)
-        }
-        self._programs: dict[object, MessageProgram | None] = {}
-
-    @property
-    def num_programs(self) -> int:
-        """How many sizes have had a program."""
-        return len(self._programs)
+        self.started = 0
+        self._of: dict[tuple[str, Ranks], tuple[CollectiveChoice, _Way]] = {}
+        known: dict[tuple[bool, Ranks], _Way | None] = {}
+        for choice in choices:
+            for ranks in choice.groups if derive is not None and not choice.is_library else ():
+                if dist.get_rank() not in ranks:
+                    continue
+                group = (groups or {}).get(ranks)
+                if group is None:
+                    raise ProgramError(
+                        f"the plan solves a collective of ranks {ranks}, who never talk as a group",
+                        hint="sw.choose_collectives(plan, cluster)",
+                    )
+                key = (choice.has_trees, ranks)
+                if key not in known:
+                    known[key] = _open(choice, ranks, group, derive, timeout_s or TIMEOUT_S)
+                way = known[key]
+                if way is not None:
+                    self._of[choice.operation, ranks] = (choice, way)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending | None:
         """Sum in place."""
-        if op != "sum" or flat.dtype not in ADDED:
+        found = self._find("all_reduce", group, flat.nbytes)
+        if found is None or op != "sum" or flat.dtype not in ADDED:
             return None
-        program = self._program("all_reduce", group, flat.numel(), flat.element_size())
-        if program is None:
-            return None
-        host = self._staged(flat, group)
-        handle = self._messengers[group.ranks].start(program, host)
-        back = None if host is flat else lambda: flat.copy_(host)
-        return _after(flat, handle.wait, back)
+        choice, way = found
+        host = flat.cpu() if flat.is_cuda and way.on_host else flat
+        handle = way.start(choice, host, ())
+        return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
         """This rank's part of the sum; `flat` stays as it is."""
-        if flat.dtype not in ADDED:
+        found = self._find("reduce_scatter", group, flat.nbytes)
+        if found is None or flat.dtype not in ADDED:
             return None
-        program = self._program(
-            "reduce_scatter", group, flat.numel(), flat.element_size(), tuple(sizes)
-        )
-        if program is None:
-            return None
-        host = self._staged(flat, group)
-        data = host.clone() if host is flat else host
-        handle = self._messengers[group.ranks].start(program, data)
+        choice, way = found
+        data = flat.cpu() if flat.is_cuda and way.on_host else flat.clone()
+        handle = way.start(choice, data, sizes)
         first, count = sum(sizes[: group.index]), sizes[group.index]
 
         def mine(_: Tensor) -> Tensor:
             # A copy: a slice would keep the memory of the whole alive.
             return data[first : first + count].to(flat.device, copy=True)
 
-        return _after(data, handle.wait).then(mine)
+        return _after(data, handle).then(mine)
 
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None
     ) -> Pending | None:
         """All ranks' parts, as bytes of any type."""
         unit = flat.element_size()
-        counts = tuple(size * unit for size in sizes)
-        program = self._program("all_gather", group, sum(counts), 1, counts)
-        if program is None:
+        found = self._find("all_gather", group, sum(sizes) * unit)
+        if found is None:
             return None
+        choice, way = found
         whole = flat.new_empty(sum(sizes)) if out is None else out
-        host = self._staged(whole, group, empty=True)
+        staged = whole.is_cuda and way.on_host
+        host = torch.empty(whole.shape, dtype=whole.dtype) if staged else whole
         part = host[sum(sizes[: group.index]) :][: sizes[group.index]]
         if part.data_ptr() != flat.data_ptr():
             part.copy_(flat)
-        handle = self._messengers[group.ranks].start(program, host.view(torch.uint8))
-        back = None if host is whole else lambda: whole.copy_(host)
-        return _after(whole, handle.wait, back)
+        handle = way.start(choice, host.view(torch.uint8), [size * unit for size in sizes])
+        return _after(whole, handle, (lambda: whole.copy_(host)) if staged else None)
 
-    def _program(
-        self,
-        operation: str,
-        group: Group,
-        numel: int,
-        item_bytes: int,
-        counts: tuple[int, ...] = (),
-    ) -> MessageProgram | None:
-        choice = self._choices.get((operation, group.ranks))
-        if choice is None or self._derive is None or numel * item_bytes < choice.min_bytes:
+    def _find(
+        self, operation: str, group: Group, num_bytes: int
+    ) -> tuple[CollectiveChoice, _Way] | None:
+        found = self._of.get((operation, group.ranks))
+        if found is None or not num_bytes or num_bytes < found[0].min_bytes:
             return None
-        key = (operation, group.ranks, numel, item_bytes, counts)
-        if key not in self._programs:
-            self._programs[key] = self._derive(choice, group.ranks, numel, item_bytes, counts)
-        return self._programs[key]
-
-    def _staged(self, tensor: Tensor, group: Group, *, empty: bool = False) -> Tensor:
-        """The tensor where its group's messages can take it from: gloo sends from host memory."""
-        pg = self._messengers[group.ranks].group
-        if not tensor.is_cuda or "nccl" in str(dist.get_backend(pg)):
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype) if empty else tensor.cpu()
+        self.started += 1
+        return found
 
 
-def _after(
-    result: Tensor, wait: Callable[[], None], finish: Callable[[], object] | None = None
-) -> Pending:
+def _open(
+    choice: CollectiveChoice,
+    ranks: Ranks,
+    group: dist.ProcessGroup,
+    derive: Derive | None,
+    limit: float,
+) -> _Way | None:
+    """The way of a group; None where it has no memory to share, as all of its ranks then find."""
+    if choice.has_trees:
+        assert derive is not None
+        return _Messages(ranks, group, derive, limit)
+    buckets = SharedBuckets.open(group, timeout_s=limit)
+    return None if buckets is None else _Memory(buckets)
+
+
+def _after(result: Tensor, handle: Handle, finish: Callable[[], object] | None = None) -> Pending:
     def done() -> None:
-        wait()
+        handle.wait()
         if finish is not None:
             finish()
 

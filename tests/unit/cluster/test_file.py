@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from shardwise.cluster import Cluster
+from shardwise.collectives import Network
 from shardwise.cost import collective_model
+from shardwise.cost.selection import select
 from shardwise.errors import ClusterError
 from shardwise.launch import launch_commands
 
@@ -50,6 +52,8 @@ nodes:
       collectives:
         all_gather: 1.2
         all_reduce: [{ranks: 2, latency: 2, bytes: [[1000, 1.1], [1.0e+6, 1.3]]}, {ranks: 4}]
+      shared: {all_reduce: {latency: 2, bytes: 0.5}}
+      message_us: 12
     nic: {count: 2, bandwidth_gbit_per_s: 400, latency_us: 2, efficiency: 0.9}
   - name: small
     devices: [slow, {device: quick, count: 2, speed: 0.5}]
@@ -60,6 +64,7 @@ nodes:
     nic: {bandwidth_gbit_per_s: 100}
 network:
   latency_us: 3
+  message_us: 20
   collectives: {reduce_scatter: {latency: 1.5, bytes: 1.3}}
   domains:
     - {nodes: "rack[0-3]", every: 2, link: {bandwidth_gb_per_s: 900, latency_us: 2}}
@@ -104,6 +109,9 @@ def figures(cluster: Cluster) -> dict[str, Any]:
             if operation != "send" or len(groups[0]) == 2:
                 model = collective_model(cluster, operation, groups)
                 found[f"{operation} {name}"] = [model.seconds(n) for n in (0, 1e4, 1e9)]
+    shared = select(cluster, "all_reduce", [[0, 1]], use="shared")
+    found["shared"] = shared.to_json() if shared is not None else None
+    found["message_s"] = [Network.of_cluster(cluster, r).message_s for r in ([0, 1], [0, 5])]
     found["launch"] = launch_commands(cluster, ["train.py"])
     return found
 
