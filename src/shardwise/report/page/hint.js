@@ -5,9 +5,8 @@ import { el, name, plain } from "./dom.js";
 const box = document.getElementById("hint");
 const spoken = document.getElementById("spoken");
 const GAP = 14; // pixels between the pointer and the box
-let width = 0;
-let height = 0;
 let shown = null;
+let middle = { x: innerWidth / 2, y: innerHeight / 2 };
 
 /**
  * @typedef {Object} Hint
@@ -23,11 +22,11 @@ export function show(hint, x, y) {
       el("strong", {}, name(hint.title)),
       el("dl", {}, ...hint.lines.flatMap(([key, value]) => [el("dt", { text: key }), el("dd", {}, name(value))])));
     box.hidden = false;
-    ({ offsetWidth: width, offsetHeight: height } = box);
   }
-  const left = x + GAP + width > innerWidth ? Math.max(4, x - GAP - width) : x + GAP;
-  const top = y + GAP + height > innerHeight ? Math.max(4, y - GAP - height) : y + GAP;
-  box.style.transform = `translate(${left}px, ${top}px)`;
+  // Towards the middle of the window: there is room, and nothing needs to be measured.
+  const left = x > middle.x ? `calc(${x - GAP}px - 100%)` : `${x + GAP}px`;
+  const top = y > middle.y ? `calc(${y - GAP}px - 100%)` : `${y + GAP}px`;
+  box.style.transform = `translate(${left}, ${top})`;
 }
 
 /** Hide it. */
@@ -67,4 +66,5 @@ export function explain(node, make) {
 addEventListener("keydown", (e) => {
   if (e.key === "Escape") hide();
 });
+addEventListener("resize", () => (middle = { x: innerWidth / 2, y: innerHeight / 2 }));
 addEventListener("scroll", hide, { passive: true, capture: true });
