@@ -95,9 +95,9 @@ def test_long_runs_come_in_little(watch: Any, tmp_path: Path) -> None:
     page = watch(run)
     expect(page.locator("#progress-text")).to_contain_text("step 20,000", timeout=20_000)
     size = page.evaluate(
-        "fetch('/data?generation=0&width=32&from=600').then(a => a.text()).then(t => t.length)"
+        "fetch('/data?generation=0&width=128&from=150').then(a => a.text()).then(t => t.length)"
     )
-    assert size < 20_000
+    assert size < 8_000
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["MOST", "History"]
 
-MOST = 1000
+MOST = 240  # about as many as can be told apart on a chart
 
 
 class _Bucket:

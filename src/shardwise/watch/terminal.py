@@ -29,24 +29,18 @@ def panel(run: Run, width: int) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     inside = max(10, width - LABEL - 6)
+    if run.total is not None:
+        done = ProgressBar(total=run.total, completed=run.step, width=min(inside, 60))
+        table.add_row("progress", done)
     for label, text in _rows(run, inside):
         table.add_row(label, Text(text))
-    parts: list[RenderableType] = [_progress(run, inside), table]
     style = "red" if run.state in ("failed", "gone") else "green" if run.ended else "cyan"
     return Panel(
-        Group(*parts),
+        Group(Text(progress_text(run)), table),
         title=Text(_cut(run.title, width - 6)),
         title_align="left",
         border_style=style,
     )
-
-
-def _progress(run: Run, width: int) -> RenderableType:
-    text = Text(progress_text(run))
-    if run.total is None:
-        return text
-    bar = ProgressBar(total=run.total, completed=run.step, width=min(width, 60))
-    return Group(text, bar)
 
 
 def progress_text(run: Run) -> str:

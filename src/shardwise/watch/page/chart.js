@@ -19,7 +19,8 @@ export class Chart {
     const title = document.createElement("b");
     title.textContent = name;
     this.output = document.createElement("output");
-    caption.append(title, this.output);
+    this.note = document.createElement("small");
+    caption.append(title, this.note, this.output);
     this.svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", tabindex: "0", role: "img" });
     this.figure.append(caption, this.svg);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
@@ -28,7 +29,7 @@ export class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // steps and columns of means, least and most; dots: [step, value]; wanted: one value to compare with
+  // steps and columns of means, least and most; dots: [step, value] of evaluations; wanted: what was predicted
   show(steps, column, dots = [], wanted = null) {
     this.steps = steps;
     this.column = column;
@@ -36,6 +37,8 @@ export class Chart {
     this.wanted = wanted;
     this.width = Math.max(240, this.svg.clientWidth || WIDTH);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    const notes = [dots.length ? "dots: evaluation" : "", wanted === null ? "" : `dashed: predicted ${this.format(wanted)}`];
+    this.note.textContent = notes.filter(Boolean).join(", ");
     this.scale();
     this.draw();
   }
