@@ -9,7 +9,7 @@ const KNOWN = {
   optimizer: "optimizer", update: "update",
   collectives: "collectives", collective: "collectives", communication: "collectives",
   parameters: "gather", gather: "gather",
-  gradients: "reduce", reduce: "reduce", sync: "reduce",
+  gradients: "reduce", reduce: "reduce", sync: "reduce", "reduce-scatter": "reduce",
   send: "send", receive: "send", transfer: "send",
   bubble: "waiting", waiting: "waiting", idle: "waiting", process: "waiting", free: "waiting", more: "waiting",
 };

@@ -121,7 +121,7 @@ export function drawRows(canvas, rows, view, options) {
 }
 
 function drawLane(c, lane, view, { width, critical, ink, font, paint, mark }) {
-  const size = Math.min(12, lane.height - 5);
+  const size = Math.min(11.5, lane.height - 5);
   c.font = `${size}px ${font}`;
   c.textBaseline = "middle";
   lane.spans.visit(view, (x, w, i, fill, marked) => {
@@ -168,7 +168,7 @@ function measured(c, text, size) {
 /** A text in the middle of its span, or as much of it as has room. */
 function write(c, text, left, right, y, size, ink, variable) {
   if (!text) return;
-  const room = right - left - 2;
+  const room = right - left - 1;
   const [whole, wide] = measured(c, text, size);
   const letters = Math.floor((room / wide) * whole.length) - 1;
   if (wide > room && letters < 2) return;

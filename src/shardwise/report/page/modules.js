@@ -14,7 +14,7 @@ const OPEN_ROWS = 30; // that the tree opens with, about
 /** @param {HTMLElement} body @param {any} report */
 export function drawModules(body, report) {
   const model = new Model(report.modules);
-  const tree = new Tree({ label: "Modules of the model", heads: heads(), roots: model.roots() });
+  const tree = new Tree({ label: "Modules of the model", heads: heads(model.syncs), roots: model.roots() });
   for (const key of model.opening()) tree.toggle(tree.rows.findIndex((r) => r.item.key === key), true);
   const search = el("input", { type: "search", placeholder: "Search modules, parameters, operations", "aria-label": "Search modules, parameters and operations", spellcheck: "false" });
   const found = el("output", { class: "soft" });
@@ -38,8 +38,10 @@ export function drawModules(body, report) {
     tree.node);
 }
 
-function heads() {
-  return [head("Module"), head("Layout"), head("Parameters", "figure"), head("Activations", "figure"), head("Forward + backward", "figure"), head("Communication", "figure")];
+function heads(syncs) {
+  const heads = [head("Module"), head("Layout"), head("Parameters", "figure"), head("Activations", "figure"), head("Forward + backward", "figure"), head("Communication", "figure")];
+  if (syncs) heads.push(el("th", { scope: "col", class: "figure", text: "Sync", title: "Messages of parameters and gradients; they are hidden behind computing as far as possible" }));
+  return heads;
 }
 
 function find(tree, model, text, start, output) {
@@ -68,7 +70,8 @@ class Model {
     this.operations = this.groups(this.nodes.module);
     const tops = this.rows.filter((r) => r.parent === null || r.parent === undefined);
     const most = (f) => Math.max(...tops.map(f), Number.MIN_VALUE);
-    this.most = { bytes: most((r) => r.parameter_bytes), kept: most((r) => r.activation_bytes), time: most((r) => r.forward_s + r.backward_s), moved: most((r) => r.communication_s) };
+    this.most = { bytes: most((r) => r.parameter_bytes), kept: most((r) => r.activation_bytes), time: most((r) => r.forward_s + r.backward_s), moved: most((r) => r.communication_s), synced: most((r) => r.sync_s ?? 0) };
+    this.syncs = this.rows.some((r) => r.sync_s > 0);
     this.byId = new Map(this.rows.map((r) => [r.id, r]));
     this.copies = new Map(); // of a module in the whole model: its figures are those of one
     for (const r of this.rows) this.copies.set(r.id, (r.count ?? 1) * (this.copies.get(r.parent) ?? 1));
@@ -135,7 +138,8 @@ class Model {
       barCell(size(row.parameter_bytes), [[(row.parameter_bytes * copies) / most.bytes, "--c-forward"]]),
       barCell(size(row.activation_bytes), [[(row.activation_bytes * copies) / most.kept, "--c-weight"]]),
       barCell(seconds(row.forward_s + row.backward_s), [[(row.forward_s * copies) / most.time, "--c-forward"], [(row.backward_s * copies) / most.time, "--c-backward"]]),
-      barCell(seconds(row.communication_s), [[(row.communication_s * copies) / most.moved, "--c-collectives"]])];
+      barCell(seconds(row.communication_s), [[(row.communication_s * copies) / most.moved, "--c-collectives"]]),
+      this.syncs && barCell(seconds(row.sync_s), [[(row.sync_s * copies) / most.synced, "--c-reduce"]])].filter(Boolean);
   }
 
   /** Whether a module's stages are worth a word: not those of the module above it again. */
@@ -152,7 +156,12 @@ class Model {
         el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "param" }), name(p.name, "", CUT), name(note, "soft", CUT))),
         layout(p.layout),
         el("td", { class: "figure" }, el("span", { text: size(p.local_bytes) }), p.local_bytes === p.bytes ? null : el("small", { class: "soft", text: ` of ${size(p.bytes)}` })),
-        el("td"), el("td"), el("td")] };
+        ...this.blank(3)] };
+  }
+
+  /** Empty cells of columns that a row has no figure for. */
+  blank(many) {
+    return Array.from({ length: many + (this.syncs ? 1 : 0) }, () => el("td"));
   }
 
   /** Operations: by themselves, or behind a row of their own where modules stand beside them. */
@@ -171,7 +180,7 @@ class Model {
   bundle(key, text, indices, level) {
     return { key, level, label: text, parent: true, kind: "bundle",
       children: () => (indices.length <= CHUNK ? indices.map((j) => this.operation(j, level + 1)) : this.someOperations({ id: key }, indices, level + 1, false)),
-      cells: () => [el("th", { scope: "row" }, el("span", { class: "cell-name soft", text })), el("td"), el("td"), el("td"), el("td"), el("td")] };
+      cells: () => [el("th", { scope: "row" }, el("span", { class: "cell-name soft", text })), ...this.blank(5)] };
   }
 
   operation(j, level) {
@@ -184,7 +193,7 @@ class Model {
         layout(n.layout[j]), el("td"),
         el("td", { class: "figure", text: size(n.bytes[j]) }),
         el("td", { class: "figure", text: seconds(n.forward_s[j] + n.backward_s[j]) }),
-        el("td", { class: "figure", text: seconds(n.communication_s[j]) })] };
+        el("td", { class: "figure", text: seconds(n.communication_s[j]) }), ...this.blank(0)] };
   }
 
   /** What holds the text, with all modules above it. */

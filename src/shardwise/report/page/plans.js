@@ -53,7 +53,7 @@ function differences(p, { names, texts, plans }) {
   const found = names.map((n) => [n, p.differences_s?.[n] ?? 0]).filter(([, s]) => Math.abs(s) > most / 500);
   if (!found.length) return el("span", { class: "soft", text: p.chosen ? "the others are compared with this plan" : "no difference in time" });
   return el("div", { class: "diverging" }, ...found.map(([n, s]) => el("div", { class: "diverging-row" },
-    el("span", {}, name(texts.get(n) ?? n)),
+    el("span", { title: plain(texts.get(n) ?? n, 200) }, name(texts.get(n) ?? n)),
     el("span", { class: "diverging-bar", "aria-hidden": "true" }, el("i", { style: place(s / most, variable(n)) })),
     el("b", { text: signed(s, seconds) }))));
 }

@@ -75,9 +75,7 @@ export function keys() {
 
 function criticalPath(critical) {
   if (!critical) return el("p");
-  const parts = Object.entries(critical.seconds ?? {}).filter(([, s]) => s > 0);
-  return el("p", { class: "critical-text" }, el("b", { text: "Critical path: " }), name(critical.text ?? ""), " ",
-    el("span", { class: "soft", text: parts.map(([k, s]) => `${k} ${seconds(s)}`).join(", ") }));
+  return el("p", { class: "critical-text" }, el("b", { text: "Critical path: " }), name(critical.text ?? ""));
 }
 
 function tables(timeline, chart) {
