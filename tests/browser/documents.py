@@ -104,6 +104,21 @@ def hostile() -> Json:
     return made
 
 
+def sparse() -> Json:
+    """A plan that does not fit, of which little more than the verdict is known."""
+    made = report(classes=1, ranks=1, microbatches=1)
+    for key in ("modules", "cluster", "schedule", "plans", "gap", "what_if", "code", "price"):
+        made[key] = None
+    made["missing"] = {}
+    made["verdict"] |= {"tokens_per_s": None, "fits": False, "price": None, "notes": []}
+    made["verdict"]["memory"] |= {"peak_bytes": 90 * GIB, "free_bytes": -16 * GIB}
+    made["memory"][0] |= {"peak_bytes": 90 * GIB, "over_time": [], "times": [], "others": {}}
+    row = made["timeline"]["rows"][0]
+    row["lanes"] = {"compute": {key: [] for key in ("start", "end", "kind", "name", "critical")}}
+    made["timeline"] |= {"critical": None, "folded": "of 4,096 micro-batches, the first 64"}
+    return made
+
+
 def large() -> Json:
     """1,024 ranks, 10,000 operations and 100,000 spans."""
     return report(

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from shardwise.cli import figures
 from shardwise.report.render import frame, render
-from tests.browser.documents import HOSTILE, hostile, report
+from tests.browser.documents import HOSTILE, hostile, report, sparse
 
 pytestmark = pytest.mark.browser
 
@@ -40,6 +40,18 @@ def test_a_missing_section_says_why_and_what_to_type(show: Show) -> None:
     assert page.locator("section.empty .command").count() == 7
     command = page.locator("#code .command").inner_text()
     assert command == "shardwise report plan.json model.py:build"
+
+
+def test_a_sparse_report_of_a_plan_that_does_not_fit(show: Show) -> None:
+    page = show(sparse())
+    assert page.locator("#verdict").get_by_text("does not fit in memory").is_visible()
+    assert "16.0 GiB" in page.locator("#verdict .big.bad").inner_text()
+    page.locator("#timeline canvas").last.press("ArrowRight")
+    page.get_by_text("Memory as a table").click()
+    text = page.locator("main").inner_text()
+    assert "could not be drawn" not in text
+    for word in ("NaN", "undefined", "null", "Infinity"):
+        assert word not in text
 
 
 def test_figures_are_written_as_the_command_line_writes_them(show: Show) -> None:

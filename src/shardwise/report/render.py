@@ -38,9 +38,10 @@ def render(document: Document | Mapping[str, Any]) -> str:
     """The page of a report."""
     data = document if isinstance(document, Mapping) else document.to_json()
     style, script = _style(), _script()
+    title = str(data.get("title", "Shardwise")).encode(errors="replace").decode()
     parts = {
         "policy": f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">',
-        "title": f"<title>{html.escape(str(data.get('title', 'Shardwise')))}</title>",
+        "title": f"<title>{html.escape(title)}</title>",
         "style": f"<style>{style}</style>",
         "data": f'<script type="application/json" id="report-data">{embedded(data)}</script>',
         "script": f"<script>{script}</script>",
