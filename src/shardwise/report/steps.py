@@ -9,10 +9,12 @@ parameters. What of an action's time a rank waits is no computing; what no span 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ __all__ = ["PASSES", "RankStep", "RecordedStep", "Spans", "recorded_step"]
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 TAIL = ("optimizer", "clipping")
+TICK_S = 2e-6  # a GPU's events are no more exact
 Floats = NDArray[np.float64]
 
 
@@ -235,7 +238,7 @@ class _Rank:
         )
         every: Mapping[int, tuple[float, float]] = {n: (start, end) for n, start, end in found}
         starts = sorted(start for start, _ in every.values())
-        self._next = dict(zip(starts, [*starts[1:], float("inf")], strict=True))
+        self._next = dict.fromkeys(starts, math.inf) | dict(pairwise(starts))
         self.steps = {n: times for n, times in every.items() if self._is_whole(*times, expected)}
 
     def lane(self, name: str) -> Spans:
@@ -270,15 +273,15 @@ class _Rank:
         return "optimizer" in self._tail(number).names
 
     def _tail(self, number: int) -> Spans:
-        start, end = self.steps[number]
-        after = _between(self.lane("compute"), end, self._next[start])
+        start, _ = self.steps[number]
+        after = _between(self.lane("compute"), start, self._next[start])
         return after.only([name in TAIL for name in after.names])
 
     def end(self, number: int) -> float:
         """When it was done, with its new parameters."""
         start, end = self.steps[number]
         update = _between(self.lane("waiting").named("update"), end, self._next[start])
-        return float(max(end, *self._tail(number).end.tolist(), *update.end.tolist()))
+        return float(max([end, *self._tail(number).end.tolist(), *update.end.tolist()]))
 
     def step(self, number: int, origin: float, *, in_stages: bool) -> RankStep:
         """All that belongs to a step, on the step's clock."""
@@ -308,8 +311,8 @@ class _Rank:
 
 
 def _between(spans: Spans, start: float, end: float) -> Spans:
-    """Those that begin in a window."""
-    first, last = np.searchsorted(spans.start, (start, end))
+    """Those that begin in a window, as far as a clock can tell."""
+    first, last = np.searchsorted(spans.start, (start - TICK_S, end - TICK_S))
     return Spans(
         names=spans.names[first:last], start=spans.start[first:last], end=spans.end[first:last]
     )
