@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         verify,
     )
     from shardwise.api.advise import Advice, advise
+    from shardwise.api.tuned_ways import tune_collectives
     from shardwise.api.tuning import tune
     from shardwise.cluster import Cluster, Mesh
     from shardwise.equivalence import Certificate
@@ -81,6 +82,7 @@ __all__ = [
     "simulate",
     "strategies",
     "tune",
+    "tune_collectives",
     "verify",
 ]
 
@@ -117,6 +119,7 @@ _HOME = {
     "save_checkpoint": "shardwise.training.checkpoint",
     "simulate": "shardwise.simulation",
     "tune": "shardwise.api.tuning",
+    "tune_collectives": "shardwise.api.tuned_ways",
     "verify": "shardwise.api",
 }
 _MODULES = {

@@ -113,3 +113,23 @@ def disagree() -> str:
 def test_ranks_agree_on_trees(pool: Callable[[int], Pool]) -> None:
     for found in pool(3).run(disagree, timeout=60):
         assert "different programs" in found
+
+
+def tuned() -> list[tuple[str, int, bool]]:
+    """What was found, and whether the plan still trains."""
+    model, inputs = training.make("odd")
+    plan = solved(training.plan_for(model, inputs, "zero2", 3), 3)
+    found = sw.tune_collectives(plan, num_bytes=100_000, rounds=1)
+    sw.parallelize(model, inputs, plan=found).train_step(inputs)
+    return [
+        (c.uses, c.chunk_bytes, set(c.predicted_s) >= {"library measured", "solved measured"})
+        for c in found.collectives
+    ]
+
+
+def test_chunks_are_tuned_by_measurement(pool: Callable[[int], Pool]) -> None:
+    runs = pool(3).run(tuned, timeout=120)
+    assert runs[0] == runs[1] == runs[2]
+    for uses, chunk_bytes, told in runs[0]:
+        assert (uses, chunk_bytes) == ("library", 0) or (uses == "solved" and chunk_bytes % 64 == 0)
+        assert told

@@ -45,6 +45,7 @@ PUBLIC = [
     "simulate",
     "strategies",
     "tune",
+    "tune_collectives",
     "verify",
 ]
 

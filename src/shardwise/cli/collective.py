@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.clusters import cluster_of
+from shardwise.cli.collective_tune import tune
 from shardwise.cli.target import AsJson
 from shardwise.errors import did_you_mean
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.messages import MessageProgram
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
+app.command()(tune)
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -216,12 +217,12 @@ def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Way | None:
     known = [link for link in links if link is not None and operation in dict(link.shared)]
     if len(known) < len(links):
         return None
-    small, large = (
-        max(_shared_s(cluster, operation, groups, link, size) for link in known)
-        for size in (SMALL_BYTES, LARGE_BYTES)
-    )
-    s_per_byte = (large - small) / (LARGE_BYTES - SMALL_BYTES)
-    latency_s = max(0.0, small - s_per_byte * SMALL_BYTES)
+    sizes = (SMALL_BYTES, REFERENCE_BYTES, LARGE_BYTES)
+    took = [max(_shared_s(cluster, operation, groups, link, n) for link in known) for n in sizes]
+    pairs = pairwise(zip(sizes, took, strict=True))
+    # The line is nowhere below the curve: what does not fit in caches takes longer for each byte.
+    s_per_byte = max(0.0, *((t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairs))
+    latency_s = max(0.0, took[0] - s_per_byte * SMALL_BYTES)
     return _Way(name="shared", latency_s=latency_s, s_per_byte=s_per_byte)
 
 

@@ -22,6 +22,7 @@ EQUAL = 0.12  # ranks whose rates differ by less are equal: on a quiet machine t
 QUICK = 0.8  # ranks above this part of the quickest one's rate say what full speed is
 STARTS = 2  # sizes whose time is taken for the start alone
 PART = 0.25  # of the start: what the bytes must take to be seen
+SHARED, MESSAGE = "shared ", "message"  # what `other_ways` calls its measurements
 CROWDED = 1.15  # pairs that all send at once are this much slower than one: they share a bus
 
 
@@ -129,7 +130,19 @@ def link_of(node: ClusterNode, measured: Sequence[Timing]) -> Link:
             bus = max(len(crowd[0].groups) / together, 1 / s_per_byte)
             link = replace(link, bus_bytes_per_s=rounded(bus))
     cluster = Cluster(name="measured", nodes=(replace(node, link=link),))
-    return replace(link, collectives=tuple(_factors(cluster, measured)))
+    small = [t.seconds for t in measured if t.operation == MESSAGE]
+    library = [t for t in measured if t.operation != MESSAGE and not t.operation.startswith(SHARED)]
+    shared = [
+        replace(t, operation=t.operation.removeprefix(SHARED))
+        for t in measured
+        if t.operation.startswith(SHARED)
+    ]
+    return replace(
+        link,
+        collectives=tuple(_factors(cluster, library)),
+        shared=tuple(_factors(cluster, shared)),
+        message_s=rounded(min(small), digits=3) if small else 0.0,
+    )
 
 
 def _factors(
@@ -185,6 +198,8 @@ def errors(cluster: Cluster, measured: Sequence[Timing]) -> tuple[float, ...]:
     """How far the cluster's model is from each measurement, relatively."""
     found = []
     for timing in measured:
+        if timing.operation == MESSAGE or timing.operation.startswith(SHARED):
+            continue
         model = collective_model(cluster, timing.operation, timing.groups)
         found.append(model.seconds(timing.num_bytes) / timing.seconds - 1)
     return tuple(found)

@@ -1,11 +1,11 @@
 """What the ranks exchange: sends and collectives through the transport that programs use.
 
-Enters: the number of ranks. Leaves: seconds by size, for pairs of ranks and for all of them.
+Enters: the number of ranks. Leaves: seconds by size, for pairs of ranks and for all of them; of
+processes on a host also those of shared memory, and what a message of a solved program costs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.profiling.timing import FEWEST_SAMPLES, largest, meet
+from shardwise.profiling.other_ways import other_ways
+from shardwise.profiling.timing import FEWEST_SAMPLES, largest, timed
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.transport import Group
 
@@ -46,6 +47,8 @@ def measure(
             found.append(
                 {"operation": operation, "groups": groups, "bytes": num_bytes, "seconds": seconds}
             )
+    if device.type == "cpu":
+        found += other_ways(shapes, sizes, progress, budget_s)
     return found
 
 
@@ -70,27 +73,11 @@ def _measure(
     for _ in range(WARM_UP - 1):
         call()
     work = torch.ones(BUSY_BYTES // 4, device=device)
-    once_s = max(largest(_timed(call, work), device), 1e-6)
+    once_s = max(largest(timed(call, work), device), 1e-6)
     number = max(FEWEST_SAMPLES, min(MOST_CALLS, int(budget_s / once_s)))
-    samples = [_timed(call, work) for _ in range(number)]
+    samples = [timed(call, work) for _ in range(number)]
     seconds = median(samples) if mine is not None else 0.0
     return seconds / 2 if operation == "send" else seconds  # there and back
-
-
-def _timed(call: Callable[[], object], work: torch.Tensor) -> float:
-    """Seconds of a message between ranks that computed until then, and meet first.
-
-    In training, what a message carries has left the caches, or has just been written.
-    """
-    _ = work + 1.0
-    if work.device.type == "cuda":
-        torch.cuda.synchronize(work.device)
-    meet()
-    started = time.perf_counter()
-    call()
-    if work.device.type == "cuda":
-        torch.cuda.synchronize(work.device)
-    return time.perf_counter() - started
 
 
 def _call(

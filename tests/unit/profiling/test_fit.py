@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from shardwise.cluster import Cluster
+from shardwise.collectives import Network
 from shardwise.cost import collective_model
+from shardwise.cost.selection import select
 from shardwise.profiling.fit import Timing, errors, fit_line, rising, rounded, speeds, timings
 from shardwise.profiling.machine import assemble
 
@@ -105,3 +107,25 @@ def test_lines_never_fall() -> None:
     assert latency_s > 0
     assert s_per_byte > 0
     assert rounded(123456.0, digits=2) == 120000.0
+
+
+@pytest.mark.parametrize(("speed", "uses"), [(0.5, "shared"), (0.95, "library")])
+def test_measured_shared_memory_decides_and_messages_cost_what_was_measured(
+    speed: float, uses: str
+) -> None:
+    rows = wires(2)
+    rows += [
+        {**row, "operation": f"shared {row['operation']}", "seconds": speed * row["seconds"]}
+        for row in rows
+        if row["operation"] == "all_reduce"
+    ]
+    rows.append({"operation": "message", "groups": [[0, 1]], "bytes": 1024, "seconds": 3e-5})
+    cluster = assemble([found(1.0, rows)] * 2, "cpu")
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    assert Network.of_cluster(cluster).message_s == 3e-5
+    assert max(abs(e) for e in errors(cluster, timings([found(1.0, rows)] * 2))) < 0.2
+    choice = select(cluster, "all_reduce", [[0, 1]])
+    assert choice is not None
+    assert choice.uses == uses
+    measured_s = speed * choice.predicted_s["library"]
+    assert 0.99 * measured_s < choice.predicted_s["shared"] < 1.4 * measured_s

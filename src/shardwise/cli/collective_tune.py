@@ -1,0 +1,53 @@
+"""`shardwise collective tune`: the chunks of a plan's collectives, measured on its ranks.
+
+Enters: a plan's file, in every process that torchrun starts. Leaves: the plan with what was the
+fastest, written by rank 0.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN.json", help="A plan with choices of collectives.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it here.")] = None,
+    num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times each is run.")] = 3,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ranks.")] = 60.0,
+) -> None:
+    """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
+
+    torchrun --no-python --nproc-per-node 4 shardwise collective tune plan.json -o tuned.json
+    """
+    import os
+
+    import torch.distributed as dist
+
+    from shardwise.api.tuned_ways import tune_collectives
+    from shardwise.cli.collective import bytes_of
+    from shardwise.plans import Plan
+
+    plan = Plan.load(plan_file)
+    if "RANK" not in os.environ:
+        raise typer.BadParameter(
+            f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
+            f"{plan.num_ranks} shardwise collective tune {plan_file}"
+        )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    tuned = tune_collectives(plan, num_bytes=bytes_of(num_bytes), rounds=rounds, timeout=timeout)
+    if dist.get_rank() == 0:
+        for choice in tuned.collectives:
+            typer.echo(str(choice))
+        if not tuned.collectives:
+            typer.echo("all collectives are the library's: nothing to tune")
+        if out is not None:
+            tuned.save(out)
+    dist.barrier()
+    dist.destroy_process_group()
