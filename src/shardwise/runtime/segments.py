@@ -12,10 +12,11 @@ import os
 import struct
 from dataclasses import dataclass
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from shardwise.runtime.links import Links
-from shardwise.runtime.sums import Bytes
+from shardwise.runtime.sums import Bytes, bytes_of
 
 __all__ = ["Segment", "make_segment"]
 
@@ -25,16 +26,15 @@ _SIZE = struct.Struct("<Q?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of every rank's memory, as bytes; `address` is where this rank's begins."""
+    """A range of every rank's memory, as bytes; `mine` is this rank's as a tensor."""
 
     ranks: tuple[Bytes, ...]
-    mine: mmap.mmap
-    address: int
+    mine: Tensor
 
     def offset(self, address: int, num_bytes: int) -> int | None:
         """Where a range of this rank's addresses is in the segment, if it is."""
-        offset = address - self.address
-        return offset if 0 <= offset <= len(self.mine) - num_bytes else None
+        offset = address - self.mine.data_ptr()
+        return offset if 0 <= offset <= self.mine.numel() - num_bytes else None
 
 
 def make_segment(links: Links, rank: int, num_bytes: int) -> Segment | str:
@@ -60,8 +60,7 @@ def make_segment(links: Links, rank: int, num_bytes: int) -> Segment | str:
         if reason:
             return reason
         maps = [_map(files[other], num_bytes) for other in sorted(files)]
-    views = tuple(np.frombuffer(each, dtype=np.uint8) for each in maps)
-    return Segment(ranks=views, mine=maps[rank], address=views[rank].ctypes.data)
+    return Segment(ranks=tuple(bytes_of(each) for each in maps), mine=maps[rank])
 
 
 def _reserve(num_bytes: int) -> tuple[int, str]:
@@ -77,7 +76,8 @@ def _reserve(num_bytes: int) -> tuple[int, str]:
     return number, ""
 
 
-def _map(file: int, num_bytes: int) -> mmap.mmap:
-    # Others' pages are looked up now: a fault for each would be part of the first collective.
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return mmap.mmap(file, num_bytes, flags=flags)
+def _map(file: int, num_bytes: int) -> Tensor:
+    path = f"/proc/self/fd/{file}"
+    found = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    found[:: mmap.PAGESIZE].sum()  # page faults now, not within the first collective
+    return found

@@ -100,9 +100,7 @@ class SharedBuckets:
             self._warned = True
             return torch.zeros(numel, dtype=dtype)
         self._segments[number] = segment
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(segment.mine, dtype=dtype, count=numel)
+        return segment.mine[:size].view(dtype)
 
     def free(self, bucket: Tensor) -> None:
         """Share a bucket no longer; its memory is freed when no tensor uses it. All ranks call it,
@@ -196,7 +194,7 @@ class SharedBuckets:
         mine = bytes_of(flat.view(-1))
         place = self._find(flat)
         size, first = call.dtype.itemsize, 0
-        piece = max(1, len(self._segments[_STAGE].mine) // size)
+        piece = max(1, self._segments[_STAGE].mine.numel() // size)
         while first < call.numel:
             stop = min(call.numel, first + piece)
             found = self._here(call, mine, place, range(first, stop))
