@@ -22,7 +22,10 @@ export function stacked(parts, whole, label) {
   for (const part of parts) {
     const share = whole > 0 ? part.value / whole : 0;
     if (share <= 0.001) continue;
-    const piece = el("span", { class: part.pattern ?? null, style: { width: `${Math.min(100, share * 100)}%`, "--colour": `var(${part.variable})` } });
+    const piece = el("span", {
+      class: part.pattern ?? null,
+      style: { width: `${Math.min(100, share * 100)}%`, "--colour": `var(${part.variable})` },
+    });
     explain(piece, () => ({ title: part.label, lines: [["", part.figure]] }));
     bar.append(piece);
   }
@@ -31,10 +34,19 @@ export function stacked(parts, whole, label) {
 
 /** What the colours mean, with figures where they are given. @param {Part[]} parts */
 export function legend(parts) {
-  return el("ul", { class: "legend" },
-    ...parts.map((p) => el("li", {},
-      el("i", { class: p.pattern ?? null, style: { "--colour": `var(${p.variable})` } }),
-      name(p.label), p.figure ? el("b", { text: p.figure }) : null)));
+  return el(
+    "ul",
+    { class: "legend" },
+    ...parts.map((p) =>
+      el(
+        "li",
+        {},
+        el("i", { class: p.pattern ?? null, style: { "--colour": `var(${p.variable})` } }),
+        name(p.label),
+        p.figure ? el("b", { text: p.figure }) : null,
+      ),
+    ),
+  );
 }
 
 /**
@@ -42,8 +54,22 @@ export function legend(parts) {
  * @param {string} text @param {[number, string][]} parts shares of the column's largest, with colours
  */
 export function barCell(text, parts) {
-  return el("td", { class: "figure barred" },
+  return el(
+    "td",
+    { class: "figure barred" },
     el("span", { text }),
-    el("span", { class: "small-bar", "aria-hidden": "true" },
-      ...parts.map(([share, variable]) => el("i", { style: { width: `${Math.min(100, Math.max(0, share * 100))}%`, "min-width": share > 0 ? "1px" : "0", "--colour": `var(${variable})` } }))));
+    el(
+      "span",
+      { class: "small-bar", "aria-hidden": "true" },
+      ...parts.map(([share, variable]) =>
+        el("i", {
+          style: {
+            width: `${Math.min(100, Math.max(0, share * 100))}%`,
+            "min-width": share > 0 ? "1px" : "0",
+            "--colour": `var(${variable})`,
+          },
+        }),
+      ),
+    ),
+  );
 }

@@ -9,7 +9,8 @@ import { onTheme } from "./theme.js";
 const CLOSEST = 1e-9; // seconds that the chart may show at the least
 const PAPER = 560; // pixels of the chart when it is printed
 const NEAR = 3; // pixels around a span that still mean it
-const KEYS = "Arrow keys go from span to span and from lane to lane, Enter zooms to a span, plus and minus zoom, A and D move, Escape shows the whole step.";
+const KEYS =
+  "Arrow keys go from span to span and from lane to lane, Enter zooms to a span, plus and minus zoom, A and D move, Escape shows the whole step.";
 
 /** A zoomable chart. */
 export class Chart {
@@ -36,26 +37,71 @@ export class Chart {
   }
 
   build(label, tools) {
-    this.canvas = el("canvas", { tabindex: 0, role: "application", "aria-roledescription": "timeline", "aria-label": `${label}. ${KEYS}` });
+    this.canvas = el("canvas", {
+      tabindex: 0,
+      role: "application",
+      "aria-roledescription": "timeline",
+      "aria-label": `${label}. ${KEYS}`,
+    });
     this.axis = el("canvas", { class: "chart-axis", "aria-hidden": "true" });
     this.cursor = el("div", { class: "chart-cursor", hidden: true });
     this.mark = el("div", { class: "chart-mark", hidden: true });
     this.selected = el("div", { class: "chart-mark chosen", hidden: true });
     this.range = el("div", { class: "chart-range", hidden: true });
-    this.place = el("div", { class: "chart-place" }, this.canvas, this.cursor, this.range, this.mark, this.selected);
+    this.place = el(
+      "div",
+      { class: "chart-place" },
+      this.canvas,
+      this.cursor,
+      this.range,
+      this.mark,
+      this.selected,
+    );
     this.window = el("output", { class: "chart-window" });
-    const button = (text, what, act) => el("button", { type: "button", text, "aria-label": what, title: what, on: { click: act } });
-    this.tools = el("div", { class: "chart-tools" },
-      el("div", { class: "choice" },
+    const button = (text, what, act) =>
+      el("button", { type: "button", text, "aria-label": what, title: what, on: { click: act } });
+    this.tools = el(
+      "div",
+      { class: "chart-tools" },
+      el(
+        "div",
+        { class: "choice" },
         button("−", "Zoom out", () => this.zoom(2)),
         button("+", "Zoom in", () => this.zoom(0.5)),
-        button("Whole step", "Show the whole step", () => this.look(0, this.extent))),
-      ...tools, this.window);
-    const labels = el("div", { class: "chart-labels", style: { height: `${this.height}px` } },
-      ...this.rows.map((row) => el("div", { class: `chart-label ${row.tone ?? ""}`, title: row.label.slice(0, 2000), style: { top: `${row.y}px`, height: `${row.height}px` } },
-        name(row.label), row.note ? el("small", { text: row.note }) : null)));
-    this.node = el("div", { class: "chart" }, this.tools,
-      el("div", { class: "chart-body" }, el("div", { class: "chart-corner" }), this.axis, labels, this.place));
+        button("Whole step", "Show the whole step", () => this.look(0, this.extent)),
+      ),
+      ...tools,
+      this.window,
+    );
+    const labels = el(
+      "div",
+      { class: "chart-labels", style: { height: `${this.height}px` } },
+      ...this.rows.map((row) =>
+        el(
+          "div",
+          {
+            class: `chart-label ${row.tone ?? ""}`,
+            title: row.label.slice(0, 2000),
+            style: { top: `${row.y}px`, height: `${row.height}px` },
+          },
+          name(row.label),
+          row.note ? el("small", { text: row.note }) : null,
+        ),
+      ),
+    );
+    this.node = el(
+      "div",
+      { class: "chart" },
+      this.tools,
+      el(
+        "div",
+        { class: "chart-body" },
+        el("div", { class: "chart-corner" }),
+        this.axis,
+        labels,
+        this.place,
+      ),
+    );
   }
 
   listen() {
@@ -97,7 +143,12 @@ export class Chart {
     const { view, width } = this;
     view.scale = width / (view.to - view.from);
     drawAxis(this.axis, view, this.extent, width);
-    drawRows(this.canvas, this.rows, view, { width, height: this.height, end: this.extent, critical: this.critical });
+    drawRows(this.canvas, this.rows, view, {
+      width,
+      height: this.height,
+      end: this.extent,
+      critical: this.critical,
+    });
     this.outline(this.selected, this.chosen);
     this.mark.hidden = true;
     this.window.textContent = `${seconds(view.from)} to ${seconds(view.to)}`;
@@ -132,7 +183,8 @@ export class Chart {
     const sideways = Math.abs(e.deltaX) > Math.abs(e.deltaY) || e.shiftKey;
     const focused = document.activeElement === this.canvas;
     if (sideways) this.pan((e.deltaX || e.deltaY) / this.width);
-    else if (focused || e.ctrlKey || e.metaKey) this.zoom(Math.exp(Math.max(-60, Math.min(60, e.deltaY)) / 200), this.time(e.offsetX));
+    else if (focused || e.ctrlKey || e.metaKey)
+      this.zoom(Math.exp(Math.max(-60, Math.min(60, e.deltaY)) / 200), this.time(e.offsetX));
     else return; // the page scrolls until the chart is clicked
     e.preventDefault();
     hide();
@@ -153,7 +205,8 @@ export class Chart {
     this.cursor.style.transform = `translateX(${e.offsetX}px)`;
     this.outline(this.mark, found);
     if (!found) return hide();
-    const same = this.hovered && this.hovered.lane === found.lane && this.hovered.index === found.index;
+    const same =
+      this.hovered && this.hovered.lane === found.lane && this.hovered.index === found.index;
     if (!same) this.hovered = { ...found, hint: found.lane.hint(found.index) };
     return show(this.hovered.hint, e.clientX, e.clientY);
   }
@@ -166,7 +219,12 @@ export class Chart {
 
   press(e) {
     if (e.button) return;
-    this.pressed = { x: e.offsetX, view: { ...this.view }, pans: e.shiftKey || e.pointerType === "touch", moved: false };
+    this.pressed = {
+      x: e.offsetX,
+      view: { ...this.view },
+      pans: e.shiftKey || e.pointerType === "touch",
+      moved: false,
+    };
     this.canvas.setPointerCapture(e.pointerId);
     const end = (event) => {
       this.canvas.removeEventListener("pointerup", end);
@@ -210,7 +268,10 @@ export class Chart {
     if (!found) return;
     const { spans, y, height } = found.lane;
     const left = Math.max(-4, (spans.start[found.index] - this.view.from) * this.view.scale);
-    const right = Math.min(this.width + 4, (spans.end[found.index] - this.view.from) * this.view.scale);
+    const right = Math.min(
+      this.width + 4,
+      (spans.end[found.index] - this.view.from) * this.view.scale,
+    );
     box.hidden = right < 0 || left > this.width;
     box.style.transform = `translate(${left}px, ${y}px)`;
     box.style.width = `${Math.max(2, right - left)}px`;
@@ -227,13 +288,22 @@ export class Chart {
   key(e) {
     if (e.ctrlKey || e.metaKey || e.altKey) return;
     const act = {
-      ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1),
-      ArrowDown: () => this.lane(1), ArrowUp: () => this.lane(-1),
+      ArrowRight: () => this.step(1),
+      ArrowLeft: () => this.step(-1),
+      ArrowDown: () => this.lane(1),
+      ArrowUp: () => this.lane(-1),
       Enter: () => this.chosen && this.zoomTo(this.chosen),
-      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2),
-      w: () => this.zoom(0.5), s: () => this.zoom(2), a: () => this.pan(-0.25), d: () => this.pan(0.25),
-      Home: () => this.look(0, this.view.to - this.view.from), End: () => this.look(this.extent, this.extent * 2),
-      0: () => this.look(0, this.extent), Escape: () => this.look(0, this.extent),
+      "+": () => this.zoom(0.5),
+      "=": () => this.zoom(0.5),
+      "-": () => this.zoom(2),
+      w: () => this.zoom(0.5),
+      s: () => this.zoom(2),
+      a: () => this.pan(-0.25),
+      d: () => this.pan(0.25),
+      Home: () => this.look(0, this.view.to - this.view.from),
+      End: () => this.look(this.extent, this.extent * 2),
+      0: () => this.look(0, this.extent),
+      Escape: () => this.look(0, this.extent),
     }[e.key.length === 1 ? e.key.toLowerCase() : e.key];
     if (!act) return;
     e.preventDefault();
@@ -243,7 +313,10 @@ export class Chart {
   step(by) {
     if (!this.chosen) return this.start(0);
     const { lane, index } = this.chosen;
-    return this.visit({ ...this.chosen, index: Math.min(Math.max(0, index + by), lane.spans.length - 1) });
+    return this.visit({
+      ...this.chosen,
+      index: Math.min(Math.max(0, index + by), lane.spans.length - 1),
+    });
   }
 
   lane(by) {
@@ -258,7 +331,10 @@ export class Chart {
   start(i, time = this.view.from) {
     const found = this.lanes[i];
     if (!found?.lane.spans.length) return;
-    this.visit({ ...found, index: Math.min(found.lane.spans.firstAfter(time), found.lane.spans.length - 1) });
+    this.visit({
+      ...found,
+      index: Math.min(found.lane.spans.firstAfter(time), found.lane.spans.length - 1),
+    });
   }
 
   visit(found) {

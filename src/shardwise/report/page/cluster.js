@@ -18,20 +18,41 @@ export function drawCluster(body, report) {
   body.append(grid);
   if (nodes.length > MOST_NODES) body.append(more(nodes, add));
   const between = links.filter((l) => l.kind !== "inside" && l.traffic_bytes);
-  if (between.length) body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
+  if (between.length)
+    body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
   body.append(linkTable(links));
 }
 
 /** All ranks in their order, as wide as there are many, in the colours of their stages. */
 function placement(groups) {
-  const bar = el("div", { class: "stacked", role: "img", "aria-label": `Groups of ranks: ${groups.map((g) => `ranks ${g.ranks}: ${stagesOf(g)}`).join("; ")}` });
+  const bar = el("div", {
+    class: "stacked",
+    role: "img",
+    "aria-label": `Groups of ranks: ${groups.map((g) => `ranks ${g.ranks}: ${stagesOf(g)}`).join("; ")}`,
+  });
   const all = groups.reduce((sum, g) => sum + g.num_ranks, 0);
   for (const g of groups) {
-    const piece = el("span", { style: { width: `${(g.num_ranks / all) * 100}%`, "--colour": colour(g) } }, name(g.ranks));
-    explain(piece, () => ({ title: `ranks ${g.ranks}`, lines: [["", stagesOf(g)], ["mesh", g.mesh ?? ""], ["ranks", String(g.num_ranks)]] }));
+    const piece = el(
+      "span",
+      { style: { width: `${(g.num_ranks / all) * 100}%`, "--colour": colour(g) } },
+      name(g.ranks),
+    );
+    explain(piece, () => ({
+      title: `ranks ${g.ranks}`,
+      lines: [
+        ["", stagesOf(g)],
+        ["mesh", g.mesh ?? ""],
+        ["ranks", String(g.num_ranks)],
+      ],
+    }));
     bar.append(piece);
   }
-  return el("div", { class: "placement" }, el("h3", { text: "Ranks by group; each group has its stages" }), bar);
+  return el(
+    "div",
+    { class: "placement" },
+    el("h3", { text: "Ranks by group; each group has its stages" }),
+    bar,
+  );
 }
 
 function stagesOf(group) {
@@ -44,7 +65,10 @@ function colour(group) {
 }
 
 function more(nodes, add) {
-  const button = el("button", { type: "button", text: `Show ${plural(nodes.length - MOST_NODES, "more node")}` });
+  const button = el("button", {
+    type: "button",
+    text: `Show ${plural(nodes.length - MOST_NODES, "more node")}`,
+  });
   button.addEventListener("click", () => {
     add(nodes.slice(MOST_NODES));
     button.remove();
@@ -54,10 +78,23 @@ function more(nodes, add) {
 
 function drawNode(node, links, groups) {
   const own = links.filter((l) => l.kind === "inside" && l.nodes?.includes(node.name));
-  return el("article", { class: "node" },
-    el("h3", {}, name(node.name), node.copies > 1 ? el("span", { class: "count", text: `×${node.copies}` }) : null, name(node.kind ?? "", "soft")),
-    el("ul", { class: "devices", style: { "--across": across(node.devices.length) } }, ...node.devices.map((d) => device(d, groups.get(d.group)))),
-    ...own.map((l) => wire(l)));
+  return el(
+    "article",
+    { class: "node" },
+    el(
+      "h3",
+      {},
+      name(node.name),
+      node.copies > 1 ? el("span", { class: "count", text: `×${node.copies}` }) : null,
+      name(node.kind ?? "", "soft"),
+    ),
+    el(
+      "ul",
+      { class: "devices", style: { "--across": across(node.devices.length) } },
+      ...node.devices.map((d) => device(d, groups.get(d.group))),
+    ),
+    ...own.map((l) => wire(l)),
+  );
 }
 
 /** Devices beside each other: a node of eight has two rows. */
@@ -70,40 +107,116 @@ function device(d, group) {
   const share = d.memory_bytes && d.peak_bytes ? d.peak_bytes / d.memory_bytes : 0;
   const stages = group?.stages ?? [];
   const idle = ranks === "";
-  const box = el("li", { class: `device ${idle ? "unused" : ""}`, tabindex: 0, "aria-label": plain(describe(d, ranks, group, share)) },
+  const box = el(
+    "li",
+    {
+      class: `device ${idle ? "unused" : ""}`,
+      tabindex: 0,
+      "aria-label": plain(describe(d, ranks, group, share)),
+    },
     el("span", { class: "device-memory", style: { height: `${Math.min(100, share * 100)}%` } }),
-    el("b", {}, name(idle ? "–" : ranks.split(",")[0])));
+    el("b", {}, name(idle ? "–" : ranks.split(",")[0])),
+  );
   if (group) box.style.setProperty("--colour", colour(group));
   explain(box, () => ({
     title: idle ? `${d.name}: not used` : `rank ${ranks}`,
-    lines: [["device", d.name], ...(group ? [["group", `${group.id}: ranks ${group.ranks}`], ["mesh", group.mesh ?? ""], ["stages", stages.join(", ")]] : []),
-      ["memory", `${size(d.peak_bytes)} of ${size(d.memory_bytes)}, ${percent(share)}`]],
+    lines: [
+      ["device", d.name],
+      ...(group
+        ? [
+            ["group", `${group.id}: ranks ${group.ranks}`],
+            ["mesh", group.mesh ?? ""],
+            ["stages", stages.join(", ")],
+          ]
+        : []),
+      ["memory", `${size(d.peak_bytes)} of ${size(d.memory_bytes)}, ${percent(share)}`],
+    ],
   }));
   return box;
 }
 
 function describe(d, ranks, group, share) {
   const where = group ? `, stage ${(group.stages ?? []).join(", ")}` : "";
-  return ranks === "" ? `${d.name}, not used` : `${d.name}, rank ${ranks}${where}, ${percent(share)} of memory`;
+  return ranks === ""
+    ? `${d.name}, not used`
+    : `${d.name}, rank ${ranks}${where}, ${percent(share)} of memory`;
 }
 
 /** A link as a wire: the thicker, the larger the share of the step in which it is busy. */
 function wire(link) {
   const share = link.share ?? 0;
-  return el("div", { class: `wire ${link.kind}` },
-    el("span", { class: "wire-line", "aria-hidden": "true", style: { height: `${2 + Math.min(1, share) * 8}px` } },
-      el("i", { style: { width: `${Math.min(100, share * 100)}%` } })),
-    el("span", { class: "wire-text" }, name(link.name), link.count > 1 ? el("span", { class: "count", text: `×${link.count}` }) : null,
-      el("b", { text: link.traffic_bytes ? `${size(link.traffic_bytes)} a step, busy ${percent(share)}` : "no traffic" })));
+  return el(
+    "div",
+    { class: `wire ${link.kind}` },
+    el(
+      "span",
+      {
+        class: "wire-line",
+        "aria-hidden": "true",
+        style: { height: `${2 + Math.min(1, share) * 8}px` },
+      },
+      el("i", { style: { width: `${Math.min(100, share * 100)}%` } }),
+    ),
+    el(
+      "span",
+      { class: "wire-text" },
+      name(link.name),
+      link.count > 1 ? el("span", { class: "count", text: `×${link.count}` }) : null,
+      el("b", {
+        text: link.traffic_bytes
+          ? `${size(link.traffic_bytes)} a step, busy ${percent(share)}`
+          : "no traffic",
+      }),
+    ),
+  );
 }
 
 function linkTable(links) {
-  const rows = [...links].sort((a, b) => (b.share ?? 0) - (a.share ?? 0)).map((l) => el("tr", {},
-    el("th", { scope: "row" }, name(l.name), l.count > 1 ? el("span", { class: "count", text: `×${l.count}` }) : null,
-      l.busiest && l.busiest !== l.name ? el("small", { class: "soft block" }, "busiest: ", name(l.busiest)) : null),
-    el("td", {}, name(l.kind)),
-    figure(l.bytes_per_s === null || l.bytes_per_s === undefined ? "not limited" : `${size(l.bytes_per_s)}/s`),
-    figure(size(l.traffic_bytes)), figure(seconds(l.busy_s)), figure(percent(l.share ?? 0)),
-    el("td", { class: "what" }, ...Object.entries(l.what ?? {}).sort((a, b) => b[1] - a[1]).map(([k, v]) => el("span", {}, name(k), ` ${size(v)}`)))));
-  return table("Links and their traffic", ["Link", "Kind", ["Bandwidth", "figure"], ["Traffic a step", "figure"], ["Busy", "figure"], ["Of the step", "figure"], "What goes over it"], rows, "links");
+  const rows = [...links]
+    .sort((a, b) => (b.share ?? 0) - (a.share ?? 0))
+    .map((l) =>
+      el(
+        "tr",
+        {},
+        el(
+          "th",
+          { scope: "row" },
+          name(l.name),
+          l.count > 1 ? el("span", { class: "count", text: `×${l.count}` }) : null,
+          l.busiest && l.busiest !== l.name
+            ? el("small", { class: "soft block" }, "busiest: ", name(l.busiest))
+            : null,
+        ),
+        el("td", {}, name(l.kind)),
+        figure(
+          l.bytes_per_s === null || l.bytes_per_s === undefined
+            ? "not limited"
+            : `${size(l.bytes_per_s)}/s`,
+        ),
+        figure(size(l.traffic_bytes)),
+        figure(seconds(l.busy_s)),
+        figure(percent(l.share ?? 0)),
+        el(
+          "td",
+          { class: "what" },
+          ...Object.entries(l.what ?? {})
+            .sort((a, b) => b[1] - a[1])
+            .map(([k, v]) => el("span", {}, name(k), ` ${size(v)}`)),
+        ),
+      ),
+    );
+  return table(
+    "Links and their traffic",
+    [
+      "Link",
+      "Kind",
+      ["Bandwidth", "figure"],
+      ["Traffic a step", "figure"],
+      ["Busy", "figure"],
+      ["Of the step", "figure"],
+      "What goes over it",
+    ],
+    rows,
+    "links",
+  );
 }

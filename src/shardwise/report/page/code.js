@@ -13,7 +13,13 @@ export function drawCode(body, report) {
   const { files, sources } = report.code;
   const left = new Pane("Generated code");
   const right = new Pane("Your code");
-  const pick = el("select", { "aria-label": "Generated file" }, ...files.map((f, i) => el("option", { value: i, text: plain(`${f.name}  (ranks ${f.ranks})`, 120) })));
+  const pick = el(
+    "select",
+    { "aria-label": "Generated file" },
+    ...files.map((f, i) =>
+      el("option", { value: i, text: plain(`${f.name}  (ranks ${f.ranks})`, 120) }),
+    ),
+  );
   const order = sourceLines(sources);
   right.fill(order.map((s) => ({ number: s.line, text: s.text, title: s.title, link: s.link })));
   const open = () => {
@@ -23,19 +29,37 @@ export function drawCode(body, report) {
     right.dim((line) => line.link >= 0 && !used.has(line.link));
     left.reveal(file.sources.findIndex((s) => s >= 0)); // before it are names and shapes
   };
-  pick.value = String(Math.max(0, files.findIndex((f) => f.sources.some((s) => s >= 0))));
+  pick.value = String(
+    Math.max(
+      0,
+      files.findIndex((f) => f.sources.some((s) => s >= 0)),
+    ),
+  );
   pick.addEventListener("change", open);
   left.onPick = (line) => join(line, left, right, sources);
   right.onPick = (line) => join(line, right, left, sources);
-  body.append(el("div", { class: "toolbar" }, el("label", {}, "File ", pick),
-    el("p", { class: "soft", text: "Click a line, or press Enter on it, to find what it comes from or what became of it." })),
-  el("div", { class: "panes" }, left.node, right.node));
+  body.append(
+    el(
+      "div",
+      { class: "toolbar" },
+      el("label", {}, "File ", pick),
+      el("p", {
+        class: "soft",
+        text: "Click a line, or press Enter on it, to find what it comes from or what became of it.",
+      }),
+    ),
+    el("div", { class: "panes" }, left.node, right.node),
+  );
   open();
 }
 
 /** The user's lines, file by file; a file's name goes before its first line. */
 function sourceLines(sources) {
-  const all = sources.map((s, link) => ({ ...s, link })).sort((a, b) => (a.file < b.file ? -1 : a.file > b.file ? 1 : a.line - b.line || a.link - b.link));
+  const all = sources
+    .map((s, link) => ({ ...s, link }))
+    .sort((a, b) =>
+      a.file < b.file ? -1 : a.file > b.file ? 1 : a.line - b.line || a.link - b.link,
+    );
   const lines = [];
   let file = null;
   for (const s of all) {
@@ -50,7 +74,11 @@ function join(line, from, to, sources) {
   from.mark((l) => l === line || (line.link >= 0 && l.link === line.link), false);
   const found = line.link < 0 ? 0 : to.mark((l) => l.link === line.link, true);
   const source = sources[line.link];
-  say(source ? `${plain(source.file, 200)} line ${source.line}: ${plural(found, "line")} on the other side` : "This line comes from no line of yours");
+  say(
+    source
+      ? `${plain(source.file, 200)} line ${source.line}: ${plural(found, "line")} on the other side`
+      : "This line comes from no line of yours",
+  );
 }
 
 /** Lines of code, made a hundred at a time. */
@@ -58,9 +86,17 @@ class Pane {
   constructor(label) {
     this.label = label;
     this.onPick = () => {};
-    this.list = el("div", { class: "lines", tabindex: 0, role: "listbox", "aria-label": `${label}; arrow keys go from line to line, Enter finds the other side` });
+    this.list = el("div", {
+      class: "lines",
+      tabindex: 0,
+      role: "listbox",
+      "aria-label": `${label}; arrow keys go from line to line, Enter finds the other side`,
+    });
     this.node = el("div", { class: "pane" }, el("h3", { text: label }), this.list);
-    this.seen = new IntersectionObserver((entries) => entries.forEach((e) => e.isIntersecting && this.make(e.target)), { root: this.list, rootMargin: "600px" });
+    this.seen = new IntersectionObserver(
+      (entries) => entries.forEach((e) => e.isIntersecting && this.make(e.target)),
+      { root: this.list, rootMargin: "600px" },
+    );
     this.list.addEventListener("click", (e) => this.pick(this.indexOf(e.target)));
     this.list.addEventListener("keydown", (e) => this.key(e));
   }
@@ -75,7 +111,12 @@ class Pane {
     this.chunks = [];
     for (let i = 0; i < lines.length; i += CHUNK) {
       const many = Math.min(CHUNK, lines.length - i);
-      const node = el("div", { class: "chunk", "data-first": i, role: "presentation", style: { "min-height": `${many * LINE}px` } });
+      const node = el("div", {
+        class: "chunk",
+        "data-first": i,
+        role: "presentation",
+        style: { "min-height": `${many * LINE}px` },
+      });
       this.chunks.push(node);
       this.seen.observe(node);
     }
@@ -87,14 +128,26 @@ class Pane {
   make(chunk) {
     if (chunk.childElementCount) return;
     const first = Number(chunk.dataset.first);
-    chunk.append(...this.lines.slice(first, first + CHUNK).map((line, i) => this.line(line, first + i)));
+    chunk.append(
+      ...this.lines.slice(first, first + CHUNK).map((line, i) => this.line(line, first + i)),
+    );
   }
 
   line(line, i) {
-    if (line.title !== undefined) return el("div", { class: "line file", "data-i": i }, name(line.title));
-    const node = el("div", { class: "line", role: "option", "data-i": i, id: `${this.label[0]}-${i}`, "aria-selected": this.marked.has(i) },
+    if (line.title !== undefined)
+      return el("div", { class: "line file", "data-i": i }, name(line.title));
+    const node = el(
+      "div",
+      {
+        class: "line",
+        role: "option",
+        "data-i": i,
+        id: `${this.label[0]}-${i}`,
+        "aria-selected": this.marked.has(i),
+      },
       el("span", { class: `number ${line.link >= 0 ? "linked" : ""}`, text: line.number }),
-      el("code", { dir: "ltr" }, ...coloured(line.text, this.begun[i])));
+      el("code", { dir: "ltr" }, ...coloured(line.text, this.begun[i])),
+    );
     if (this.dimmed.has(i)) node.classList.add("dimmed");
     return node;
   }
@@ -120,7 +173,9 @@ class Pane {
   /** Mark lines; returns how many. The first may be brought into sight. */
   mark(test, scroll) {
     for (const i of this.marked) this.nodeOf(i)?.setAttribute("aria-selected", "false");
-    this.marked = new Set(this.lines.flatMap((line, i) => (line.title === undefined && test(line) ? [i] : [])));
+    this.marked = new Set(
+      this.lines.flatMap((line, i) => (line.title === undefined && test(line) ? [i] : [])),
+    );
     for (const i of this.marked) this.nodeOf(i)?.setAttribute("aria-selected", "true");
     const [first] = this.marked;
     if (scroll && first !== undefined) this.reveal(first);
@@ -129,7 +184,9 @@ class Pane {
 
   dim(test) {
     this.dimmed = new Set(this.lines.flatMap((line, i) => (test(line) ? [i] : [])));
-    for (const chunk of this.chunks) for (const node of chunk.children) node.classList.toggle("dimmed", this.dimmed.has(Number(node.dataset.i)));
+    for (const chunk of this.chunks)
+      for (const node of chunk.children)
+        node.classList.toggle("dimmed", this.dimmed.has(Number(node.dataset.i)));
   }
 
   pick(i) {
@@ -146,7 +203,8 @@ class Pane {
     if (node.id) this.list.setAttribute("aria-activedescendant", node.id);
     const top = node.offsetTop;
     if (top < this.list.scrollTop) this.list.scrollTop = top;
-    else if (top + LINE > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + LINE - this.list.clientHeight;
+    else if (top + LINE > this.list.scrollTop + this.list.clientHeight)
+      this.list.scrollTop = top + LINE - this.list.clientHeight;
   }
 
   key(e) {

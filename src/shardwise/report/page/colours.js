@@ -2,20 +2,43 @@
 
 /** Names of causes, kinds of work and parts of memory, and the variable of each. */
 const KNOWN = {
-  compute: "forward", forward: "forward", F: "forward",
-  backward: "backward", B: "backward", I: "backward",
-  weight: "weight", W: "weight",
+  compute: "forward",
+  forward: "forward",
+  F: "forward",
+  backward: "backward",
+  B: "backward",
+  I: "backward",
+  weight: "weight",
+  W: "weight",
   recompute: "recompute",
-  optimizer: "optimizer", update: "update",
-  collectives: "collectives", collective: "collectives", communication: "collectives",
-  parameters: "gather", gather: "gather",
-  gradients: "reduce", reduce: "reduce", sync: "reduce", "reduce-scatter": "reduce",
-  send: "send", receive: "send", transfer: "send",
-  bubble: "waiting", waiting: "waiting", idle: "waiting", process: "waiting", free: "waiting", more: "waiting",
+  optimizer: "optimizer",
+  update: "update",
+  collectives: "collectives",
+  collective: "collectives",
+  communication: "collectives",
+  parameters: "gather",
+  gather: "gather",
+  gradients: "reduce",
+  reduce: "reduce",
+  sync: "reduce",
+  "reduce-scatter": "reduce",
+  send: "send",
+  receive: "send",
+  transfer: "send",
+  bubble: "waiting",
+  waiting: "waiting",
+  idle: "waiting",
+  process: "waiting",
+  free: "waiting",
+  more: "waiting",
 };
 const PARTS = {
-  parameters: "forward", gradients: "reduce", optimizer: "optimizer", activations: "weight",
-  temporary: "backward", buffers: "recompute",
+  parameters: "forward",
+  gradients: "reduce",
+  optimizer: "optimizer",
+  activations: "weight",
+  temporary: "backward",
+  buffers: "recompute",
 };
 const OTHERS = 4;
 const probe = document.createElement("i");
@@ -35,7 +58,9 @@ export function variable(kind) {
 
 /** The variable that a part of memory is drawn in. @param {string} part */
 export function partVariable(part) {
-  return Object.hasOwn(PARTS, part) ? `--c-${PARTS[part]}` : `--c-${Object.hasOwn(KNOWN, part) ? KNOWN[part] : other(part)}`;
+  return Object.hasOwn(PARTS, part)
+    ? `--c-${PARTS[part]}`
+    : `--c-${Object.hasOwn(KNOWN, part) ? KNOWN[part] : other(part)}`;
 }
 
 /** A colour as a canvas wants it. @param {string} variableName such as "--c-forward" */

@@ -4,7 +4,8 @@ const SHOWN = 400; // characters of a name; what is longer is cut, with its leng
 const TITLE = 2000; // characters of a name when one points at it
 const SVG = "http://www.w3.org/2000/svg";
 // Controls and characters that change the direction of what follows: they are shown by number.
-const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]/g;
+const HIDDEN =
+  /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]/g;
 
 /**
  * @typedef {Object} Props
@@ -32,10 +33,13 @@ export function svg(tag, props = {}, ...children) {
 
 function fill(node, props, children) {
   for (const [key, value] of Object.entries(props)) {
-    if (value === null || value === undefined || (value === false && !key.startsWith("aria-"))) continue;
+    if (value === null || value === undefined || (value === false && !key.startsWith("aria-")))
+      continue;
     if (key === "text") node.textContent = value;
-    else if (key === "style") for (const [name, v] of Object.entries(value)) node.style.setProperty(name, String(v));
-    else if (key === "on") for (const [name, f] of Object.entries(value)) node.addEventListener(name, f);
+    else if (key === "style")
+      for (const [name, v] of Object.entries(value)) node.style.setProperty(name, String(v));
+    else if (key === "on")
+      for (const [name, f] of Object.entries(value)) node.addEventListener(name, f);
     else node.setAttribute(key, value === true && !key.startsWith("aria-") ? "" : String(value));
   }
   for (const child of children) if (child) node.append(child);
@@ -48,8 +52,14 @@ function fill(node, props, children) {
  */
 export function plain(text, most = SHOWN) {
   const whole = String(text);
-  const cut = whole.length > most ? `${whole.slice(0, most)}… (${whole.length.toLocaleString("en")} characters)` : whole;
-  return cut.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  const cut =
+    whole.length > most
+      ? `${whole.slice(0, most)}… (${whole.length.toLocaleString("en")} characters)`
+      : whole;
+  return cut.replace(
+    HIDDEN,
+    (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+  );
 }
 
 /**
@@ -82,11 +92,17 @@ export function head(text, kind = "") {
  */
 export function table(caption, heads, rows, kind = "") {
   const cells = heads.map((h) => (Array.isArray(h) ? head(h[0], h[1]) : head(h)));
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    el("table", { class: kind },
+  return el(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    el(
+      "table",
+      { class: kind },
       el("caption", { class: "unseen", text: caption }),
       el("thead", {}, el("tr", {}, ...cells)),
-      el("tbody", {}, ...rows)));
+      el("tbody", {}, ...rows),
+    ),
+  );
 }
 
 /**
@@ -96,11 +112,20 @@ export function table(caption, heads, rows, kind = "") {
  */
 export function choice(label, choices, chosen, change) {
   const buttons = choices.map(({ value, text }) =>
-    el("button", { type: "button", "aria-pressed": value === chosen, "data-value": value, text,
-      on: { click: () => {
-        for (const b of buttons) b.setAttribute("aria-pressed", String(b.dataset.value === value));
-        change(value);
-      } } }));
+    el("button", {
+      type: "button",
+      "aria-pressed": value === chosen,
+      "data-value": value,
+      text,
+      on: {
+        click: () => {
+          for (const b of buttons)
+            b.setAttribute("aria-pressed", String(b.dataset.value === value));
+          change(value);
+        },
+      },
+    }),
+  );
   return el("div", { class: "choice", role: "group", "aria-label": label }, ...buttons);
 }
 

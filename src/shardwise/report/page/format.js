@@ -30,7 +30,10 @@ export function seconds(value) {
 /** Bytes with their unit. @param {number} value */
 export function size(value) {
   if (!value) return "0";
-  for (const [unit, each] of [["GiB", 2 ** 30], ["MiB", 2 ** 20]]) {
+  for (const [unit, each] of [
+    ["GiB", 2 ** 30],
+    ["MiB", 2 ** 20],
+  ]) {
     if (Math.abs(value) >= each) return `${fixed(value / each, 1)} ${unit}`;
   }
   return `${digitsOf(value / 1024, 1)} KiB`;

@@ -20,7 +20,15 @@ export function show(hint, x, y) {
     shown = hint;
     box.replaceChildren(
       el("strong", {}, name(hint.title)),
-      el("dl", {}, ...hint.lines.flatMap(([key, value]) => [el("dt", { text: key }), el("dd", {}, name(value))])));
+      el(
+        "dl",
+        {},
+        ...hint.lines.flatMap(([key, value]) => [
+          el("dt", { text: key }),
+          el("dd", {}, name(value)),
+        ]),
+      ),
+    );
     box.hidden = false;
   }
   // Towards the middle of the window: there is room, and nothing needs to be measured.
@@ -42,7 +50,9 @@ export function say(text) {
 
 /** A hint as one sentence. @param {Hint} hint */
 export function sentence(hint) {
-  return [plain(hint.title, 120), ...hint.lines.map(([key, value]) => `${key} ${value}`)].join(", ");
+  return [plain(hint.title, 120), ...hint.lines.map(([key, value]) => `${key} ${value}`)].join(
+    ", ",
+  );
 }
 
 /**

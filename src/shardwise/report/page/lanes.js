@@ -12,7 +12,12 @@ const HAIR = 0.6; // pixels between neighbours
 const MARK = 2.5; // pixels of the line that marks the critical path
 const NARROW = 4; // pixels: narrower spans are drawn as pixels
 const widths = new Map();
-const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
+const UNITS = [
+  [1, "s"],
+  [1e-3, "ms"],
+  [1e-6, "us"],
+  [1e-9, "ns"],
+];
 
 /**
  * @typedef {Object} Lane
@@ -72,7 +77,10 @@ export function ticks(view, width) {
   const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step / unit) + 1e-9)));
   const times = [];
   for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to; i++) times.push(i * step);
-  return { times, write: (t) => (Math.abs(t) < step / 2 ? "0" : `${(t / unit).toFixed(digits)} ${name}`) };
+  return {
+    times,
+    write: (t) => (Math.abs(t) < step / 2 ? "0" : `${(t / unit).toFixed(digits)} ${name}`),
+  };
 }
 
 /** Draw the axis, with the part of the whole that is seen. */
@@ -105,19 +113,39 @@ export function drawRows(canvas, rows, view, options) {
   const { width, height } = options;
   const c = sharp(canvas, width, height);
   const font = getComputedStyle(canvas).fontFamily;
-  const ink = { on: resolved("--on-colour"), dark: resolved("--on-light"), line: resolved("--line"), mark: resolved("--critical") };
+  const ink = {
+    on: resolved("--on-colour"),
+    dark: resolved("--on-light"),
+    line: resolved("--line"),
+    mark: resolved("--critical"),
+  };
   c.fillStyle = ink.line;
   c.globalAlpha = 0.5;
-  for (const time of ticks(view, width).times) c.fillRect(Math.round((time - view.from) * view.scale), 0, 1, height);
+  for (const time of ticks(view, width).times)
+    c.fillRect(Math.round((time - view.from) * view.scale), 0, 1, height);
   c.globalAlpha = 1;
   const lanes = rows.flatMap((row) => row.lanes);
   const strips = new Strips(width, 2 * lanes.length); // of spans, and of their marks
   lanes.forEach((lane, line) => {
     c.fillStyle = resolved("--idle");
-    c.fillRect(0, lane.y, Math.max(0, Math.min(width, (options.end - view.from) * view.scale)), lane.height);
-    drawLane(c, lane, view, { ...options, ink, font, paint: (...pixels) => strips.paint(line, ...pixels), mark: (...pixels) => strips.paint(lanes.length + line, ...pixels) });
+    c.fillRect(
+      0,
+      lane.y,
+      Math.max(0, Math.min(width, (options.end - view.from) * view.scale)),
+      lane.height,
+    );
+    drawLane(c, lane, view, {
+      ...options,
+      ink,
+      font,
+      paint: (...pixels) => strips.paint(line, ...pixels),
+      mark: (...pixels) => strips.paint(lanes.length + line, ...pixels),
+    });
   });
-  strips.draw(c, [...lanes, ...lanes.map((lane) => ({ y: lane.y + lane.height - MARK, height: MARK }))]);
+  strips.draw(c, [
+    ...lanes,
+    ...lanes.map((lane) => ({ y: lane.y + lane.height - MARK, height: MARK })),
+  ]);
 }
 
 function drawLane(c, lane, view, { width, critical, ink, font, paint, mark }) {
@@ -147,7 +175,16 @@ function drawLane(c, lane, view, { width, critical, ink, font, paint, mark }) {
     }
     if (right - left > 14 && lane.height >= 13) {
       c.globalAlpha = faded === 1 ? 1 : 0.5;
-      write(c, lane.text(i), left, right - HAIR, lane.y + lane.height / 2 + 0.5, size, ink, variable);
+      write(
+        c,
+        lane.text(i),
+        left,
+        right - HAIR,
+        lane.y + lane.height / 2 + 0.5,
+        size,
+        ink,
+        variable,
+      );
     }
   });
   c.globalAlpha = 1;
@@ -177,4 +214,13 @@ function write(c, text, left, right, y, size, ink, variable) {
   c.fillText(cut, left + (right - left - Math.min(wide, room)) / 2, y);
 }
 
-const PALE = new Set(["--c-backward", "--c-recompute", "--c-waiting", "--c-send", "--c-gather", "--c-backward-2", "--c-forward-2", "--c-weight-2"]);
+const PALE = new Set([
+  "--c-backward",
+  "--c-recompute",
+  "--c-waiting",
+  "--c-send",
+  "--c-gather",
+  "--c-backward-2",
+  "--c-forward-2",
+  "--c-weight-2",
+]);

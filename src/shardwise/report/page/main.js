@@ -17,27 +17,86 @@ import { drawWhatIf } from "./what_if.js";
 /** Sections: what is in the report under `key`, and what one sees there. */
 const SECTIONS = [
   { id: "verdict", key: "verdict", title: "Verdict", lead: "", draw: drawVerdict },
-  { id: "model", key: "modules", title: "Model", lead: "One rank's share of a step. Equal modules stand once: the figures are those of one, the bars those of all.", draw: drawModules },
-  { id: "cluster", key: "cluster", title: "Cluster", lead: "Ranks on their devices; the fill of a device is its peak of memory, its colour its stage.", draw: drawCluster },
-  { id: "memory", key: "memory", title: "Memory", lead: "The peak of a device of each class of ranks, and what it is made of.", draw: drawMemory },
-  { id: "timeline", key: "timeline", title: "Timeline", lead: "A step of each class of ranks: computing above, communication below.", draw: drawTimeline },
-  { id: "schedule", key: "schedule", title: "Pipeline schedule", lead: "", none: "The plan has no pipeline: every rank runs all layers.", draw: drawSchedule },
-  { id: "plans", key: "plans", title: "Why this plan", lead: "The plan and its runners-up, on one scale.", draw: drawPlans },
+  {
+    id: "model",
+    key: "modules",
+    title: "Model",
+    lead: "One rank's share of a step. Equal modules stand once: the figures are those of one, the bars those of all.",
+    draw: drawModules,
+  },
+  {
+    id: "cluster",
+    key: "cluster",
+    title: "Cluster",
+    lead: "Ranks on their devices; the fill of a device is its peak of memory, its colour its stage.",
+    draw: drawCluster,
+  },
+  {
+    id: "memory",
+    key: "memory",
+    title: "Memory",
+    lead: "The peak of a device of each class of ranks, and what it is made of.",
+    draw: drawMemory,
+  },
+  {
+    id: "timeline",
+    key: "timeline",
+    title: "Timeline",
+    lead: "A step of each class of ranks: computing above, communication below.",
+    draw: drawTimeline,
+  },
+  {
+    id: "schedule",
+    key: "schedule",
+    title: "Pipeline schedule",
+    lead: "",
+    none: "The plan has no pipeline: every rank runs all layers.",
+    draw: drawSchedule,
+  },
+  {
+    id: "plans",
+    key: "plans",
+    title: "Why this plan",
+    lead: "The plan and its runners-up, on one scale.",
+    draw: drawPlans,
+  },
   { id: "what-if", key: "what_if", title: "What if", lead: "", draw: drawWhatIf },
-  { id: "code", key: "code", title: "Generated code", lead: "What runs, beside the lines of yours that it comes from.", draw: drawCode },
-  { id: "measured", key: "measured", title: "Predicted and measured", lead: "A recorded run, laid over the prediction; the largest disagreements first.", draw: drawMeasured },
+  {
+    id: "code",
+    key: "code",
+    title: "Generated code",
+    lead: "What runs, beside the lines of yours that it comes from.",
+    draw: drawCode,
+  },
+  {
+    id: "measured",
+    key: "measured",
+    title: "Predicted and measured",
+    lead: "A recorded run, laid over the prediction; the largest disagreements first.",
+    draw: drawMeasured,
+  },
 ];
 
 function missing(text) {
   const at = text.search(/shardwise [a-z]+ /);
   if (at < 0) return el("p", { class: "missing" }, name(text));
-  return el("p", { class: "missing" }, name(text.slice(0, at).trim()), " ", el("code", { class: "command" }, name(text.slice(at))));
+  return el(
+    "p",
+    { class: "missing" },
+    name(text.slice(0, at).trim()),
+    " ",
+    el("code", { class: "command" }, name(text.slice(at))),
+  );
 }
 
 /** The frame of a section, empty as yet. */
 function frame({ id, title, lead }) {
-  return el("section", { id, "aria-labelledby": `${id}-title` },
-    el("h2", { id: `${id}-title`, tabindex: -1, text: title }), lead ? el("p", { class: "lead", text: lead }) : null);
+  return el(
+    "section",
+    { id, "aria-labelledby": `${id}-title` },
+    el("h2", { id: `${id}-title`, tabindex: -1, text: title }),
+    lead ? el("p", { class: "lead", text: lead }) : null,
+  );
 }
 
 function fillSection(section, { key, draw, none = "This report does not have it." }, report) {
@@ -52,7 +111,9 @@ function fillSection(section, { key, draw, none = "This report does not have it.
     draw(section, report);
   } catch (error) {
     console.error(error); // the other sections are worth seeing all the same
-    section.append(el("p", { class: "missing", text: `This section could not be drawn: ${error.message}` }));
+    section.append(
+      el("p", { class: "missing", text: `This section could not be drawn: ${error.message}` }),
+    );
   }
 }
 
@@ -63,13 +124,20 @@ function follow(e) {
   e.preventDefault();
   const target = document.getElementById(link.getAttribute("href").slice(1));
   target?.scrollIntoView({ block: "start" });
-  (target?.matches("section") ? target.querySelector("h2") : target)?.focus({ preventScroll: true });
+  (target?.matches("section") ? target.querySelector("h2") : target)?.focus({
+    preventScroll: true,
+  });
 }
 
 function watchContents(links) {
-  const seen = new IntersectionObserver((entries) => {
-    for (const e of entries) if (e.isIntersecting) for (const [id, a] of links) a.toggleAttribute("aria-current", id === e.target.id);
-  }, { rootMargin: "-10% 0px -75% 0px" });
+  const seen = new IntersectionObserver(
+    (entries) => {
+      for (const e of entries)
+        if (e.isIntersecting)
+          for (const [id, a] of links) a.toggleAttribute("aria-current", id === e.target.id);
+    },
+    { rootMargin: "-10% 0px -75% 0px" },
+  );
   for (const id of links.keys()) seen.observe(document.getElementById(id));
 }
 
@@ -83,7 +151,10 @@ function main() {
   document.querySelector("#contents ol").append(...[...links.values()].map((a) => el("li", {}, a)));
   const content = document.getElementById("content");
   const sections = SECTIONS.map((s) => ({ ...s, node: frame(s) }));
-  content.prepend(el("h1", { class: "unseen" }, name(report.title)), ...sections.map((s) => s.node));
+  content.prepend(
+    el("h1", { class: "unseen" }, name(report.title)),
+    ...sections.map((s) => s.node),
+  );
   fillSection(sections[0].node, sections[0], report);
   const rest = sections.slice(1);
   const next = () => {

@@ -11,18 +11,40 @@ import { kindsOf, keys, rowsOf } from "./timeline.js";
 export function drawMeasured(body, report) {
   const m = report.measured;
   body.append(summary(m), disagreements(m));
-  if (m.causes?.length) body.append(el("h3", {}, "By cause", m.where ? el("span", { class: "soft" }, ", on ", name(m.where)) : null), causes(m));
-  if (m.timeline?.rows?.length) body.append(el("h3", { text: "Predicted, and measured below it, on one scale" }), ...both(report));
-  if (m.notes?.length) body.append(el("ul", { class: "notes" }, ...m.notes.map((n) => el("li", {}, name(n)))));
+  if (m.causes?.length)
+    body.append(
+      el(
+        "h3",
+        {},
+        "By cause",
+        m.where ? el("span", { class: "soft" }, ", on ", name(m.where)) : null,
+      ),
+      causes(m),
+    );
+  if (m.timeline?.rows?.length)
+    body.append(
+      el("h3", { text: "Predicted, and measured below it, on one scale" }),
+      ...both(report),
+    );
+  if (m.notes?.length)
+    body.append(el("ul", { class: "notes" }, ...m.notes.map((n) => el("li", {}, name(n)))));
 }
 
 function summary(m) {
-  return el("p", { class: "facts" },
-    "Measured ", el("b", { text: seconds(m.step_time_s) }), ", predicted ", el("b", { text: seconds(m.predicted_step_time_s) }),
-    `: ${signed(m.ratio - 1, percent)} over ${plural(m.steps, "step")} of ${plural(m.ranks, "rank")} in `, name(m.file, "strong"), ".",
+  return el(
+    "p",
+    { class: "facts" },
+    "Measured ",
+    el("b", { text: seconds(m.step_time_s) }),
+    ", predicted ",
+    el("b", { text: seconds(m.predicted_step_time_s) }),
+    `: ${signed(m.ratio - 1, percent)} over ${plural(m.steps, "step")} of ${plural(m.ranks, "rank")} in `,
+    name(m.file, "strong"),
+    ".",
     m.chosen ? el("span", { class: "soft" }, " ", name(capital(m.chosen)), ".") : null,
     m.slowest === null || m.slowest === undefined ? null : ` Slowest: rank ${m.slowest}.`,
-    m.aggregated ? el("span", { class: "soft" }, " ", name(m.aggregated)) : null);
+    m.aggregated ? el("span", { class: "soft" }, " ", name(m.aggregated)) : null,
+  );
 }
 
 function capital(text) {
@@ -34,21 +56,89 @@ function disagreements(m) {
   const found = m.disagreements ?? [];
   if (!found.length) return el("p", { class: "soft", text: "No disagreement is worth a line." });
   const most = Math.max(...found.map((d) => Math.abs(d.difference_s)), Number.MIN_VALUE);
-  return el("ol", { class: "disagreements" }, ...found.map((d) => el("li", {},
-    el("div", { class: "disagreement-head" }, name(d.cause, "strong"), name(d.where ?? "", "soft"), el("b", { text: signed(d.difference_s, seconds) }),
-      el("span", { class: "soft", text: `${percent(Math.abs(d.share))} of the step` })),
-    el("span", { class: "small-bar", "aria-hidden": "true" }, el("i", { style: { width: `${(Math.abs(d.difference_s) / most) * 100}%`, "--colour": `var(${d.difference_s > 0 ? "--c-slower" : "--c-faster"})` } })),
-    el("p", {}, name(d.text ?? ""), el("span", { class: "soft", text: ` predicted ${seconds(d.predicted_s)}, measured ${seconds(d.measured_s)}` })),
-    d.advice ? el("p", { class: "advice" }, name(d.advice)) : null)));
+  return el(
+    "ol",
+    { class: "disagreements" },
+    ...found.map((d) =>
+      el(
+        "li",
+        {},
+        el(
+          "div",
+          { class: "disagreement-head" },
+          name(d.cause, "strong"),
+          name(d.where ?? "", "soft"),
+          el("b", { text: signed(d.difference_s, seconds) }),
+          el("span", { class: "soft", text: `${percent(Math.abs(d.share))} of the step` }),
+        ),
+        el(
+          "span",
+          { class: "small-bar", "aria-hidden": "true" },
+          el("i", {
+            style: {
+              width: `${(Math.abs(d.difference_s) / most) * 100}%`,
+              "--colour": `var(${d.difference_s > 0 ? "--c-slower" : "--c-faster"})`,
+            },
+          }),
+        ),
+        el(
+          "p",
+          {},
+          name(d.text ?? ""),
+          el("span", {
+            class: "soft",
+            text: ` predicted ${seconds(d.predicted_s)}, measured ${seconds(d.measured_s)}`,
+          }),
+        ),
+        d.advice ? el("p", { class: "advice" }, name(d.advice)) : null,
+      ),
+    ),
+  );
 }
 
 function causes(m) {
-  const most = Math.max(...m.causes.flatMap((c) => [c.predicted_s, c.measured_s]), Number.MIN_VALUE);
-  const pair = (c) => el("td", { class: "pair", "aria-hidden": "true" },
-    el("i", { class: "predicted", style: { width: `${(c.predicted_s / most) * 100}%`, "--colour": `var(${variable(c.name)})` } }),
-    el("i", { style: { width: `${(c.measured_s / most) * 100}%`, "--colour": `var(${variable(c.name)})` } }));
-  const rows = m.causes.map((c) => el("tr", {}, el("th", { scope: "row" }, name(c.text)), pair(c), figure(seconds(c.predicted_s)), figure(seconds(c.measured_s)), figure(signed(c.difference_s, seconds))));
-  return table("Predicted and measured times by cause", ["Cause", "Predicted above, measured below", ["Predicted", "figure"], ["Measured", "figure"], ["Difference", "figure"]], rows, "pairs");
+  const most = Math.max(
+    ...m.causes.flatMap((c) => [c.predicted_s, c.measured_s]),
+    Number.MIN_VALUE,
+  );
+  const pair = (c) =>
+    el(
+      "td",
+      { class: "pair", "aria-hidden": "true" },
+      el("i", {
+        class: "predicted",
+        style: {
+          width: `${(c.predicted_s / most) * 100}%`,
+          "--colour": `var(${variable(c.name)})`,
+        },
+      }),
+      el("i", {
+        style: { width: `${(c.measured_s / most) * 100}%`, "--colour": `var(${variable(c.name)})` },
+      }),
+    );
+  const rows = m.causes.map((c) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, name(c.text)),
+      pair(c),
+      figure(seconds(c.predicted_s)),
+      figure(seconds(c.measured_s)),
+      figure(signed(c.difference_s, seconds)),
+    ),
+  );
+  return table(
+    "Predicted and measured times by cause",
+    [
+      "Cause",
+      "Predicted above, measured below",
+      ["Predicted", "figure"],
+      ["Measured", "figure"],
+      ["Difference", "figure"],
+    ],
+    rows,
+    "pairs",
+  );
 }
 
 function both(report) {
@@ -66,6 +156,8 @@ function both(report) {
   rows.push(...left);
   const extent = Math.max(timeline.step_time_s, measured.timeline.step_time_s);
   const chart = new Chart({ label: "Predicted and measured timelines", rows, extent });
-  const seen = new Map([...kindsOf(timeline), ...kindsOf(measured.timeline)].map((k) => [k.label, k]));
+  const seen = new Map(
+    [...kindsOf(timeline), ...kindsOf(measured.timeline)].map((k) => [k.label, k]),
+  );
   return [chart.node, el("div", { class: "under" }, legend([...seen.values()]), keys())];
 }

@@ -1,22 +1,29 @@
 // The model as a tree of modules, with their parameters and operations below them.
 
-import { barCell } from "./bars.js";
-import { el, head, name } from "./dom.js";
-import { count, plural, seconds, size } from "./format.js";
+import { el, head } from "./dom.js";
+import { count } from "./format.js";
 import { say } from "./hint.js";
+import { Model, MOST_FOUND } from "./model_items.js";
 import { Tree } from "./tree.js";
-
-const CHUNK = 200; // operations that are shown at once
-const MOST_FOUND = 300; // rows that a search shows
-const CUT = 120; // characters of a name in a cell
-const OPEN_ROWS = 30; // that the tree opens with, about
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawModules(body, report) {
   const model = new Model(report.modules);
-  const tree = new Tree({ label: "Modules of the model", heads: heads(model.syncs), roots: model.roots() });
-  for (const key of model.opening()) tree.toggle(tree.rows.findIndex((r) => r.item.key === key), true);
-  const search = el("input", { type: "search", placeholder: "Search modules, parameters, operations", "aria-label": "Search modules, parameters and operations", spellcheck: "false" });
+  const tree = new Tree({
+    label: "Modules of the model",
+    heads: heads(model.syncs),
+    roots: model.roots(),
+  });
+  for (const key of model.opening()) {
+    const index = tree.rows.findIndex((r) => r.item.key === key);
+    tree.toggle(index, true);
+  }
+  const search = el("input", {
+    type: "search",
+    placeholder: "Search modules, parameters, operations",
+    "aria-label": "Search modules, parameters and operations",
+    spellcheck: "false",
+  });
   const found = el("output", { class: "soft" });
   const start = new Set(tree.open);
   let waiting = 0;
@@ -31,16 +38,42 @@ export function drawModules(body, report) {
     found.textContent = "";
   };
   body.append(
-    el("div", { class: "toolbar" }, search, found, el("span", { class: "space" }),
-      el("div", { class: "choice", role: "group", "aria-label": "Modules" },
+    el(
+      "div",
+      { class: "toolbar" },
+      search,
+      found,
+      el("span", { class: "space" }),
+      el(
+        "div",
+        { class: "choice", role: "group", "aria-label": "Modules" },
         el("button", { type: "button", text: "Expand all", on: { click: fold(true) } }),
-        el("button", { type: "button", text: "Collapse all", on: { click: fold(false) } }))),
-    tree.node);
+        el("button", { type: "button", text: "Collapse all", on: { click: fold(false) } }),
+      ),
+    ),
+    tree.node,
+  );
 }
 
 function heads(syncs) {
-  const heads = [head("Module"), head("Layout"), head("Parameters", "figure"), head("Activations", "figure"), head("Forward + backward", "figure"), head("Communication", "figure")];
-  if (syncs) heads.push(el("th", { scope: "col", class: "figure", text: "Sync", title: "Messages of parameters and gradients; they are hidden behind computing as far as possible" }));
+  const heads = [
+    head("Module"),
+    head("Layout"),
+    head("Parameters", "figure"),
+    head("Activations", "figure"),
+    head("Forward + backward", "figure"),
+    head("Communication", "figure"),
+  ];
+  if (syncs)
+    heads.push(
+      el("th", {
+        scope: "col",
+        class: "figure",
+        text: "Sync",
+        title:
+          "Messages of parameters and gradients; they are hidden behind computing as far as possible",
+      }),
+    );
   return heads;
 }
 
@@ -54,177 +87,9 @@ function find(tree, model, text, start, output) {
   const hits = model.search(text.toLowerCase());
   tree.open = hits.open;
   tree.show(model.roots(hits));
-  output.textContent = hits.total > MOST_FOUND ? `${count(hits.total)} found, the first ${MOST_FOUND} shown` : `${count(hits.total)} found`;
+  output.textContent =
+    hits.total > MOST_FOUND
+      ? `${count(hits.total)} found, the first ${MOST_FOUND} shown`
+      : `${count(hits.total)} found`;
   say(output.textContent);
-}
-
-/** The rows of the data as items of a tree. */
-class Model {
-  constructor(data) {
-    this.rows = data.rows;
-    this.nodes = data.nodes ?? { module: [] };
-    this.sources = data.sources ?? [];
-    this.below = this.groups(this.rows.map((r) => r.parent ?? -1));
-    this.parameters = this.groups((data.parameters ?? []).map((p) => p.module));
-    this.list = data.parameters ?? [];
-    this.operations = this.groups(this.nodes.module);
-    const tops = this.rows.filter((r) => r.parent === null || r.parent === undefined);
-    const most = (f) => Math.max(...tops.map(f), Number.MIN_VALUE);
-    this.most = { bytes: most((r) => r.parameter_bytes), kept: most((r) => r.activation_bytes), time: most((r) => r.forward_s + r.backward_s), moved: most((r) => r.communication_s), synced: most((r) => r.sync_s ?? 0) };
-    this.syncs = this.rows.some((r) => r.sync_s > 0);
-    this.byId = new Map(this.rows.map((r) => [r.id, r]));
-    this.copies = new Map(); // of a module in the whole model: its figures are those of one
-    for (const r of this.rows) this.copies.set(r.id, (r.count ?? 1) * (this.copies.get(r.parent) ?? 1));
-  }
-
-  /** Indices by the value of a column. @param {number[]} keys @returns {Map<number, number[]>} */
-  groups(keys) {
-    const found = new Map();
-    keys.forEach((key, i) => (found.has(key) ? found.get(key).push(i) : found.set(key, [i])));
-    return found;
-  }
-
-  roots(only = null) {
-    return (this.below.get(-1) ?? []).filter((i) => !only || only.rows.has(this.rows[i].id)).map((i) => this.module(i, 1, only));
-  }
-
-  parents() {
-    return this.rows.filter((r) => this.below.has(r.id)).map((r) => `m${r.id}`);
-  }
-
-  /** The modules that the tree opens with: from the top until it has enough rows. */
-  opening() {
-    const found = [];
-    let level = this.below.get(-1) ?? [];
-    let shown = level.length;
-    while (level.length) {
-      const next = [];
-      for (const i of level) {
-        const below = this.below.get(this.rows[i].id) ?? [];
-        if (!below.length || (shown > 1 && shown + below.length > OPEN_ROWS)) continue;
-        shown += below.length;
-        found.push(`m${this.rows[i].id}`);
-        next.push(...below);
-      }
-      level = next;
-    }
-    return found;
-  }
-
-  module(i, level, only) {
-    const row = this.rows[i];
-    const modules = (this.below.get(row.id) ?? []).filter((j) => !only || only.rows.has(this.rows[j].id));
-    const parameters = (this.parameters.get(row.id) ?? []).filter((j) => !only || only.parameters.has(j));
-    const operations = (this.operations.get(row.id) ?? []).filter((j) => !only || only.operations.has(j));
-    return {
-      key: `m${row.id}`, level, label: `${row.name}, ${row.kind}`, kind: "module",
-      parent: modules.length + parameters.length + operations.length > 0,
-      children: () => [
-        ...modules.map((j) => this.module(j, level + 1, only)),
-        ...parameters.map((j) => this.parameter(j, level + 1)),
-        ...this.someOperations(row, operations, level + 1, modules.length > 0 && !only),
-      ],
-      cells: () => this.moduleCells(row),
-    };
-  }
-
-  moduleCells(row) {
-    const { most } = this;
-    const copies = this.copies.get(row.id);
-    const title = el("th", { scope: "row" }, el("span", { class: "cell-name" }, name(row.name || "(model)", "strong", CUT), name(row.kind, "soft", CUT),
-      row.count > 1 ? el("span", { class: "count", text: `×${row.count}`, title: "equal modules; the figures are those of one, the bars those of all" }) : null,
-      row.stages?.length && this.stagesDiffer(row) ? el("span", { class: "soft stage", text: stages(row.stages) }) : null));
-    return [title, layout(row.layout),
-      barCell(size(row.parameter_bytes), [[(row.parameter_bytes * copies) / most.bytes, "--c-forward"]]),
-      barCell(size(row.activation_bytes), [[(row.activation_bytes * copies) / most.kept, "--c-weight"]]),
-      barCell(seconds(row.forward_s + row.backward_s), [[(row.forward_s * copies) / most.time, "--c-forward"], [(row.backward_s * copies) / most.time, "--c-backward"]]),
-      barCell(seconds(row.communication_s), [[(row.communication_s * copies) / most.moved, "--c-collectives"]]),
-      this.syncs && barCell(seconds(row.sync_s), [[(row.sync_s * copies) / most.synced, "--c-reduce"]])].filter(Boolean);
-  }
-
-  /** Whether a module's stages are worth a word: not those of the module above it again. */
-  stagesDiffer(row) {
-    const above = this.byId.get(row.parent)?.stages;
-    return above ? above.join() !== row.stages.join() : row.stages.length > 1;
-  }
-
-  parameter(j, level) {
-    const p = this.list[j];
-    const note = [`[${p.shape.join(", ")}]`, p.dtype, p.zero ? `zero ${p.zero}` : ""].filter(Boolean).join(" ");
-    return { key: `p${j}`, level, label: `parameter ${p.name}`, parent: false, children: () => [], kind: "parameter",
-      cells: () => [
-        el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "param" }), name(p.name, "", CUT), name(note, "soft", CUT))),
-        layout(p.layout),
-        el("td", { class: "figure" }, el("span", { text: size(p.local_bytes) }), p.local_bytes === p.bytes ? null : el("small", { class: "soft", text: ` of ${size(p.bytes)}` })),
-        ...this.blank(3)] };
-  }
-
-  /** Empty cells of columns that a row has no figure for. */
-  blank(many) {
-    return Array.from({ length: many + (this.syncs ? 1 : 0) }, () => el("td"));
-  }
-
-  /** Operations: by themselves, or behind a row of their own where modules stand beside them. */
-  someOperations(row, indices, level, apart) {
-    if (!indices.length) return [];
-    if (apart) return [this.bundle(`o${row.id}`, plural(indices.length, "operation"), indices, level)];
-    if (indices.length <= CHUNK) return indices.map((j) => this.operation(j, level));
-    const chunks = [];
-    for (let i = 0; i < indices.length; i += CHUNK) {
-      const some = indices.slice(i, i + CHUNK);
-      chunks.push(this.bundle(`o${row.id}.${i}`, `operations ${count(i + 1)} to ${count(i + some.length)}`, some, level));
-    }
-    return chunks;
-  }
-
-  bundle(key, text, indices, level) {
-    return { key, level, label: text, parent: true, kind: "bundle",
-      children: () => (indices.length <= CHUNK ? indices.map((j) => this.operation(j, level + 1)) : this.someOperations({ id: key }, indices, level + 1, false)),
-      cells: () => [el("th", { scope: "row" }, el("span", { class: "cell-name soft", text })), ...this.blank(5)] };
-  }
-
-  operation(j, level) {
-    const n = this.nodes;
-    const source = n.source?.[j] >= 0 ? this.sources[n.source[j]] : null;
-    return { key: `n${j}`, level, label: `operation ${n.name[j]}, ${n.op[j]}`, parent: false, children: () => [], kind: "operation",
-      cells: () => [
-        el("th", { scope: "row" }, el("span", { class: "cell-name" }, el("span", { class: "tag", text: "op" }), name(n.name[j], "", CUT), name(n.op[j], "soft", CUT),
-          source ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`, "", CUT)) : null)),
-        layout(n.layout[j]), el("td"),
-        el("td", { class: "figure", text: size(n.bytes[j]) }),
-        el("td", { class: "figure", text: seconds(n.forward_s[j] + n.backward_s[j]) }),
-        el("td", { class: "figure", text: seconds(n.communication_s[j]) }), ...this.blank(0)] };
-  }
-
-  /** What holds the text, with all modules above it. */
-  search(text) {
-    const has = (...values) => values.some((v) => v && v.toLowerCase().includes(text));
-    const hits = { rows: new Set(), parameters: new Set(), operations: new Set(), open: new Set(), total: 0 };
-    const keep = (id, open) => {
-      for (let row = this.byId.get(id), own = open; row; row = this.byId.get(row.parent), own = true) {
-        if (own) hits.open.add(`m${row.id}`);
-        hits.rows.add(row.id);
-      }
-    };
-    const note = (set, value, id) => {
-      hits.total += 1;
-      if (hits.total > MOST_FOUND) return;
-      set.add(value);
-      keep(id, set !== hits.rows);
-    };
-    for (const r of this.rows) if (has(r.name, r.path, r.kind)) note(hits.rows, r.id, r.id);
-    this.list.forEach((p, j) => has(p.name, p.path) && note(hits.parameters, j, p.module));
-    this.nodes.module.forEach((id, j) => has(this.nodes.name[j], this.nodes.op[j]) && note(hits.operations, j, id));
-    return hits;
-  }
-}
-
-function layout(text) {
-  return el("td", { class: "layout" }, text ? name(text, "", CUT) : null);
-}
-
-function stages(list) {
-  const last = list.at(-1);
-  const run = list.length > 2 && last - list[0] === list.length - 1;
-  return list.length === 1 ? `stage ${list[0]}` : `stages ${run ? `${list[0]}–${last}` : list.slice(0, 8).join(", ") + (list.length > 8 ? "…" : "")}`;
 }

@@ -9,59 +9,168 @@ import { count, percent, seconds, signed, size } from "./format.js";
 export function drawPlans(body, report) {
   const { plans } = report;
   const texts = new Map((report.causes ?? []).map((c) => [c.name, c.text]));
-  const names = [...new Set(plans.flatMap((p) => Object.keys(p.causes ?? {})))].filter((n) => plans.some((p) => (p.causes?.[n] ?? 0) > 0));
+  const names = [...new Set(plans.flatMap((p) => Object.keys(p.causes ?? {})))].filter((n) =>
+    plans.some((p) => (p.causes?.[n] ?? 0) > 0),
+  );
   const longest = Math.max(...plans.map((p) => p.step_time_s));
   const rows = el("tbody");
-  const draw = (form) => rows.replaceChildren(...plans.flatMap((p, i) => plan(p, i, { names, texts, longest, form, plans })));
+  const draw = (form) =>
+    rows.replaceChildren(
+      ...plans.flatMap((p, i) => plan(p, i, { names, texts, longest, form, plans })),
+    );
   draw("whole");
-  const heads = [["Plan", ""], ["Step time", "figure"], ["Where the time goes", "wide"], ["Memory", "figure"], ["What is different", ""]];
+  const heads = [
+    ["Plan", ""],
+    ["Step time", "figure"],
+    ["Where the time goes", "wide"],
+    ["Memory", "figure"],
+    ["What is different", ""],
+  ];
   body.append(
-    el("div", { class: "toolbar" }, legend(names.map((n) => ({ label: texts.get(n) ?? n, value: 0, figure: "", variable: variable(n) }))), el("span", { class: "space" }),
-      choice("Bars of plans", [{ value: "whole", text: "Times" }, { value: "difference", text: "Differences" }], "whole", draw)),
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Plans side by side" },
-      el("table", { class: "plans" }, el("caption", { class: "unseen", text: "The plan and its runners-up" }),
-        el("thead", {}, el("tr", {}, ...heads.map(([text, kind]) => el("th", { scope: "col", class: kind || null, text })))), rows)));
+    el(
+      "div",
+      { class: "toolbar" },
+      legend(
+        names.map((n) => ({
+          label: texts.get(n) ?? n,
+          value: 0,
+          figure: "",
+          variable: variable(n),
+        })),
+      ),
+      el("span", { class: "space" }),
+      choice(
+        "Bars of plans",
+        [
+          { value: "whole", text: "Times" },
+          { value: "difference", text: "Differences" },
+        ],
+        "whole",
+        draw,
+      ),
+    ),
+    el(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Plans side by side" },
+      el(
+        "table",
+        { class: "plans" },
+        el("caption", { class: "unseen", text: "The plan and its runners-up" }),
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            ...heads.map(([text, kind]) => el("th", { scope: "col", class: kind || null, text })),
+          ),
+        ),
+        rows,
+      ),
+    ),
+  );
   if (report.gap) body.append(gap(report.gap));
 }
 
 function plan(p, i, context) {
   const bars = context.form === "whole" ? times(p, context) : differences(p, context);
-  const detail = el("tr", { class: "detail", hidden: true, id: `plan-${i}` }, el("td", { colspan: 5 }, details(p, context)));
-  const button = el("button", { type: "button", class: "quiet twist", "aria-expanded": "false", "aria-controls": `plan-${i}` },
-    el("span", { class: "twisty", "aria-hidden": "true" }), name(p.what, "strong"), p.chosen ? el("span", { class: "badge good", text: "chosen" }) : null);
+  const detail = el(
+    "tr",
+    { class: "detail", hidden: true, id: `plan-${i}` },
+    el("td", { colspan: 5 }, details(p, context)),
+  );
+  const button = el(
+    "button",
+    {
+      type: "button",
+      class: "quiet twist",
+      "aria-expanded": "false",
+      "aria-controls": `plan-${i}`,
+    },
+    el("span", { class: "twisty", "aria-hidden": "true" }),
+    name(p.what, "strong"),
+    p.chosen ? el("span", { class: "badge good", text: "chosen" }) : null,
+  );
   button.addEventListener("click", () => {
     detail.hidden = !detail.hidden;
     button.setAttribute("aria-expanded", String(!detail.hidden));
   });
-  const row = el("tr", { class: p.chosen ? "chosen" : null },
+  const row = el(
+    "tr",
+    { class: p.chosen ? "chosen" : null },
     el("th", { scope: "row" }, button),
-    el("td", { class: "figure" }, el("b", { text: seconds(p.step_time_s) }), el("small", { class: "soft block", text: p.chosen ? "" : `×${p.ratio.toFixed(3)}` })),
+    el(
+      "td",
+      { class: "figure" },
+      el("b", { text: seconds(p.step_time_s) }),
+      el("small", { class: "soft block", text: p.chosen ? "" : `×${p.ratio.toFixed(3)}` }),
+    ),
     el("td", { class: "wide" }, bars),
-    el("td", { class: "figure" }, el("span", { text: size(p.peak_bytes) }), el("small", { class: `block ${p.peak_bytes > p.limit_bytes ? "bad" : "soft"}`, text: `${percent(p.peak_bytes / p.limit_bytes)} of limit` })),
-    el("td", { class: "why" }, ...different(p)));
+    el(
+      "td",
+      { class: "figure" },
+      el("span", { text: size(p.peak_bytes) }),
+      el("small", {
+        class: `block ${p.peak_bytes > p.limit_bytes ? "bad" : "soft"}`,
+        text: `${percent(p.peak_bytes / p.limit_bytes)} of limit`,
+      }),
+    ),
+    el("td", { class: "why" }, ...different(p)),
+  );
   return [row, detail];
 }
 
 function times(p, { names, texts, longest }) {
-  const parts = names.map((n) => ({ label: texts.get(n) ?? n, value: p.causes?.[n] ?? 0, variable: variable(n), figure: seconds(p.causes?.[n] ?? 0) }));
+  const parts = names.map((n) => ({
+    label: texts.get(n) ?? n,
+    value: p.causes?.[n] ?? 0,
+    variable: variable(n),
+    figure: seconds(p.causes?.[n] ?? 0),
+  }));
   return stacked(parts, longest, `Time of ${plain(p.what, 80)}`);
 }
 
 /** What each cause takes more or less than in the chosen plan: to the right is slower. */
 function differences(p, { names, texts, plans }) {
-  const most = Math.max(...plans.flatMap((q) => Object.values(q.differences_s ?? {}).map(Math.abs)), Number.MIN_VALUE);
-  const found = names.map((n) => [n, p.differences_s?.[n] ?? 0]).filter(([, s]) => Math.abs(s) > most / 500);
-  if (!found.length) return el("span", { class: "soft", text: p.chosen ? "the others are compared with this plan" : "no difference in time" });
-  return el("div", { class: "diverging" }, ...found.map(([n, s]) => el("div", { class: "diverging-row" },
-    el("span", { title: plain(texts.get(n) ?? n, 200) }, name(texts.get(n) ?? n)),
-    el("span", { class: "diverging-bar", "aria-hidden": "true" }, el("i", { style: place(s / most, variable(n)) })),
-    el("b", { text: signed(s, seconds) }))));
+  const most = Math.max(
+    ...plans.flatMap((q) => Object.values(q.differences_s ?? {}).map(Math.abs)),
+    Number.MIN_VALUE,
+  );
+  const found = names
+    .map((n) => [n, p.differences_s?.[n] ?? 0])
+    .filter(([, s]) => Math.abs(s) > most / 500);
+  if (!found.length)
+    return el("span", {
+      class: "soft",
+      text: p.chosen ? "the others are compared with this plan" : "no difference in time",
+    });
+  return el(
+    "div",
+    { class: "diverging" },
+    ...found.map(([n, s]) =>
+      el(
+        "div",
+        { class: "diverging-row" },
+        el("span", { title: plain(texts.get(n) ?? n, 200) }, name(texts.get(n) ?? n)),
+        el(
+          "span",
+          { class: "diverging-bar", "aria-hidden": "true" },
+          el("i", { style: place(s / most, variable(n)) }),
+        ),
+        el("b", { text: signed(s, seconds) }),
+      ),
+    ),
+  );
 }
 
 /** A bar from the middle, by a share between -1 and 1. */
 function place(share, colour) {
   const wide = Math.abs(share) * 50;
-  return { left: `${share < 0 ? 50 - wide : 50}%`, width: `${wide}%`, "--colour": `var(${colour})` };
+  return {
+    left: `${share < 0 ? 50 - wide : 50}%`,
+    width: `${wide}%`,
+    "--colour": `var(${colour})`,
+  };
 }
 
 /** What the search changed, as pairs of before and after. */
@@ -69,16 +178,66 @@ function different(p) {
   if (p.chosen) return [];
   const changed = Object.entries(p.changed ?? {});
   if (!changed.length) return [el("span", { text: "only layouts" })];
-  return changed.map(([key, pair]) => el("span", { class: "change" }, name(key), " ", el("b", {}, ...(Array.isArray(pair) ? [name(word(pair[0])), " → ", name(word(pair[1]))] : [name(word(pair))]))));
+  return changed.map(([key, pair]) =>
+    el(
+      "span",
+      { class: "change" },
+      name(key),
+      " ",
+      el(
+        "b",
+        {},
+        ...(Array.isArray(pair)
+          ? [name(word(pair[0])), " → ", name(word(pair[1]))]
+          : [name(word(pair))]),
+      ),
+    ),
+  );
 }
 
 function details(p, { names, texts }) {
-  const rows = names.map((n) => el("tr", {}, el("th", { scope: "row" }, name(texts.get(n) ?? n)), figure(seconds(p.causes?.[n] ?? 0)), figure(p.chosen ? "" : signed(p.differences_s?.[n] ?? 0, seconds))));
-  return el("div", { class: "plan-detail" },
-    el("div", {}, el("h3", { text: p.chosen ? "The chosen plan" : "Why not this one" }),
-      el("p", { class: "soft" }, name(p.text || (p.chosen ? "the others are compared with it" : ""))),
-      p.chosen ? null : el("p", { text: `memory ${signed(p.memory_difference_bytes ?? 0, size)} at the peak` })),
-    el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Cause" }), el("th", { scope: "col", class: "figure", text: "Time" }), el("th", { scope: "col", class: "figure", text: p.chosen ? "" : "Difference" }))), el("tbody", {}, ...rows)));
+  const rows = names.map((n) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, name(texts.get(n) ?? n)),
+      figure(seconds(p.causes?.[n] ?? 0)),
+      figure(p.chosen ? "" : signed(p.differences_s?.[n] ?? 0, seconds)),
+    ),
+  );
+  return el(
+    "div",
+    { class: "plan-detail" },
+    el(
+      "div",
+      {},
+      el("h3", { text: p.chosen ? "The chosen plan" : "Why not this one" }),
+      el(
+        "p",
+        { class: "soft" },
+        name(p.text || (p.chosen ? "the others are compared with it" : "")),
+      ),
+      p.chosen
+        ? null
+        : el("p", { text: `memory ${signed(p.memory_difference_bytes ?? 0, size)} at the peak` }),
+    ),
+    el(
+      "table",
+      {},
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          el("th", { scope: "col", text: "Cause" }),
+          el("th", { scope: "col", class: "figure", text: "Time" }),
+          el("th", { scope: "col", class: "figure", text: p.chosen ? "" : "Difference" }),
+        ),
+      ),
+      el("tbody", {}, ...rows),
+    ),
+  );
 }
 
 function word(value) {
@@ -87,7 +246,16 @@ function word(value) {
 
 function gap(g) {
   const parts = [];
-  if (g.points !== undefined) parts.push(`${count(g.points)} plans considered, ${count(g.simulated ?? 0)} of them simulated.`);
-  if (g.layouts !== undefined && g.layouts !== null) parts.push(`Layouts are within ${percent(g.layouts)} of the best that is possible in the model of costs`, g.search === undefined || g.search === null ? "." : `, the search within ${percent(g.search)}.`);
+  if (g.points !== undefined)
+    parts.push(
+      `${count(g.points)} plans considered, ${count(g.simulated ?? 0)} of them simulated.`,
+    );
+  if (g.layouts !== undefined && g.layouts !== null)
+    parts.push(
+      `Layouts are within ${percent(g.layouts)} of the best that is possible in the model of costs`,
+      g.search === undefined || g.search === null
+        ? "."
+        : `, the search within ${percent(g.search)}.`,
+    );
   return el("p", { class: "soft", text: parts.join(" ").replace(" ,", ",").replace(" .", ".") });
 }

@@ -27,7 +27,11 @@ function ordered(columns) {
   if (start.every((value, i) => i === 0 || start[i - 1] <= value)) return columns;
   const order = start.map((_, i) => i).sort((a, b) => start[a] - start[b] || a - b);
   return Object.fromEntries(
-    Object.entries(columns).map(([key, values]) => [key, Array.isArray(values) ? order.map((i) => values[i]) : values]));
+    Object.entries(columns).map(([key, values]) => [
+      key,
+      Array.isArray(values) ? order.map((i) => values[i]) : values,
+    ]),
+  );
 }
 
 /** The spans of one lane, by their starts. */
@@ -59,7 +63,11 @@ export class Spans {
     const last = above(this.start, time + tolerance) - 1;
     let best = -1;
     let distance = tolerance;
-    for (let i = last, steps = 0; i >= 0 && this.reach[i] >= time - tolerance && steps < 2000; i--, steps++) {
+    for (
+      let i = last, steps = 0;
+      i >= 0 && this.reach[i] >= time - tolerance && steps < 2000;
+      i--, steps++
+    ) {
       if (this.start[i] <= time && time < this.end[i]) return i;
       const away = time < this.start[i] ? this.start[i] - time : time - this.end[i];
       if (away >= 0 && away <= distance) {

@@ -6,7 +6,8 @@ const parsed = new Map();
 /** The numbers of a colour as the browser writes it. @param {string} text "rgb(31, 119, 184)" */
 function numbers(text) {
   let found = parsed.get(text);
-  if (!found) parsed.set(text, (found = (text.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number)));
+  if (!found)
+    parsed.set(text, (found = (text.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number)));
   return found;
 }
 
@@ -42,7 +43,8 @@ export class Strips {
     scratch.getContext("2d").putImageData(this.image, 0, 0);
     context.imageSmoothingEnabled = false;
     places.forEach(({ y, height }, line) => {
-      if (this.used[line]) context.drawImage(scratch, 0, line, this.width, 1, 0, y, this.width, height);
+      if (this.used[line])
+        context.drawImage(scratch, 0, line, this.width, 1, 0, y, this.width, height);
     });
   }
 }

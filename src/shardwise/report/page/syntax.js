@@ -2,8 +2,13 @@
 
 import { el, plain } from "./dom.js";
 
-const WORDS = new Set("and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield True False None".split(" "));
-const TOKEN = /(#.*$)|((?:\b[rbfuRBFU]{1,2})?(?:"""|'''))|((?:\b[rbfuRBFU]{1,2})?(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'))|(@[\w.]+)|(\b\d[\w.]*)|([A-Za-z_]\w*)/g;
+const WORDS = new Set(
+  "and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield True False None".split(
+    " ",
+  ),
+);
+const TOKEN =
+  /(#.*$)|((?:\b[rbfuRBFU]{1,2})?(?:"""|'''))|((?:\b[rbfuRBFU]{1,2})?(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'))|(@[\w.]+)|(\b\d[\w.]*)|([A-Za-z_]\w*)/g;
 const LONGEST = 2000; // characters of a line that are coloured
 
 /**
@@ -37,7 +42,11 @@ export function openings(lines) {
 export function coloured(line, begun = "") {
   if (line.length > LONGEST) return [plain(line, LONGEST)];
   const nodes = [];
-  const add = (text, kind) => text && nodes.push(kind ? el("span", { class: `s-${kind}`, text: plain(text, LONGEST) }) : plain(text, LONGEST));
+  const add = (text, kind) =>
+    text &&
+    nodes.push(
+      kind ? el("span", { class: `s-${kind}`, text: plain(text, LONGEST) }) : plain(text, LONGEST),
+    );
   let at = 0;
   if (begun) {
     const end = line.indexOf(begun);

@@ -40,7 +40,9 @@ export function onTheme(f) {
 /** Set up the button. @param {HTMLElement} button */
 export function setUpTheme(button) {
   const label = () => {
-    button.textContent = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" }[chosen];
+    button.textContent = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" }[
+      chosen
+    ];
   };
   chosen = ORDER.includes(stored()) ? stored() : "auto";
   button.addEventListener("click", () => {

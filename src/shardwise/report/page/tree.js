@@ -21,9 +21,16 @@ export class Tree {
     this.rows = []; // {item, node}
     this.current = 0;
     this.bodyNode = el("tbody");
-    this.node = el("div", { class: "scroll tree" },
-      el("table", { role: "treegrid", "aria-label": label },
-        el("thead", {}, el("tr", { role: "row" }, ...heads)), this.bodyNode));
+    this.node = el(
+      "div",
+      { class: "scroll tree" },
+      el(
+        "table",
+        { role: "treegrid", "aria-label": label },
+        el("thead", {}, el("tr", { role: "row" }, ...heads)),
+        this.bodyNode,
+      ),
+    );
     this.bodyNode.addEventListener("click", (e) => this.click(e));
     this.bodyNode.addEventListener("keydown", (e) => this.key(e));
     this.show(roots);
@@ -48,9 +55,23 @@ export class Tree {
     const open = this.open.has(item.key);
     const cells = item.cells();
     cells[0].style.setProperty("--level", String(item.level - 1));
-    cells[0].prepend(el("span", { class: `twisty ${item.parent ? "" : "leaf"}`, "aria-hidden": "true" }));
-    for (const cell of cells) cell.setAttribute("role", cell.tagName === "TH" ? "rowheader" : "gridcell");
-    const node = el("tr", { role: "row", tabindex: -1, class: item.kind ?? null, "aria-level": item.level, "aria-expanded": item.parent ? open : null, "aria-label": plain(item.label, 200) }, ...cells);
+    cells[0].prepend(
+      el("span", { class: `twisty ${item.parent ? "" : "leaf"}`, "aria-hidden": "true" }),
+    );
+    for (const cell of cells)
+      cell.setAttribute("role", cell.tagName === "TH" ? "rowheader" : "gridcell");
+    const node = el(
+      "tr",
+      {
+        role: "row",
+        tabindex: -1,
+        class: item.kind ?? null,
+        "aria-level": item.level,
+        "aria-expanded": item.parent ? open : null,
+        "aria-label": plain(item.label, 200),
+      },
+      ...cells,
+    );
     return { item, node };
   }
 
@@ -116,8 +137,12 @@ export class Tree {
       ArrowUp: () => this.focusable(index - 1, true),
       Home: () => this.focusable(0, true),
       End: () => this.focusable(this.rows.length - 1, true),
-      ArrowRight: () => (item.parent && !open ? this.toggle(index, true) : this.focusable(index + (item.parent ? 1 : 0), true)),
-      ArrowLeft: () => (item.parent && open ? this.toggle(index, false) : this.focusable(above(), true)),
+      ArrowRight: () =>
+        item.parent && !open
+          ? this.toggle(index, true)
+          : this.focusable(index + (item.parent ? 1 : 0), true),
+      ArrowLeft: () =>
+        item.parent && open ? this.toggle(index, false) : this.focusable(above(), true),
       Enter: () => this.toggle(index),
       " ": () => this.toggle(index),
     }[e.key];

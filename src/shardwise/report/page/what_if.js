@@ -12,17 +12,59 @@ export function drawWhatIf(body, report) {
   const most = Math.max(0.05, ...all.filter((w) => known(w)).map((w) => Math.abs(w.ratio - 1)));
   const rows = el("tbody");
   const now = report.verdict.step_time_s;
-  const draw = (kind) => rows.replaceChildren(...kinds.filter((k) => kind === "all" || k === kind)
-    .flatMap((k) => all.filter((w) => w.kind === k).map((w, i, same) => line(w, i ? null : same.length, most))));
+  const draw = (kind) =>
+    rows.replaceChildren(
+      ...kinds
+        .filter((k) => kind === "all" || k === kind)
+        .flatMap((k) =>
+          all
+            .filter((w) => w.kind === k)
+            .map((w, i, same) => line(w, i ? null : same.length, most)),
+        ),
+    );
   draw("all");
-  const shown = [{ value: "all", text: "All" }, ...kinds.map((k) => ({ value: k, text: WORDS[k] ?? k }))];
+  const shown = [
+    { value: "all", text: "All" },
+    ...kinds.map((k) => ({ value: k, text: WORDS[k] ?? k })),
+  ];
   body.append(
-    el("div", { class: "toolbar" }, el("p", { class: "soft" }, "Against ", el("b", { text: seconds(now) }), " as planned."), el("span", { class: "space" }),
-      kinds.length > 1 ? choice("Kind of change", shown, "all", draw) : null),
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Changes and their effect" },
-      el("table", { class: "what-if" }, el("caption", { class: "unseen", text: "Changes and their effect on the step" }),
-        el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Of what" }), el("th", { scope: "col", text: "Change" }), el("th", { scope: "col", class: "figure", text: "Step time" }),
-          el("th", { scope: "col", class: "axis" }, el("span", { text: "← faster" }), el("span", { text: "slower →" })), el("th", { scope: "col", class: "figure", text: "Effect" }), el("th", { scope: "col", text: "Note" }))), rows)));
+    el(
+      "div",
+      { class: "toolbar" },
+      el("p", { class: "soft" }, "Against ", el("b", { text: seconds(now) }), " as planned."),
+      el("span", { class: "space" }),
+      kinds.length > 1 ? choice("Kind of change", shown, "all", draw) : null,
+    ),
+    el(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Changes and their effect" },
+      el(
+        "table",
+        { class: "what-if" },
+        el("caption", { class: "unseen", text: "Changes and their effect on the step" }),
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            el("th", { scope: "col", text: "Of what" }),
+            el("th", { scope: "col", text: "Change" }),
+            el("th", { scope: "col", class: "figure", text: "Step time" }),
+            el(
+              "th",
+              { scope: "col", class: "axis" },
+              el("span", { text: "← faster" }),
+              el("span", { text: "slower →" }),
+            ),
+            el("th", { scope: "col", class: "figure", text: "Effect" }),
+            el("th", { scope: "col", text: "Note" }),
+          ),
+        ),
+        rows,
+      ),
+    ),
+  );
 }
 
 function known(w) {
@@ -33,13 +75,31 @@ function line(w, span, most) {
   const share = known(w) ? (w.ratio - 1) / most : 0;
   const wide = Math.min(1, Math.abs(share)) * 50;
   const colour = share < 0 ? "--c-faster" : "--c-slower";
-  const cells = [el("td", {}, name(w.change)),
-    known(w) ? figure(seconds(w.step_time_s)) : el("td", { class: "figure bad", text: "not possible" }),
-    el("td", { class: "diverging-cell" }, el("span", { class: "diverging-bar", "aria-hidden": "true" },
-      el("i", { style: { left: `${share < 0 ? 50 - wide : 50}%`, width: `${wide}%`, "--colour": `var(${colour})` } }))),
+  const cells = [
+    el("td", {}, name(w.change)),
+    known(w)
+      ? figure(seconds(w.step_time_s))
+      : el("td", { class: "figure bad", text: "not possible" }),
+    el(
+      "td",
+      { class: "diverging-cell" },
+      el(
+        "span",
+        { class: "diverging-bar", "aria-hidden": "true" },
+        el("i", {
+          style: {
+            left: `${share < 0 ? 50 - wide : 50}%`,
+            width: `${wide}%`,
+            "--colour": `var(${colour})`,
+          },
+        }),
+      ),
+    ),
     figure(known(w) ? effect(w.ratio) : "–", { class: w.feasible ? "" : "bad" }),
-    el("td", { class: "soft" }, name(w.note ?? ""))];
-  if (span) cells.unshift(el("th", { scope: "rowgroup", rowspan: span }, name(WORDS[w.kind] ?? w.kind)));
+    el("td", { class: "soft" }, name(w.note ?? "")),
+  ];
+  if (span)
+    cells.unshift(el("th", { scope: "rowgroup", rowspan: span }, name(WORDS[w.kind] ?? w.kind)));
   return el("tr", { class: w.feasible ? null : "infeasible" }, ...cells);
 }
 
