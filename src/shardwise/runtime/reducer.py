@@ -16,6 +16,7 @@ with such parameters start at the same fixed points on all ranks instead of on a
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.offload import host_empty
 from shardwise.runtime.transport import Pending
 
-__all__ = ["Reducer", "Reduction", "sync_axis"]
+__all__ = ["Reducer", "Reduction", "buckets", "sync_axis"]
 
 # A gradient of this size is reduced in place, without a bucket. Of 1 MiB each, messages slow a step
 # down by 3% where two ranks have two cores (benchmarks.reality, GPT: 289 to 282 ms).
@@ -299,26 +300,45 @@ class Reducer:
 
     def _form(self, entries: list[Entry]) -> list[Reduction]:
         """The reductions of used entries, in the order in which gradients become ready."""
-        formed: list[Reduction] = []
-        small: dict[tuple[object, ...], list[Entry]] = {}
         grouped: dict[FlatGroup, list[Entry]] = {}
+        others: list[Entry] = []
         for entry in entries:
-            axis = sync_axis(entry, self.mesh)
             if entry.group is not None and entry.zero >= 2:
                 grouped.setdefault(entry.group, []).append(entry)
-            elif axis.size > 1 and _wire_bytes(entry) < ALONE_BYTES:
-                key = (entry.spec.sync, entry.gradient, entry.wire, entry.master)
-                bucket = small.setdefault(key, [])
-                bucket.append(entry)
-                limit = BUCKET_BYTES if formed else FIRST_BUCKET_BYTES
-                if sum(_wire_bytes(e) for e in bucket) >= limit:
-                    formed.append(Reduction(bucket, axis, None))
-                    del small[key]
             else:
-                formed.append(Reduction([entry], axis, None))
-        for bucket in small.values():
-            formed.append(Reduction(bucket, sync_axis(bucket[0], self.mesh), None))
+                others.append(entry)
+        formed = [Reduction(b, sync_axis(b[0], self.mesh), None) for b in self._buckets(others)]
         return formed + [Reduction(members, g.axis, g) for g, members in grouped.items()]
+
+    def _buckets(self, entries: list[Entry]) -> list[list[Entry]]:
+        def key(entry: Entry) -> Hashable:
+            alone = entry if sync_axis(entry, self.mesh).size == 1 else None
+            return (entry.spec.sync, entry.gradient, entry.wire, entry.master, alone)
+
+        return buckets(entries, key, _wire_bytes)
+
+
+def buckets(
+    entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Entries that travel together: large ones alone, others with their like until they are many.
+
+    The first ones travel soon, so that the others can follow while backward still runs.
+    """
+    formed: list[list[Entry]] = []
+    small: dict[Hashable, list[Entry]] = {}
+    filled: Counter[Hashable] = Counter()
+    for entry in entries:
+        if size(entry) >= ALONE_BYTES:
+            formed.append([entry])
+            continue
+        like = key(entry)
+        small.setdefault(like, []).append(entry)
+        filled[like] += size(entry)
+        if filled[like] >= (BUCKET_BYTES if formed else FIRST_BUCKET_BYTES):
+            formed.append(small.pop(like))
+            del filled[like]
+    return formed + list(small.values())
 
 
 def _wire_bytes(entry: Entry) -> int:

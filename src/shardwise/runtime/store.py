@@ -27,12 +27,10 @@ from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.recorder import Recorder
-from shardwise.runtime.reducer import Reducer, sync_axis
+from shardwise.runtime.reducer import Reducer, buckets, sync_axis
 from shardwise.runtime.splits import assemble, local_shape, take_local
 
 __all__ = ["ParameterStore"]
-
-FLAT_BYTES = 1 << 20  # a parameter of this size is a flat group of its own
 
 
 class ParameterStore:
@@ -78,21 +76,20 @@ class ParameterStore:
         return Entry(spec, shape)
 
     def _group(self) -> list[FlatGroup]:
-        """Give every entry memory: alone, or with its like in flat groups."""
-        together: dict[tuple[object, ...], list[Entry]] = {}
+        """Give every entry memory: alone, or with its like in flat groups.
+
+        Gradients arrive from the last entry on, so groups are made in this order.
+        """
+        flat: list[Entry] = []
         for entry in self.entries:
-            if not self._is_flat(entry):
+            if self._is_flat(entry):
+                flat.append(entry)
+            else:
                 entry.own_whole(self.device)
-                continue
-            spec = entry.spec
-            alone = spec.name if entry.numel * entry.dtype.itemsize >= FLAT_BYTES else None
-            types = (entry.dtype, entry.master, entry.gradient, entry.wire)
-            place = (spec.unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
-            key = (*place, types, alone, frozenset(entry.parts))
-            together.setdefault(key, []).append(entry)
+        made = buckets(reversed(flat), _group_key, lambda e: e.numel * e.dtype.itemsize)
         return [
-            FlatGroup(found, sync_axis(found[0], self.mesh), self.device)
-            for found in together.values()
+            FlatGroup(found[::-1], sync_axis(found[0], self.mesh), self.device)
+            for found in reversed(made)
         ]
 
     def _is_flat(self, entry: Entry) -> bool:
@@ -382,6 +379,15 @@ class ParameterStore:
             self.load_full(entry.spec.name, load(entry.spec.name))
         for spec in self.buffer_specs:
             self.load_full(spec.name, load(spec.name))
+
+
+def _group_key(entry: Entry) -> Hashable:
+    """What the entries of a flat group have in common."""
+    spec = entry.spec
+    types = (entry.dtype, entry.master, entry.gradient, entry.wire)
+    unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
+    place = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
+    return (*place, types, frozenset(entry.parts))
 
 
 def _slots(module: nn.Module, entry: Entry) -> list[tuple[nn.Module, str]]:

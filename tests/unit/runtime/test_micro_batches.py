@@ -233,7 +233,9 @@ def test_gradients_are_summed_once_and_while_the_last_backward_runs(zero: int) -
         assert launched[:2] == [0, 0]
         assert launched[2] >= 1
         assert launched[3] == launched[4]
-        assert counts["reduce_scatter"] == 5  # the embedding, the norm, three blocks
+        # The parameters of the first part, of the second, of both; by units the embedding, the
+        # norm, three blocks.
+        assert counts["reduce_scatter"] == (3 if zero == 2 else 5)
 
 
 def test_a_failing_window_leaves_the_store_usable() -> None:
