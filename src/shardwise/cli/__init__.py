@@ -166,8 +166,9 @@ def explain(
 
 def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
     """From the plan's file alone."""
-    from shardwise.cli.verdict import explain_json, explain_text, reading
+    from shardwise.cli.verdict import explain_json, explain_text
     from shardwise.plans import Plan
+    from shardwise.report.build import reading
 
     if node is not None:
         raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")

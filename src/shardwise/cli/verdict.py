@@ -7,12 +7,12 @@ the plan's file is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.figures import Column, amount, bar, seconds, size, table, wrapped
 from shardwise.errors import PlanError
+from shardwise.report.compared import differences, why_not
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
@@ -21,19 +21,6 @@ MOST_STAGES = 8  # that a short plan lists
 MOST_LAYERS = 40
 BAR = 20
 NEEDED = ("cluster", "batch", "best", "runners_up", "gap", "binding", "relaxations", "groups")
-WORDS = {
-    "dp": "dp={}",
-    "tp": "tp={}",
-    "pp": "pp={}",
-    "virtual": "{} stages per group",
-    "schedule": "schedule {}",
-    "microbatches": "{} micro-batches",
-    "zero": "zero {}",
-    "recompute": "recompute {}",
-    "offload": "offload {}",
-    "layout": "layouts {}",
-    "grouping": "device order {}",
-}
 
 
 def searched(plan: Plan) -> Mapping[str, Any]:
@@ -166,19 +153,6 @@ def plan_text(plan: Plan, width: int) -> str:
 # ------------------------------------------------------------ explain
 
 
-@contextmanager
-def reading(plan: Plan) -> Iterator[None]:
-    """Figures that are not as `shardwise plan` writes them are an error that says so."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise PlanError(
-            f"the figures of the plan {plan.name!r} are damaged: {type(error).__name__}: {error}",
-            where="search",
-            hint="shardwise plan makes them again",
-        ) from error
-
-
 def explain_text(plan: Plan, width: int) -> str:
     """Why this plan and not the next, and of what time and memory are made."""
     from shardwise.planner.search.replay import decisions
@@ -211,44 +185,14 @@ def explain_json(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def differences(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What another point does otherwise, and what that costs by cause."""
-    mine, its = best["point"], other["point"]
-    changed = {name: [mine[name], its[name]] for name in mine if mine[name] != its[name]}
-    causes = {
-        name: other["causes"][name] - value
-        for name, value in best["causes"].items()
-        if other["causes"][name] != value
-    }
-    return {
-        "changed": changed,
-        "step_time_s": other["step_time_s"] - best["step_time_s"],
-        "causes_s": causes,
-        "memory_bytes": other["memory"]["peak_bytes"] - best["memory"]["peak_bytes"],
-    }
-
-
 def why(plan: Plan, width: int) -> list[str]:
     """Why this plan and not the runner-up."""
     found = searched(plan)
     if not found["runners_up"]:
         return ["Nothing else that was simulated fits."]
     best, other = found["best"], found["runners_up"][0]
-    told = differences(best, other)
-    time = best["step_time_s"]
-    instead = "; ".join(
-        f"{_worded(name, its)} instead of {_worded(name, mine)}"
-        for name, (mine, its) in told["changed"].items()
-    )
-    more = told["memory_bytes"]
-    memory = f"{size(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"
-    lines = wrapped(
-        f"why not {other['what']}: {instead or 'the same in short'} takes "
-        f"{_longer(told['step_time_s'], time)}, and {memory} memory",
-        width,
-        "",
-        "  ",
-    )
+    told, time = differences(best, other), best["step_time_s"]
+    lines = wrapped(why_not(best, other), width, "", "  ")
     rows = [
         (
             seconds(best["causes"][name]),
@@ -263,20 +207,6 @@ def why(plan: Plan, width: int) -> list[str]:
         columns = [Column("this", 1), Column("runner-up", 1), Column("difference")]
         lines += table(columns, "cause", rows, width)
     return lines
-
-
-def _longer(delta: float, time: float) -> str:
-    if delta < 1e-6 * time:
-        return "as long"
-    return f"{seconds(delta)} longer ({delta / time:+.2%})"
-
-
-def _worded(name: str, value: Any) -> str:
-    if isinstance(value, list):
-        value = "+".join(value) or "nothing"
-    if name == "layout":
-        value = ("the quickest", "the leanest")[value] if value in (0, 1) else value
-    return WORDS.get(name, name + " {}").format(value or "none" if value == "" else value)
 
 
 def cause_text(name: str) -> str:

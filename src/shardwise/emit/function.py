@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.emit.blocks import BlockCall, Loop
 from shardwise.emit.names import Names, wish_for
 from shardwise.emit.regions import Region, fold_regions, recomputed
-from shardwise.emit.render import Device, literal, render
+from shardwise.emit.render import Device, in_braces, literal, remark, render
 from shardwise.ir import Ref
 from shardwise.program import Step
 from shardwise.sharding.rule import MeshAxis
@@ -213,7 +213,7 @@ class Body:
             prefix = f"{self.scope.path}."
             if self.scope.path and arg.text.startswith(prefix):
                 mine = self.scope.own("path")
-                return f'f"{{{mine}}}.{arg.text.removeprefix(prefix)}"'
+                return f'f"{{{mine}}}.{in_braces(arg.text.removeprefix(prefix))}"'
             return repr(arg.text)
         if isinstance(arg, tuple | list) and any(_has_value(a) for a in arg):
             inner = ", ".join(self._value(a) for a in arg)
@@ -275,7 +275,7 @@ class Body:
         label = " ".join(filter(None, (module, step.module_class)))
         source = f"  ({step.source})" if step.source else ""
         self.group = module
-        self._comment_text(f"{label}{source}")
+        self._comment_text(remark(f"{label}{source}"))
 
     def _comment_text(self, text: str) -> None:
         if text:
@@ -303,7 +303,7 @@ def attribute_path(root: str, path: str) -> str:
     text = root
     for piece in path.split(".") if path else ():
         if is_subscript(piece):
-            text += f"[{piece}]" if piece.isdigit() else f"[{literal(piece)}]"
+            text += f"[{piece}]" if piece.isascii() and piece.isdigit() else f"[{literal(piece)}]"
         else:
             text += f".{piece}"
     return text

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.emit.function import INDENT
-from shardwise.emit.render import literal
+from shardwise.emit.render import literal, remark
 from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Graph
@@ -28,8 +28,9 @@ def head(program: Program, ranks: RankProgram, body: str, stage: int | None) -> 
 def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
     plan, graph = program.plan, program.graph
     part = "" if stage is None else f"stage {stage} of "
+    whose = remark(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
     return (
-        f'"""{part}{graph.name} on {plan.mesh}, plan {plan.name}: {_places(program, ranks)}'
+        f'"""{whose}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
         f'{graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
     )
@@ -75,7 +76,9 @@ def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:
     name = op.rsplit(".", 1)[1]
     if cls is not None and "<locals>" not in cls.__qualname__ and "." not in cls.__qualname__:
         return [f"from {cls.__module__} import {name}"]
-    return [f'{name} = FUNCTIONS["{op}"]  # noqa: F821 - defined inside a function, handed in']
+    return [
+        f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - defined inside a function, handed in"
+    ]
 
 
 def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
@@ -86,7 +89,7 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
     yield "INPUTS = {"
     for item in ranks.inputs:
         if item.kind == "batch":
-            yield f'{INDENT}"{item.name}": {splits_text(item.layout)},'
+            yield f"{INDENT}{literal(item.name)}: {splits_text(item.layout)},"
     yield "}"
     for table, source in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
         names = tuple(i.name for i in ranks.inputs if i.kind == source)
@@ -105,7 +108,7 @@ def _buffer_specs(graph: Graph) -> list[str]:
     for buffer in graph.buffers:
         kind = graph.values[buffer.value]
         spec = (
-            f'rt.BufferSpec(name="{buffer.name}", shape={literal(kind.shape)}, '
+            f"rt.BufferSpec(name={literal(buffer.name)}, shape={literal(kind.shape)}, "
             f'dtype="{dtype_name(kind.dtype)}"'
         )
         if buffer.aliases:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.emit.function import INDENT
-from shardwise.emit.render import literal
+from shardwise.emit.render import literal, remark
 from shardwise.emit.source import emit
 from shardwise.emit.specs import dtype_name, splits_text
 from shardwise.emit.wrap import wrap
@@ -94,7 +94,8 @@ def _pipeline_file(pipeline: Pipeline) -> str:
     head, *rows = str(schedule).splitlines()
     kind = "parts of one batch" if plan.splits_time else "batches of their own"
     lines = [
-        f'"""{pipeline.graph.name} in {len(pipeline.stages)} stages, plan {plan.name}.',
+        f'"""{remark(pipeline.graph.name)} in {len(pipeline.stages)} stages, '
+        f"plan {remark(plan.name)}.",
         "",
         f"Written by shardwise {__version__} for the graph {pipeline.graph.fingerprint}.",
         'Safe to edit; verify it again afterwards.\n"""',
@@ -153,7 +154,7 @@ def _stage(stage: StageProgram) -> str:
 
 def _transfer(transfer: Transfer) -> str:
     fields = [
-        f'value="{transfer.value}"',
+        f"value={literal(transfer.value)}",
         f"source={transfer.source}",
         f"target={transfer.target}",
         f"shape={literal(transfer.type.shape)}",
@@ -175,7 +176,7 @@ def _tied(pipeline: Pipeline) -> list[str]:
         home = stored[0]
         splits = [splits_text(s.layout) for s in stored]
         row = (
-            f'rt.TiedSpec(name="{name}", shape={literal(home.shape)}, '
+            f"rt.TiedSpec(name={literal(name)}, shape={literal(home.shape)}, "
             f'dtype="{dtype_name(home.dtype)}", stages={literal(stages)}, '
             f"splits=({', '.join(splits)})"
         )

@@ -6,7 +6,6 @@ own is written as `torch.ops.…`, so that nothing is ever left out.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,7 +58,40 @@ def literal(arg: Any) -> str:
     if isinstance(arg, tuple | list):
         inner = ", ".join(literal(item) for item in arg)
         return f"({inner},)" if len(arg) == 1 else f"({inner})"
-    return json.dumps(arg, ensure_ascii=False) if isinstance(arg, str) else repr(arg)
+    return quoted(arg) if isinstance(arg, str) else repr(arg)
+
+
+def quoted(text: str) -> str:
+    r"""A text as Python source: whatever a name holds, it stays inside of its quotes.
+
+    >>> quoted("blocks.0"), quoted('a"b'), quoted("line\n")
+    ('"blocks.0"', '"a\\x22b"', '"line\\x0a"')
+    """
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    if character == "\\":
+        return "\\\\"
+    if character.isprintable() and character not in "\"'":
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\U{code:08x}"
+
+
+def in_braces(text: str) -> str:
+    """A text inside of an f-string."""
+    return quoted(text)[1:-1].replace("{", "{{").replace("}", "}}")
+
+
+def remark(text: str) -> str:
+    """A text for a comment or a docstring, which it can neither leave nor reverse.
+
+    >>> remark("blocks.0 (model.py:3)"), remark('a"b')
+    ('blocks.0 (model.py:3)', "a'b")
+    """
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    return shown.replace("\\", "/").replace('"', "'")
 
 
 Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants

@@ -15,7 +15,7 @@ from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
 from shardwise.emit.function import CHECKPOINT, INDENT, Body, Scope, attribute_path, is_subscript
 from shardwise.emit.head import head
 from shardwise.emit.names import identifier
-from shardwise.emit.render import literal
+from shardwise.emit.render import in_braces, literal, remark
 from shardwise.emit.specs import dtype_name
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref, iter_refs
@@ -88,7 +88,8 @@ class _File:
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
         where = block.path if len(blocks) == 1 else f"{blocks[0].path} … {blocks[-1].path}"
-        source = next((s.source for s in block.steps if s.source), "")
+        where = remark(where)
+        source = remark(next((s.source for s in block.steps if s.source), ""))
         init = self._init(block.steps, block.own, scope, path_argument=True)
         lines = [
             f"class {name}({_base(own)}):",
@@ -155,7 +156,7 @@ class _File:
         )
         lines = [
             f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
-            f'{INDENT}"""This rank\'s part of {self.graph.name}."""',
+            f'{INDENT}"""This rank\'s part of {remark(self.graph.name)}."""',
             "",
             *init,
             "",
@@ -232,12 +233,12 @@ class _File:
         if storage is not None:
             frozen = "" if storage.requires_grad else ", requires_grad=False"
             shape, dtype = literal(storage.local_shape), dtype_name(storage.dtype)
-            return f'rt.declare(self, "{name}", {shape}, "{dtype}"{frozen})'
+            return f'rt.declare(self, {literal(name)}, {shape}, "{dtype}"{frozen})'
         kind = self.graph.values[value]
         buffer = next(b for b in self.graph.buffers if b.value == value)
         temporary = "" if buffer.persistent else ", persistent=False"
         return (
-            f'rt.declare_buffer(self, "{name}", {literal(kind.shape)}, '
+            f"rt.declare_buffer(self, {literal(name)}, {literal(kind.shape)}, "
             f'"{dtype_name(kind.dtype)}"{temporary})'
         )
 
@@ -249,14 +250,14 @@ class _File:
                 continue
             name = self.classes[calls[0].key]
             if len(calls) == 1:
-                path = calls[0].path
-                lines.append(f'rt.attach(self, "{path}", {name}(mesh, rng, device, "{path}"))')
+                path = literal(calls[0].path)
+                lines.append(f"rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
                 continue
             parent, _, start = calls[0].path.rpartition(".")
             prefix = f"{parent}." if parent else ""
             first = f"{start}, " if int(start) else ""
             lines.append(f"for i in range({first}{int(start) + len(calls)}):")
-            path = f'f"{prefix}{{i}}"'
+            path = f'f"{in_braces(prefix)}{{i}}"'
             lines.append(f"{INDENT}rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
         return lines
 

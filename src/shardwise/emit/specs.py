@@ -42,7 +42,7 @@ def _number_types(storage: Storage, plan: Plan) -> list[str]:
 
 def parameter_spec(storage: Storage, plan: Plan) -> str:
     """A parameter as `rt.ParameterSpec(…)`."""
-    fields = [f'name="{storage.name}"', f"shape={literal(storage.shape)}"]
+    fields = [f"name={literal(storage.name)}", f"shape={literal(storage.shape)}"]
     fields.append(f'dtype="{dtype_name(storage.dtype)}"')
     if storage.aliases:
         fields.append(f"aliases={literal(storage.aliases)}")
@@ -51,7 +51,7 @@ def parameter_spec(storage: Storage, plan: Plan) -> str:
     if storage.sync:
         fields += [f"sync={literal(storage.sync)}", f"zero={storage.zero}"]
     if storage.unit:
-        fields.append(f'unit="{storage.unit}"')
+        fields.append(f"unit={literal(storage.unit)}")
     if not storage.requires_grad:
         fields.append("requires_grad=False")
     fields += _number_types(storage, plan)

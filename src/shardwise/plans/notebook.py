@@ -6,6 +6,7 @@ Enters: a `Plan`. Leaves: HTML for `_repr_html_`; the plan's text where it has n
 from __future__ import annotations
 
 import html
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ShardwiseError
@@ -16,10 +17,9 @@ if TYPE_CHECKING:
 
 def plan_html(plan: Plan) -> str:
     """The verdict and the report of a plan that was searched for; else its text."""
-    import shardwise  # reports are made in a layer above this one
-
+    make = import_module("shardwise.report.build").report  # made in a layer above this one
     try:
-        report = shardwise.report(plan)
+        report = make(plan)
         verdict = report.verdict
         told = (
             f"{report.title}: {verdict.plan}; a step takes {verdict.step_time_s * 1e3:,.2f} ms, "

@@ -75,20 +75,17 @@ def with_figures(
 ) -> Plan:
     """The plan with figures that are its own."""
     own = bool(plan.search) and plan.search.get("decisions", decisions(plan)) == decisions(plan)
-    if graph is None or (own and cluster is None and table is None):
-        if cluster is not None:
-            raise ShardwiseError(
-                "a new simulation needs the model, too", hint="sw.report(plan, graph, cluster)"
-            )
-        return plan  # without figures, `replay` says what to type
-    from shardwise.planner.search.details import figures
-
-    if cluster is None:
+    if own and cluster is None and table is None:
+        return plan
+    if graph is None or cluster is None:
+        why = "was changed after it was made" if plan.search else "has no figures"
+        why = "is to be simulated on other machines" if own else why
         raise PlanError(
-            f"the plan {plan.name!r} {'was changed' if plan.search else 'has no figures'}: "
-            "its step has to be simulated",
+            f"the plan {plan.name!r} {why}: a new simulation needs the model and a cluster",
             hint=f"{ANEW}, or sw.report(plan, graph, cluster)",
         )
+    from shardwise.planner.search.details import figures
+
     plan.check(graph)
     if own and plan.search["cluster"].get("fingerprint") == cluster.fingerprint and table is None:
         return plan

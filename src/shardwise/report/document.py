@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError
 
 FORMAT = "shardwise-report"
 VERSION = 1
+NUMERIC = ("_s", "_bytes", ".count", ".ratio", ".share")  # how names of numbers end
 CLOSE = 1e-6  # relative difference up to which sums agree
 
 Columns = Mapping[str, Sequence[Any]]
@@ -238,8 +239,10 @@ class Report:
     def verify(self) -> None:
         """Raise unless every number is finite, every reference exists and sums agree."""
         for problem in (*_numbers(self.to_json(), "report"), *_references(self), *_sums(self)):
-            raise ShardwiseError(
-                f"the report is inconsistent: {problem}", hint="a fault of Shardwise's: report it"
+            raise PlanError(
+                f"the figures do not agree with each other: {problem}",
+                where="search",
+                hint="shardwise plan makes them again",
             )
 
     @property
@@ -274,12 +277,14 @@ def _plain(value: Any) -> Any:
 def _numbers(value: Any, where: str) -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{value} at {where}"
+    elif where.endswith(NUMERIC) and not isinstance(value, int | float | None | list | dict):
+        yield f"{value!r} at {where} is no number"
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _numbers(item, f"{where}.{key}")
     elif isinstance(value, list):
-        for at, item in enumerate(value):
-            yield from _numbers(item, f"{where}[{at}]")
+        for item in value:
+            yield from _numbers(item, where)
 
 
 def _references(report: Report) -> Iterator[str]:

@@ -6,6 +6,7 @@ texts again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,8 +74,6 @@ def machines_of(details: Mapping[str, Any], plan: Plan, estimate: Estimate) -> M
     """The cluster with its ranks, if the plan's file has it."""
     if not details.get("cluster"):
         return None
-    import json
-
     cluster = Cluster.from_yaml(json.dumps(details["cluster"]), "search.details.cluster")
     home = {rank: number for number, ranks in enumerate(plan.groups) for rank in ranks}
     return Machines(

@@ -88,7 +88,7 @@ class Folder:
         children: list[_Folded] = []
         alike: dict[int, list[_Folded]] = {}
         for child in map(self._fold, module.children.values()):
-            known = alike.setdefault(child.kind, []) if child.module.name.isdigit() else []
+            known = alike.setdefault(child.kind, []) if _is_number(child.module.name) else []
             first = next((other for other in known if _same(other, child)), None)
             if first is None:
                 children.append(child)
@@ -110,6 +110,10 @@ class Folder:
             names=[module.name],
             children=children,
         )
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit()
 
 
 def _same(one: _Folded, other: _Folded) -> bool:

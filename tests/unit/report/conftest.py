@@ -1,0 +1,35 @@
+"""Plans of a small model that was searched for: on one group of ranks, and with stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests.support.reported import ROWS, Net
+
+
+@pytest.fixture(scope="session")
+def graph() -> sw.Graph:
+    ids = torch.zeros((ROWS, 16), dtype=torch.long)
+    with torch.device("meta"):
+        model = Net()
+    return sw.capture(model, {"ids": ids, "labels": ids})
+
+
+@pytest.fixture(scope="session")
+def cluster() -> sw.Cluster:
+    return sw.Cluster.preset("h100", nodes=2, devices_per_node=4)
+
+
+@pytest.fixture(scope="session")
+def staged(graph: sw.Graph, cluster: sw.Cluster) -> sw.Plan:
+    """dp=2, tp=2, pp=2 with four micro-batches."""
+    return sw.plan(graph, cluster, progress=False, dp=2, tp=2, pp=2, microbatches=4)
+
+
+@pytest.fixture(scope="session")
+def flat(graph: sw.Graph) -> sw.Plan:
+    """Data parallelism alone, parameters sharded."""
+    four = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
+    return sw.plan(graph, four, progress=False, dp=4, zero=3, microbatches=1)

@@ -1,0 +1,225 @@
+"""A report holds the figures of the plan's file, all of them, and agrees with the other verbs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwise as sw
+from shardwise.cli.verdict import explain_json
+from shardwise.errors import PlanError
+from shardwise.planner.search.replay import replay
+from shardwise.report.code import with_code
+from shardwise.report.critical import critical_chain
+from tests.support.reported import HOSTILE, LAYERS
+
+PLANS = ("staged", "flat")
+
+
+@pytest.fixture(params=PLANS)
+def plan(request: pytest.FixtureRequest) -> sw.Plan:
+    found: sw.Plan = request.getfixturevalue(request.param)
+    return found
+
+
+def saved(plan: sw.Plan, tmp_path: Path) -> sw.Plan:
+    plan.save(tmp_path / "plan.json")
+    return sw.Plan.load(tmp_path / "plan.json")
+
+
+def test_every_section_comes_from_the_file_alone(plan: sw.Plan, tmp_path: Path) -> None:
+    made = sw.report(saved(plan, tmp_path))
+    assert set(made.missing) == {"code", "measured"}
+    data = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    assert data["format"] == "shardwise-report"
+    for name in ("modules", "cluster", "what_if", "plans", "memory", "timeline"):
+        assert data[name], name
+    assert (data["schedule"] is not None) == plan.is_scheduled
+
+
+def test_figures_equal_those_of_explain_and_simulate(plan: sw.Plan, tmp_path: Path) -> None:
+    plan = saved(plan, tmp_path)
+    data, told = sw.report(plan).to_json(), explain_json(plan)
+    again = json.loads(json.dumps(replay(plan).to_json()))
+    verdict, best = data["verdict"], told["best"]
+    assert verdict["step_time_s"] == best["step_time_s"] == again["step_time_s"]
+    assert verdict["rows_per_s"] == again["rows_per_s"]
+    causes = {row["name"]: row["seconds"] for row in data["causes"]}
+    assert causes == best["causes"] == again["timeline"]["causes"]
+    for name in ("peak_bytes", "limit_bytes"):
+        assert verdict["memory"][name] == best["memory"][name]
+        assert [bar[name] for bar in data["memory"]] == [use[name] for use in told["memory"]]
+        assert [bar[name] for bar in data["memory"]] == [use[name] for use in again["memory"]]
+    assert [bar["parts"] for bar in data["memory"]] == [use["parts"] for use in again["memory"]]
+    assert [row["busy_s"] for row in data["timeline"]["rows"]] == again["timeline"]["busy_s"]
+    shown = [row["step_time_s"] for row in data["plans"]]
+    others = [row["step_time_s"] for row in told["runners_up"]]
+    assert shown == [best["step_time_s"], *others]
+    assert [row["differences_s"] for row in data["plans"][1:]] == [
+        row["differences"]["causes_s"] for row in told["runners_up"]
+    ]
+    assert data["gap"] == told["gap"]
+
+
+def test_modules_sum_up_to_the_layers_of_explain(plan: sw.Plan) -> None:
+    layers = plan.search["layers"]
+    root = sw.report(plan).to_json()["modules"]["rows"][0]
+    for name in ("forward_s", "backward_s", "communication_s", "parameters", "activation_bytes"):
+        total = sum(row[name] * row["count"] for row in layers)
+        assert root[name] == pytest.approx(total, rel=1e-9), name
+
+
+def test_parents_are_the_sum_of_their_children_and_nodes(plan: sw.Plan) -> None:
+    modules = sw.report(plan).to_json()["modules"]
+    rows, nodes = modules["rows"], modules["nodes"]
+    own = np.zeros(len(rows))
+    np.add.at(own, nodes["module"], nodes["forward_s"])
+    for row in rows:
+        below = [r for r in rows if r["parent"] == row["id"]]
+        total = own[row["id"]] + sum(r["forward_s"] * r["count"] for r in below)
+        assert row["forward_s"] == pytest.approx(total, rel=1e-5, abs=1e-12)
+
+
+def test_equal_layers_are_one_row(plan: sw.Plan) -> None:
+    modules = sw.report(plan).to_json()["modules"]
+    blocks = [row for row in modules["rows"] if row["kind"] == "Block"]
+    assert sum(row["count"] for row in blocks) == LAYERS
+    assert len(blocks) < LAYERS or plan.is_scheduled
+    elements = 64 * 32 * 2 + 64 + LAYERS * (2 * 32 * 64 + 64 + 32)
+    assert modules["rows"][0]["model_parameters"] == elements
+    assert any(source["text"].startswith("x = self.words") for source in modules["sources"])
+
+
+def test_a_hostile_name_is_data(staged: sw.Plan) -> None:
+    made = sw.report(staged)
+    assert any(row["name"] == HOSTILE for row in made.to_json()["modules"]["rows"])
+    assert HOSTILE not in made.html
+    assert "<script>&quot;" not in made.html
+
+
+def test_the_critical_path_is_a_chain_as_long_as_the_step(plan: sw.Plan) -> None:
+    estimate = replay(plan)
+    chain = critical_chain(estimate)
+    seconds = chain.seconds
+    assert sum(seconds.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
+    assert seconds["waiting"] == 0
+    data = sw.report(plan).to_json()["timeline"]
+    spans = []
+    for row in data["rows"]:
+        for lane in row["lanes"].values():
+            columns = zip(lane["start"], lane["end"], lane["critical"], strict=True)
+            spans += [(start, end) for start, end, critical in columns if critical]
+    spans.sort()
+    assert spans[-1][1] == pytest.approx(estimate.step_time_s)
+    for (_, end), (start, _) in pairwise(spans):
+        assert start == pytest.approx(end, rel=1e-6, abs=1e-9)
+
+
+def test_memory_has_the_times_of_its_moments(plan: sw.Plan) -> None:
+    made = sw.report(plan)
+    for bar in made.memory:
+        assert list(bar.times) == sorted(bar.times)
+        assert bar.times[-1] <= made.verdict.step_time_s
+        assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-3)
+
+
+def test_every_rank_has_its_place(staged: sw.Plan) -> None:
+    data = sw.report(staged).to_json()
+    (node,) = data["cluster"]["nodes"]
+    ranks = {int(r) for device in node["devices"] for r in device["ranks"].split(", ")}
+    assert ranks == set(range(8))
+    purposes = {what for link in data["cluster"]["links"] for what in link["what"]}
+    assert {"gradients", "between stages"} <= purposes
+    for link in data["cluster"]["links"]:
+        assert sum(link["what"].values()) == pytest.approx(link["traffic_bytes"])
+
+
+def test_what_if_speaks_of_memory_links_compute_and_devices(plan: sw.Plan) -> None:
+    rows = sw.report(plan).what_if or ()
+    assert {row.kind for row in rows} == {"memory", "bandwidth", "compute", "devices"}
+    slower = next(row for row in rows if row.change == "links half as fast")
+    quicker = next(row for row in rows if row.change == "links twice as fast")
+    assert slower.step_time_s is not None
+    assert quicker.step_time_s is not None
+    assert quicker.step_time_s <= sw.report(plan).verdict.step_time_s <= slower.step_time_s
+    assert all(row.feasible == (row.step_time_s is not None) for row in rows)
+
+
+def test_code_has_the_users_lines(staged: sw.Plan, graph: sw.Graph, tmp_path: Path) -> None:
+    plan = saved(with_code(staged, graph), tmp_path)
+    code = sw.report(plan).code
+    assert code is not None
+    assert "pipeline.py" in [file.name for file in code.files]
+    texts = {
+        code.sources[number]["text"]
+        for file in code.files
+        for number in file.sources
+        if number >= 0
+    }
+    assert "x = self.words(ids)" in texts
+    assert sw.report(staged, graph).code == code
+
+
+def test_no_name_leaves_its_place_in_the_code(flat: sw.Plan, graph: sw.Graph) -> None:
+    hostile = flat.with_(name='"""\nraise SystemExit\n"""\\', search={})
+    for source in sw.compile(graph, hostile).sources:
+        body = ast.parse(source).body
+        assert not any(isinstance(statement, ast.Raise) for statement in body)
+        assert "\u202e" not in source
+
+
+def test_a_named_plan_is_simulated_with_model_and_cluster(
+    graph: sw.Graph, cluster: sw.Cluster
+) -> None:
+    plan = sw.strategies.hybrid(graph, cluster, dp=2, tp=2, pp=2, num_microbatches=4)
+    with pytest.raises(PlanError, match=r"no figures(.|\n)*--cluster"):
+        sw.report(plan)
+    made = sw.report(plan, graph, cluster)
+    estimate = sw.simulate(graph, plan, cluster)
+    assert made.verdict.step_time_s == estimate.step_time_s
+    assert [bar.peak_bytes for bar in made.memory] == [u.peak_bytes for u in estimate.memory]
+    assert made.modules is not None
+    assert made.plans is None
+    assert "plans" in made.missing
+
+
+def test_an_edited_plan_is_simulated_anew(
+    staged: sw.Plan, graph: sw.Graph, cluster: sw.Cluster
+) -> None:
+    edited = staged.with_(recompute="full")
+    with pytest.raises(PlanError, match="was changed"):
+        sw.report(edited)
+    made = sw.report(edited, graph, cluster)
+    assert made.verdict.step_time_s > staged.search["best"]["step_time_s"]
+
+
+def test_a_notebook_gets_a_frame_or_text(flat: sw.Plan) -> None:
+    assert "<iframe" in flat._repr_html_()
+    assert "srcdoc" in sw.report(flat)._repr_html_()
+    assert flat.with_(search={})._repr_html_().startswith("<pre>")
+
+
+DAMAGE: dict[str, Any] = {
+    "no groups": lambda search: search.pop("groups"),
+    "text for a number": lambda s: s["details"]["links"][0].update(busy_s="soon"),
+    "not finite": lambda s: s["details"]["links"][0].update(share=float("nan")),
+    "a node of no module": lambda s: s["details"]["modules"]["nodes"]["module"].__setitem__(0, 999),
+    "columns of other lengths": lambda s: s["details"]["modules"]["rows"]["name"].pop(),
+    "no cluster": lambda s: s["details"].update(cluster={"version": 1, "name": "x"}),
+    "parts that are not the whole": lambda s: s["groups"][0]["memory"]["parts"].update(other=1e12),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_figures_are_one_clear_error(staged: sw.Plan, damage: Any) -> None:
+    search = copy.deepcopy(json.loads(json.dumps(dict(staged.search))))
+    damage(search)
+    with pytest.raises(sw.errors.ShardwiseError, match=r"search"):
+        sw.report(staged.with_(search=search))

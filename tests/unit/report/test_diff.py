@@ -1,0 +1,86 @@
+"""Two plans side by side: what changed and what it costs, also where one has no figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise import cli
+from shardwise.cli.diff import difference_text
+from shardwise.report.diff import diff
+from tests.support.reported import HOSTILE
+
+
+def test_equal_plans_differ_in_nothing(staged: sw.Plan) -> None:
+    found = diff(staged, staged)
+    assert found.changes == ()
+    assert all(cost.difference == 0 for cost in found.costs)
+    assert "decide the same" in difference_text(found, "a", "b", 80)
+
+
+def test_costs_are_those_of_the_plans_and_sum_up(flat: sw.Plan, staged: sw.Plan) -> None:
+    found = diff(flat, staged)
+    kinds = {change.kind for change in found.changes}
+    assert {"cluster", "ranks", "stages", "schedule", "micro-batches", "zero", "stage"} <= kinds
+    assert any(c.kind == "parameters" and HOSTILE in c.name for c in found.changes)
+    assert found.step_time_s is not None
+    assert found.memory_bytes is not None
+    before, after = found.step_time_s
+    assert before == flat.search["best"]["step_time_s"]
+    assert after == staged.search["best"]["step_time_s"]
+    for kind, total in (("time", after - before),
+                        ("memory", found.memory_bytes[1] - found.memory_bytes[0])):  # fmt: skip
+        parts = [c.difference for c in found.costs if c.kind == kind]
+        assert sum(parts) == pytest.approx(total, rel=1e-6)
+    assert any(c.kind == "traffic" for c in found.costs)
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_text_fits_the_terminal(flat: sw.Plan, staged: sw.Plan, width: int) -> None:
+    text = difference_text(diff(flat, staged), "a", "b" * 200, width)
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_what_cannot_be_compared_is_said(staged: sw.Plan) -> None:
+    named = staged.with_(search={}, name="mine", recompute="full")
+    other = named.with_(model="Other", fingerprint="0")
+    found = diff(staged, other)
+    assert found.step_time_s is None
+    assert found.costs == ()
+    assert any(c.kind == "recompute" for c in found.changes)
+    assert any("different models" in note for note in found.notes)
+    assert any("'mine' has no figures" in note for note in found.notes)
+    edited = diff(staged, staged.with_(microbatches=2))
+    assert any("was changed" in note for note in edited.notes)
+
+
+def test_the_verb(
+    flat: sw.Plan, staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for plan, file in zip((flat, staged), files, strict=True):
+        plan.save(file)
+    trace = tmp_path / "both.json"
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["diff", *map(str, files), "--json", "--trace", str(trace)])
+    assert exit_.value.code == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["step_time_s"]["before"] == flat.search["best"]["step_time_s"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"a: ranks 0-3", "b: ranks 0-3", "b: ranks 4-7"}
+    assert len({e["pid"] for e in events}) == 3
+
+
+def test_a_foreign_file_is_an_error(
+    staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    staged.save(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text('{"hello": 1}')
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    assert exit_.value.code == 1
+    assert "b.json" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""`shardwise report`, as typed; files are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise import cli
+from shardwise.report import files
+from shardwise.report.files import write_whole
+
+SOURCE = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+def build():
+    return Net(), {"x": torch.randn(8, 16)}
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code, out, err
+
+
+def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text(SOURCE)
+    target, plan, page = f"{tmp_path / 'net.py'}:build", tmp_path / "p.json", tmp_path / "r.html"
+    code, _, err = run(capsys, "plan", target, "-c", "h100:1x2", "--no-progress", "-o", plan)
+    assert code == 0, err
+    code, out, err = run(capsys, "report", plan, "-o", page)
+    assert code == 0, err
+    assert str(page) in out
+    assert "without" not in err  # the code is in the plan's file
+    assert 'id="report-data"' in page.read_text()
+    code, out, _ = run(capsys, "report", plan, "--json")
+    data = json.loads(out)
+    assert data["code"]["files"]
+
+    code, _, _ = run(capsys, "plan", target, "-s", "ddp", "-n", "2", "-o", plan)
+    assert code == 0
+    code, _, err = run(capsys, "report", plan, "-o", tmp_path / "no.html")
+    assert code == 1
+    assert "no figures" in err
+    assert not (tmp_path / "no.html").exists()
+    again = tmp_path / "again.json"
+    told = ("-c", "h100:1x2", "-o", page, "--plan-out", again, "--perfetto", tmp_path / "t.json")
+    code, _, err = run(capsys, "report", plan, target, *told)
+    assert code == 0, err
+    assert sw.Plan.load(again).search["details"]["code"]
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    code, out, _ = run(capsys, "simulate", again, "--json")
+    step = json.loads(out)["step_time_s"]
+    assert step == sw.report(sw.Plan.load(again)).verdict.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("not json", "is not JSON"),
+        ('{"traceEvents": []}', "unknown field"),
+        ("[1, 2]", "expected an object"),
+        ('{"version": 1', "is not JSON"),
+    ],
+)
+def test_a_foreign_plan_leaves_no_page(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.json").write_text(text)
+    page = tmp_path / "r.html"
+    page.write_text("before")
+    code, _, err = run(capsys, "report", tmp_path / "p.json", "-o", page)
+    assert code == 1
+    assert told in err
+    assert "p.json" in err
+    assert page.read_text() == "before"
+
+
+def test_a_foreign_trace_leaves_no_page(
+    staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    staged.save(tmp_path / "p.json")
+    (tmp_path / "run.json").write_text('{"hello": 1}')
+    page = tmp_path / "r.html"
+    code, _, err = run(
+        capsys, "report", tmp_path / "p.json", "--trace", tmp_path / "run.json", "-o", page
+    )
+    assert code == 1
+    assert "run.json" in err
+    assert list(tmp_path.glob("*.html")) == []
+
+
+def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "page.html"
+    write_whole(path, "one \ud800")
+    assert path.read_text() == "one \\ud800"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(sw.errors.ShardwiseError, match="No space left"):
+        files.write_whole(path, "two")
+    assert path.read_text() == "one \\ud800"
+    assert [p.name for p in path.parent.iterdir()] == ["page.html"]
