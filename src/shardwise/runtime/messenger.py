@@ -156,9 +156,7 @@ class Messenger:
                 f"a program of {program.num_ranks} ranks on a group of {self.num_ranks}"
             )
         if data.numel() != program.numel:
-            raise ProgramError(
-                f"data of shape {tuple(data.shape)}, needs {program.numel} elements"
-            )
+            raise ProgramError(f"data of shape {tuple(data.shape)}, needs {program.numel} elements")
         kind = "cuda" if self.backend == "nccl" else "cpu"
         if data.device.type != kind:
             raise ProgramError(

@@ -1,0 +1,82 @@
+"""Ranks of which one is stopped or killed in the middle of collectives.
+
+    said = survivors("tests.distributed.test_x:forever", 4, victim=2, how=signal.SIGSTOP)
+
+`forever()` runs on every rank, with a gloo group whose store the test hosts, and does collectives
+until one fails. What it raised on the others is returned, by rank, with the seconds it took.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_S = 120.0
+RUNNING_S = 0.5  # of collectives, before the fault
+
+
+def survivors(
+    target: str, num_ranks: int, *, victim: int, how: signal.Signals, limit_s: float, **kwargs: Any
+) -> dict[int, tuple[str, float]]:
+    """The texts of the errors of all ranks but one, and when they came after the fault."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")  # of a process that has imported all
+    context.set_forkserver_preload(["torch.distributed", target.partition(":")[0]])
+    pipes, processes = {}, []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_rank, args=(target, rank, num_ranks, store.port, theirs, kwargs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes[ours] = rank
+        processes.append(process)
+    try:
+        for pipe, rank in pipes.items():
+            assert pipe.poll(START_S), f"rank {rank} did not start"
+            assert pipe.recv() == "ready", f"rank {rank} did not start"
+        time.sleep(RUNNING_S)
+        os.kill(processes[victim].pid or 0, how)
+        return _errors({p: r for p, r in pipes.items() if r != victim}, limit_s)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(10)
+
+
+def _errors(pipes: dict[Connection, int], limit_s: float) -> dict[int, tuple[str, float]]:
+    found: dict[int, tuple[str, float]] = {}
+    began = time.monotonic()
+    while len(found) < len(pipes) and time.monotonic() - began < limit_s:
+        for pipe in wait([p for p in pipes if pipes[p] not in found], timeout=1.0):
+            assert isinstance(pipe, Connection)
+            found[pipes[pipe]] = pipe.recv(), time.monotonic() - began
+    return found
+
+
+def _rank(
+    target: str, rank: int, num_ranks: int, port: int, pipe: Connection, kwargs: dict[str, Any]
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    try:
+        function(lambda: pipe.send("ready"), **kwargs)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    time.sleep(60)  # connections end by what is tested, not by the end of this process
