@@ -89,7 +89,7 @@ class _Cuts:
         count = coo_array((np.ones(len(used)), (used, edges)), shape=shape).toarray()
         capacity = np.bincount(self.resource, weights=self.network.capacity)
         per_edge = count / self.edge_size / capacity[:, None]
-        scale = 1.0 / per_edge.max()  # the solver likes numbers near 1
+        scale = 1.0 / float(per_edge.max())  # the solver likes numbers near 1
         found = np.zeros((shape[0], self.width))
         for copy in range(self.copies):
             found[:, copy * shape[1] : (copy + 1) * shape[1]] = per_edge * scale

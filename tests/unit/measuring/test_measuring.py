@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.collectives import Network, Send
+from shardwise.errors import ClusterError, LaunchError
+from shardwise.measuring import hosts
+from shardwise.measuring.bench import Bench, on_emulated_hosts, table
+from shardwise.measuring.namespaces import layout, ways
+
+MBIT = 125e3
+ROOT = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+emulates = pytest.mark.skipif(not ROOT, reason="namespaces need root and iproute2")
+
+
+def star() -> Network:
+    return Network.of_cards([80 * MBIT] * 3 + [20 * MBIT])
+
+
+# ------------------------------------------------------------ what ip and tc are told
+
+
+def test_a_send_crosses_the_resources_that_the_network_says():
+    network = star()
+    for a in range(4):
+        for b, way in ways(network, a).items():
+            assert [network.resources[r] for r in way] == [f"nic {a} out", f"nic {b} in"]
+
+
+def test_ranks_without_a_link_are_joined_over_others():
+    network = Network.of_links({(i, (i + 1) % 4): 1e6 for i in range(4)})
+    found = ways(network, 1)
+    assert [network.resources[r] for r in found[0]] == ["link 1->2", "link 2->3", "link 3->0"]
+
+
+def test_what_is_too_fast_to_emulate_has_no_queue():
+    sends = {("a", "b"): Send(resources=("bus", "wire")), ("b", "a"): Send(resources=("bus",))}
+    network = Network.of(["a", "b"], {"bus": 1e11, "wire": 1e6}, sends)
+    assert ways(network, 0) == {1: (1,)}
+    assert ways(network, 1) == {0: ()}
+    plan = layout(network, "x")
+    assert len(plan.tc) == 1
+    assert not any("q0" in line for line in plan.ip["x-m"])
+
+
+def test_bursts_and_queues_are_large_enough():
+    for line, rate in zip(layout(star(), "x").tc, [80, 80, 80, 20] * 2, strict=True):
+        words = line.split()
+        burst = int(words[words.index("burst") + 1])
+        assert burst >= max(128_000, rate * MBIT * 0.004)
+        assert int(words[words.index("limit") + 1]) > burst
+        wire = int(words[words.index("rate") + 1].removesuffix("bit"))
+        assert rate * 1e6 < wire < rate * 1.05e6  # headers take the rest
+
+
+def test_too_many_or_too_few_ranks():
+    for count in (1, 65):
+        with pytest.raises(ClusterError, match=f"{count} ranks cannot be emulated"):
+            layout(Network.of_cards([1e6] * count), "x")
+    with pytest.raises(ClusterError, match="one rank has nobody to send to"):
+        Bench(network=Network.of_cards([1e6]), operation="all_reduce", sizes=[4])
+
+
+def test_missing_tools_and_rights_are_told(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(LaunchError, match="apt-get install iproute2"):
+        hosts.check_tools()
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LaunchError, match="only root"):
+        hosts.check_tools()
+
+
+# ------------------------------------------------------------ namespaces
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=9).stdout
+
+
+@emulates
+def test_namespaces_go_when_something_fails():
+    made: list[str] = []
+
+    def fail() -> None:
+        with hosts.emulated(star()) as plan:
+            made.extend(name for name in plan.names if name in namespaces())
+            commands = [["sleep", "60"]] * 4
+            commands[1] = ["sh", "-c", "exit 3"]
+            hosts.run_all(plan, commands, timeout_s=30, environment={})
+
+    with pytest.raises(LaunchError, match="rank 1 of the emulated network ended with 3"):
+        fail()
+    assert len(made) == 5
+    assert not any(name in namespaces() for name in made)
+
+
+@emulates
+def test_a_rank_that_hangs_is_a_time_out():
+    began = time.monotonic()
+    message = r"ranks \[0, 1, 2, 3\] .* not done after 0 s"
+    with hosts.emulated(star()) as plan, pytest.raises(LaunchError, match=message):
+        hosts.run_all(plan, [["sleep", "60"]] * 4, timeout_s=0.3, environment={})
+    assert time.monotonic() - began < 20
+
+
+KEPT = """
+import sys, time
+from shardwise.collectives import Network
+from shardwise.measuring.hosts import emulated
+with emulated(Network.of_cards([1e6, 1e6])) as plan:
+    print(plan.middle, flush=True)
+    time.sleep(60)
+"""
+
+
+@emulates
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["terminate", "kill"])
+def test_namespaces_go_when_their_maker_is_ended(name):
+    process = subprocess.Popen([sys.executable, "-c", KEPT], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    made = process.stdout.readline().strip()
+    assert made in namespaces()
+    getattr(process, name)()
+    process.wait(20)
+    if name == "kill":  # then the next one does it
+        with hosts.emulated(Network.of_cards([1e6, 1e6])):
+            pass
+    assert made not in namespaces()
+
+
+@emulates
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_to_all"])
+def test_emulated_hosts_have_the_rates_of_the_network(operation, tmp_path: Path):
+    bench = Bench(network=star(), operation=operation, sizes=[1_600_000], rounds=2, timeout_s=100)
+    rows = on_emulated_hosts(bench)
+    assert rows[0].of_bound > 0.8  # a burst of each queue is free
+    assert rows[0].library_s > 0.8 * rows[0].bound_s
+    assert f"{rows[0].num_bytes:,}" in table(rows)[1]
