@@ -44,14 +44,20 @@ def verify(
     device under the same draws (`rng="exact"`). On failure the certificate names the first node
     whose value differs. A plan whose micro-batches are batches of their own is compared with one
     device that accumulates over the same micro-batches. Number types of the plan are left aside:
-    everything is computed in float64.
+    everything is computed in float64. Trees of the plan's collectives are checked by themselves
+    (every part once, in one order, nobody waits for ever); threads then add in the order of ranks.
 
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
     this machine has free) or more ranks than threads are sensible, is certified on a scaled twin:
     fewer layers, smaller sizes, fewer ranks and micro-batches; its stages begin at the same nodes
     and work in the same order. The certificate then says what was scaled.
     """
-    wide = plan.with_(precision=Precision())
+    if plan.collectives:
+        from shardwise.collectives.derive import verify as verify_trees
+
+        for choice in plan.collectives:
+            verify_trees(choice)
+    wide = plan.with_(precision=Precision(), collectives=())
     limit = available_bytes() if max_bytes is None else max_bytes
     if plan.num_ranks > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
         graph = widen_graph(capture_for_plan(model, batch, wide, loss_fn))

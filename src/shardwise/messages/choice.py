@@ -155,6 +155,21 @@ class CollectiveChoice:
         return told + (f" ({_size(REFERENCE_BYTES)}: {times})" if times else "")
 
 
+def read_choices(data: Sequence[Any]) -> tuple[CollectiveChoice, ...]:
+    """Those of a plan's file."""
+    return tuple(CollectiveChoice.from_json(row, f"collectives[{i}]") for i, row in enumerate(data))
+
+
+def check_ranks(choices: Sequence[CollectiveChoice], num_ranks: int) -> None:
+    """Raise if a choice is for a rank that there is not."""
+    for number, choice in enumerate(choices):
+        last = max(map(max, choice.groups))
+        if last >= num_ranks:
+            raise PlanError(
+                f"rank {last} of a plan for {num_ranks} ranks", where=f"collectives[{number}]"
+            )
+
+
 Chooser = Callable[[str, NDArray[np.int64]], CollectiveChoice | None]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
 from shardwise.ir import Graph, node_keys
-from shardwise.messages.choice import CollectiveChoice
+from shardwise.messages.choice import CollectiveChoice, check_ranks, read_choices
 from shardwise.plans.choices import check_choices, find_choices
 from shardwise.plans.execution import (
     OFFLOADS,
@@ -147,6 +147,7 @@ class Plan:
             schedule="",
             microbatches=1,
             per_microbatch=False,
+            collectives=(),  # they are of ranks of the whole plan
         )
 
     # ------------------------------------------------------------ reading decisions
@@ -274,12 +275,11 @@ class Plan:
                 "precision": Precision.from_json(
                     fields.get("precision", {}), f"{where}: precision"
                 ),
-                "collectives": tuple(
-                    CollectiveChoice.from_json(choice, f"collectives[{i}]")
-                    for i, choice in enumerate(fields.get("collectives", ()))
-                ),
+                "collectives": read_choices(fields.get("collectives", ())),
             }
-            return Plan(**{**fields, **made})
+            plan = Plan(**{**fields, **made})
+            check_ranks(plan.collectives, plan.num_ranks)
+            return plan
         except PlanError as error:
             place = f"{where}: {error.where}" if error.where else where
             raise PlanError(error.message, where=place, hint=error.hint) from None
@@ -371,13 +371,6 @@ def _check_execution(plan: Plan) -> None:
         if what not in OFFLOADS:
             raise PlanError(
                 f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
-            )
-
-    for number, choice in enumerate(plan.collectives):
-        if max(map(max, choice.groups)) >= plan.num_ranks:
-            raise PlanError(
-                f"ranks {choice.groups[-1]} of a plan for {plan.num_ranks}",
-                where=f"collectives[{number}]",
             )
 
 

@@ -108,6 +108,7 @@ def fold_plan(fold: Fold, plan: Plan, choices: Mapping[str, Mapping[str, str]]) 
         stages=(),
         schedule="",
         microbatches=1,
+        collectives=(),
     )
 
 
