@@ -7,7 +7,7 @@ import { drawAxis, drawRows, place } from "./lanes.js";
 import { onTheme } from "./theme.js";
 
 const CLOSEST = 1e-9; // seconds that the chart may show at the least
-const PAPER = 560; // pixels of the chart when it is printed
+const PAPER = 730; // pixels of the chart when it is printed
 const NEAR = 3; // pixels around a span that still mean it
 const KEYS =
   "Arrow keys go from span to span and from lane to lane, Enter zooms to a span, plus and minus zoom, A and D move, Escape shows the whole step.";

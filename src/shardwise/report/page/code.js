@@ -99,6 +99,8 @@ class Pane {
     );
     this.list.addEventListener("click", (e) => this.pick(this.indexOf(e.target)));
     this.list.addEventListener("keydown", (e) => this.key(e));
+    addEventListener("beforeprint", () => this.print());
+    addEventListener("afterprint", () => this.unprint());
   }
 
   fill(lines) {
@@ -162,6 +164,25 @@ class Pane {
     if (!chunk) return null;
     this.make(chunk);
     return chunk.children[i % CHUNK];
+  }
+
+  /** On paper nothing scrolls: begin with the line that is at the top now. */
+  print() {
+    this.scrolled = this.list.scrollTop;
+    const top = Math.floor(this.scrolled / LINE);
+    const whole = Math.floor(top / CHUNK);
+    for (const chunk of this.chunks.slice(0, whole)) chunk.hidden = true;
+    for (const chunk of this.chunks.slice(whole, whole + 2)) this.make(chunk);
+    for (let i = whole * CHUNK; i < top; i++) this.nodeOf(i).hidden = true;
+    this.list.scrollTop = 0;
+  }
+
+  unprint() {
+    for (const chunk of this.chunks) {
+      chunk.hidden = false;
+      for (const node of chunk.children) node.hidden = false;
+    }
+    this.list.scrollTop = this.scrolled;
   }
 
   /** Bring a line into sight, in the upper part. */
