@@ -27,6 +27,7 @@ from shardwise.simulation import Estimate
 __all__ = ["CAUSES", "Cause", "Measured", "compare"]
 
 MOST_ROWS = 32
+LEAST_SHARE = 1e-6  # of a step: less is rounding
 MOST_SPANS = 2000  # of a lane; the longest
 CAUSES = {
     "forward": "computing forward",
@@ -182,7 +183,7 @@ def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Est
         causes=tuple(
             Cause(name=name, predicted_s=wanted.get(name, 0.0), measured_s=measured[name])
             for name in CAUSES
-            if wanted.get(name, 0.0) or measured[name]
+            if max(wanted.get(name, 0.0), measured[name]) > LEAST_SHARE * step.seconds
         ),
         where=f"rank {shown.rank}"
         + (f", the median of ranks {format_ranks(groups[last])}" if len(groups[last]) > 1 else ""),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import tempfile
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,13 +196,13 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     """Write a trace as JSON, at once: a reader sees the old file or the whole new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with fresh.open("w", encoding="utf-8") as file:
             json.dump(trace, file, default=str)
-        os.replace(name, target)
+        os.replace(fresh, target)
     except BaseException:
-        os.unlink(name)
+        fresh.unlink(missing_ok=True)
         raise
 
 

@@ -153,9 +153,9 @@ class Run:
 
     @property
     def seconds_left(self) -> float | None:
-        if self.total is None or self.step_s is None or self.ended:
+        if self.total is None or self.step_s is None or self.ended or self.step >= self.total:
             return None
-        return max(0, self.total - self.step) * self.step_s
+        return (self.total - self.step) * self.step_s
 
     @property
     def slow_ranks(self) -> list[dict[str, Any]]:

@@ -65,8 +65,8 @@ class WatchServer:
 
     @property
     def url(self) -> str:
-        named = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{named}:{self.port}/"
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{here}]' if ':' in here else here}:{self.port}/"
 
     def serve(self) -> None:
         """Answer until `close`."""
@@ -80,7 +80,7 @@ class WatchServer:
     def knows(self, host: str) -> bool:
         """Whether a Host header means this server, and no name that only leads here."""
         name, port = _split_host(host)
-        if name is None or port not in (self.port, None if self.port == 80 else self.port):
+        if name is None or (80 if port is None else port) != self.port:
             return False
         if name in ("localhost", self.host.lower()) or is_loopback(name):
             return True
