@@ -32,6 +32,9 @@ export class Chart {
     this.listen();
     onTheme(() => this.redraw());
     new ResizeObserver(() => this.resize()).observe(this.place);
+    for (const event of ["scroll", "resize"]) {
+      addEventListener(event, () => (this.at = null), { passive: true, capture: true });
+    }
     addEventListener("beforeprint", () => this.print(PAPER));
     addEventListener("afterprint", () => this.print(Math.floor(this.place.clientWidth)));
   }
@@ -44,9 +47,9 @@ export class Chart {
       "aria-label": `${label}. ${KEYS}`,
     });
     this.axis = el("canvas", { class: "chart-axis", "aria-hidden": "true" });
-    this.cursor = el("div", { class: "chart-cursor", hidden: true });
-    this.mark = el("div", { class: "chart-mark", hidden: true });
-    this.selected = el("div", { class: "chart-mark chosen", hidden: true });
+    this.cursor = el("div", { class: "chart-cursor" });
+    this.mark = el("div", { class: "chart-mark" });
+    this.selected = el("div", { class: "chart-mark chosen" });
     this.range = el("div", { class: "chart-range", hidden: true });
     this.place = el(
       "div",
@@ -150,7 +153,7 @@ export class Chart {
       critical: this.critical,
     });
     this.outline(this.selected, this.chosen);
-    this.mark.hidden = true;
+    this.outline(this.mark, null);
     this.window.textContent = `${seconds(view.from)} to ${seconds(view.to)}`;
     for (const f of this.changed) f(view);
   }
@@ -200,9 +203,12 @@ export class Chart {
 
   point(e) {
     if (this.pressed) return this.drag(e);
-    const found = this.find(e.offsetX, e.offsetY);
-    this.cursor.hidden = false;
-    this.cursor.style.transform = `translateX(${e.offsetX}px)`;
+    // Where the canvas is, asked for once: asking lays out the page whenever something changed.
+    this.at ??= this.canvas.getBoundingClientRect();
+    const [x, y] = [e.clientX - this.at.left, e.clientY - this.at.top];
+    const found = this.find(x, y);
+    this.cursor.style.visibility = "visible";
+    this.cursor.style.transform = `translateX(${x}px)`;
     this.outline(this.mark, found);
     if (!found) return hide();
     const same =
@@ -212,8 +218,9 @@ export class Chart {
   }
 
   leave() {
-    this.cursor.hidden = true;
-    this.mark.hidden = true;
+    this.at = null;
+    this.cursor.style.visibility = "hidden";
+    this.outline(this.mark, null);
     hide();
   }
 
@@ -264,7 +271,7 @@ export class Chart {
 
   /** Put an outline around a span. */
   outline(box, found) {
-    box.hidden = !found;
+    box.style.visibility = "hidden";
     if (!found) return;
     const { spans, y, height } = found.lane;
     const left = Math.max(-4, (spans.start[found.index] - this.view.from) * this.view.scale);
@@ -272,7 +279,8 @@ export class Chart {
       this.width + 4,
       (spans.end[found.index] - this.view.from) * this.view.scale,
     );
-    box.hidden = right < 0 || left > this.width;
+    if (right < 0 || left > this.width) return;
+    box.style.visibility = "visible";
     box.style.transform = `translate(${left}px, ${y}px)`;
     box.style.width = `${Math.max(2, right - left)}px`;
     box.style.height = `${height}px`;

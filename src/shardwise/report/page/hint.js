@@ -29,7 +29,7 @@ export function show(hint, x, y) {
         ]),
       ),
     );
-    box.hidden = false;
+    box.style.visibility = "visible"; // not its display: nothing else moves
   }
   // Towards the middle of the window: there is room, and nothing needs to be measured.
   const left = x > middle.x ? `calc(${x - GAP}px - 100%)` : `${x + GAP}px`;
@@ -40,7 +40,7 @@ export function show(hint, x, y) {
 /** Hide it. */
 export function hide() {
   shown = null;
-  box.hidden = true;
+  box.style.visibility = "hidden";
 }
 
 /** Say a text to those who hear the page. @param {string} text */
