@@ -83,9 +83,8 @@ class Recorder:
         """The events since the last time, in the order of their starts. All spans have ended."""
         events, self._events = self._events, []
         timed, self._timed = self._timed, []
-        if timed:
+        if timed and self._origin is not None:  # a span may end after the recording it began in
             torch.cuda.synchronize(self._cuda)
-            assert self._origin is not None
             events += [span.event(*self._origin) for span in timed]
             self._origin = None
         return sorted(events, key=lambda e: (e.start_ns, -e.end_ns))

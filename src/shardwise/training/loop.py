@@ -100,7 +100,8 @@ class Loop:
             self.records.begin(session.step + 1)
             self._step(fetched)
             seconds = time.perf_counter() - begin
-            self.records.end(session.step, seconds)
+            if self.records.end(session.step, seconds) and session.world.talks:
+                self.terminal.say(f"step {session.step}  trace {self.records.trace}")
             self._figures(fetched, seconds)
             self._between(fetched)
             stop = self._agreed()

@@ -77,17 +77,17 @@ class Records:
             self._sampling = True
         self._next = False
 
-    def end(self, step: int, seconds: float) -> None:
-        """A step has ended, with the optimizer's."""
+    def end(self, step: int, seconds: float) -> bool:
+        """A step has ended, with the optimizer's; whether the trace was written."""
         recorder = self._module.recorder
-        if recorder is None:
-            return
-        if self._tracing and step + 1 not in self._steps:
-            self.finish()
-        elif self._sampling:
+        if recorder is not None and self._sampling:
             recorder.pause()
             self._sampling = False
             self._sample(step, seconds)
+        done = self._tracing and step + 1 not in self._steps
+        if done:
+            self.finish()
+        return done
 
     def finish(self) -> None:
         """Write the trace, if one was begun; all ranks call it."""

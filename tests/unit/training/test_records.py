@@ -1,0 +1,74 @@
+"""Which steps are recorded, and how the figures of all ranks are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.training.records import ranks_row
+from tests.support import trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"trace": 3}, "needs a folder"),
+        ({"trace": {"steps": [5, 3]}, "folder": "x"}, r"\[5, 3\] are no first and last step"),
+        ({"trace": {"steps": [1, 500]}, "folder": "x"}, "at most 100"),
+        ({"trace": {"steps": []}, "folder": "x"}, "no first and last"),
+        ({"trace": {"steps": [1, 2, 3]}, "folder": "x"}, "no first and last"),
+        ({"trace": {"steps": 0}, "folder": "x"}, "at least 1"),
+        ({"trace": {"steps": 1, "file": "../x.json"}, "folder": "x"}, "no file's name"),
+    ],
+)
+def test_traces_that_make_no_sense_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], match: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=match):
+        sw.Trainer(**trainer.fields(**changes)).check()
+
+
+def test_one_process_writes_what_is_watched(tmp_path: Path) -> None:
+    changes = {"logs": {"console": "off", "ranks_every_s": 0.0}, "trace": 2, "steps": 5}
+    result = trainer.fit(folder=str(tmp_path), **changes)
+    assert result.trace == tmp_path / "trace.json"
+    steps = [
+        e["args"]["step"]
+        for e in json.loads(result.trace.read_text())["traceEvents"]
+        if e.get("cat") == "step"
+    ]
+    assert steps == [2]
+    rows = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    assert json.loads((tmp_path / "run.json").read_text())["state"] == "finished"
+    off = {"logs": {"console": "off", "ranks_every_s": None}, "steps": 6}
+    trainer.fit(folder=str(tmp_path), **off)
+    assert len((tmp_path / "ranks.jsonl").read_text().splitlines()) == 3
+
+
+class Fails(sw.Callback):
+    def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
+        raise ValueError("boom")
+
+
+def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        trainer.fit(folder=str(tmp_path), callbacks=[Fails()])
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert (told["state"], told["error"]) == ("failed", "ValueError: boom")
+
+
+def test_a_rank_is_compared_with_those_that_do_the_same() -> None:
+    rows = [[1.0, 0, 2, 5], [1.0, 0, 2, 5], [3.0, 0, 2, 5], [6.0, 0, 2, 7]]
+    found = ranks_row(9, rows, [(0, 1), (2, 3)])
+    slowest = {row["rank"]: row["ratio"] for row in found["slowest"]}
+    assert slowest == {3: pytest.approx(6 / 4.5), 0: 1.0, 1: 1.0, 2: pytest.approx(3 / 4.5)}
+    assert found["own_s"] == {"min": 1.0, "median": 2.0, "max": 6.0}
+    alone = ranks_row(9, rows[1:], [(0,), (1,), (2,)])
+    assert alone["slowest"][0]["ratio"] == pytest.approx(2.0)
