@@ -1,0 +1,48 @@
+"""Segments grow where torch can do that and the user has said nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.cluster import Cluster
+from shardwise.runtime.allocator import GROWING, SETTINGS, grow_segments
+from shardwise.simulation.budget import Budget
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch's allocator is told."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_segments_grow_on_cuda_alone(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not grow_segments(CPU)
+    assert asked == []
+    assert grow_segments(CUDA)
+    assert asked == [GROWING]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not grow_segments(CUDA)
+    assert asked == [GROWING]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_user_set_stays(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    assert not grow_segments(CUDA)
+    assert asked == []
+
+
+def test_a_device_whose_segments_do_not_grow_gives_less() -> None:
+    amd, nvidia = (Cluster.preset(name).device(0) for name in ("mi300x", "b200"))
+    shares = [Budget.of(device).limit_bytes / device.memory_bytes for device in (amd, nvidia)]
+    assert shares[0] < 0.8 < 0.9 < shares[1]
