@@ -133,7 +133,7 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         causes=tuple(_causes(estimate)),
         groups=groups_of(plan, classes),
         classes=classes,
-        memory=memory_of(search["groups"], estimate, classes),
+        memory=memory_of(search, estimate, classes),
         timeline=step.chart(),
         schedule=step.grid(),
         gap=search.get("gap"),

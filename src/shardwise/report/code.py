@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks, parse_ranks
@@ -38,12 +39,16 @@ def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
         return plan
     why = f"{len(graph.nodes):,} nodes take a while to compile"
     if len(graph.nodes) <= QUICKLY:
-        made = with_code(plan, graph)
-        files = made.search["details"]["code"]["files"]
-        length = sum(len(file["text"]) for file in files)
-        if length <= MOST_CHARACTERS:
-            return made
-        why = f"{len(files)} generated files of {length:,} characters are left out"
+        try:
+            made = with_code(plan, graph)
+        except ShardwiseError as error:  # the plan is there all the same
+            why = f"The code could not be written ({error.message})"
+        else:
+            files = made.search["details"]["code"]["files"]
+            length = sum(len(file["text"]) for file in files)
+            if length <= MOST_CHARACTERS:
+                return made
+            why = f"{len(files)} generated files of {length:,} characters are left out"
     search = dict(plan.search)
     told = f"{why} here. shardwise report plan.json {target}"
     details = {**search.pop("details", {}), "code_missing": told}

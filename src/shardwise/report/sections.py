@@ -150,18 +150,16 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 
 def memory_of(
-    rows: Sequence[Mapping[str, Any]], estimate: Estimate, classes: Sequence[RankClass]
+    search: Mapping[str, Any], estimate: Estimate, classes: Sequence[RankClass]
 ) -> tuple[MemoryBar, ...]:
     """A bar for every class, with bytes at the moments of its step."""
-    timeline = estimate.timeline
-    sizes = [len(mine) for mine in timeline.schedule.actions]
+    curves = {row["group"]: row for row in (search.get("details") or {}).get("memory", ())}
+    rows = search["groups"]
     found = []
     for one in classes:
         use, data = estimate.memory[one.shown], rows[one.shown]["memory"]
-        begin = sum(sizes[: one.shown])
-        starts = timeline.starts[begin : begin + sizes[one.shown]].tolist()
-        ends = timeline.ends[begin : begin + sizes[one.shown]].tolist()
-        over_time = [float(size) for size in moments(use)]
+        curve = curves.get(one.shown)
+        times, sizes = (curve["times"], curve["bytes"]) if curve else _moments(use, estimate)
         found.append(
             MemoryBar(
                 class_=one.id,
@@ -173,22 +171,26 @@ def memory_of(
                 parts=dict(data["parts"]),
                 others=dict(data.get("others", {})),
                 host_bytes=data.get("host_bytes", 0.0),
-                over_time=tuple(over_time),
-                times=tuple(_times(starts, ends, len(over_time), use)),
+                over_time=tuple(float(size) for size in sizes),
+                times=tuple(float(time) for time in times),
             )
         )
     return tuple(found)
 
 
-def _times(
-    starts: Sequence[float], ends: Sequence[float], count: int, use: MemoryUse
-) -> list[float]:
-    """When each moment begins: that of the first of the actions that it stands for."""
-    last = use.when == "optimizer"
-    moments = count - last
-    step = -(-len(starts) // moments) if moments > 0 else 1
-    found = [short(starts[min(at * step, len(starts) - 1)]) for at in range(moments)]
-    return [*found, short(max(ends, default=0.0))] if last else found
+def _moments(use: MemoryUse, estimate: Estimate) -> tuple[list[float], list[float]]:
+    """When each moment begins, that of the first of the actions that it stands for; its bytes."""
+    timeline = estimate.timeline
+    sizes = [len(mine) for mine in timeline.schedule.actions]
+    begin = sum(sizes[: use.group])
+    starts = timeline.starts[begin : begin + sizes[use.group]].tolist()
+    values, last = moments(use), use.when == "optimizer"
+    count = len(values) - last
+    step = -(-len(starts) // count) if count > 0 else 1
+    found = [short(starts[min(at * step, len(starts) - 1)]) for at in range(count)]
+    if last:
+        found.append(short(float(timeline.ends[begin : begin + sizes[use.group]].max())))
+    return found, values
 
 
 def what_if_of(details: Mapping[str, Any]) -> tuple[WhatIf, ...] | None:

@@ -128,6 +128,7 @@ def test_memory_has_the_times_of_its_moments(plan: sw.Plan) -> None:
         assert list(bar.times) == sorted(bar.times)
         assert bar.times[-1] <= made.verdict.step_time_s
         assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-3)
+        assert len(bar.over_time) >= 8
 
 
 def test_every_rank_has_its_place(staged: sw.Plan) -> None:

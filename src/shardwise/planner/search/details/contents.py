@@ -18,6 +18,7 @@ from shardwise.cost import OpTable
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.messages.choice import chosen
+from shardwise.planner.search.details.memory import memory_curves
 from shardwise.planner.search.details.modules import module_tree
 from shardwise.planner.search.details.subject import Subject
 from shardwise.planner.search.details.traffic import link_traffic
@@ -42,6 +43,7 @@ def details(
     return {
         "cluster": cluster_json(subject.evaluator.cluster),
         "modules": module_tree(subject, plan),
+        "memory": memory_curves(subject),
         "links": link_traffic(subject),
         "what_if": what_if(subject, relaxed, memory_limit),
     }
