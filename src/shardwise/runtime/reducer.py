@@ -32,8 +32,8 @@ from shardwise.runtime.transport import Pending
 
 __all__ = ["Reducer", "Reduction", "buckets", "sync_axis"]
 
-# A gradient of this size is reduced in place, without a bucket. Of 1 MiB each, messages slow a step
-# down by 3% where two ranks have two cores (benchmarks.reality, GPT: 289 to 282 ms).
+# A gradient of this size is reduced in place, without a bucket. With 1 MiB a step of `ddp` took 3%
+# longer where two ranks have two cores (the GPT of benchmarks.reality; not on record).
 ALONE_BYTES = 4 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
