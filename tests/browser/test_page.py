@@ -23,6 +23,14 @@ SECTIONS = (
 Show = Callable[..., Any]
 
 
+def point(target: Any, text: str, **place: float) -> None:
+    """Point at an element, once the page rests: scrolling hides hints."""
+    target.scroll_into_view_if_needed()
+    target.page.wait_for_timeout(100)
+    target.hover(position=place or None)
+    expect(target.page.locator("#hint")).to_contain_text(text)
+
+
 def test_all_sections_in_their_order(show: Show) -> None:
     page = show(report(measured=True))
     assert page.locator("main > section").evaluate_all("all => all.map(s => s.id)") == [*SECTIONS]
@@ -94,11 +102,9 @@ def test_the_timeline_zooms_points_and_walks(show: Show) -> None:
     page = show(report())
     canvas = page.locator("#timeline .chart-place canvas")
     window = page.locator("#timeline .chart-window")
-    canvas.scroll_into_view_if_needed()
+    point(canvas, "0F0", x=12, y=14)
     box = canvas.bounding_box()
     whole = window.inner_text()
-    page.mouse.move(box["x"] + 12, box["y"] + 14)
-    assert "0F0" in page.locator("#hint").inner_text()
     page.mouse.down()
     page.mouse.move(box["x"] + 300, box["y"] + 14, steps=4)
     page.mouse.up()
@@ -122,14 +128,12 @@ def test_the_timeline_zooms_points_and_walks(show: Show) -> None:
 
 def test_other_sections_answer(show: Show) -> None:
     page = show(report(measured=True))
-    page.locator("#cluster .device").nth(3).hover()
-    assert "rank 3" in page.locator("#hint").inner_text()
+    point(page.locator("#cluster .device").nth(3), "rank 3")
     widths = "all => all.map(e => e.style.width)"
     before = page.locator("#memory .stacked span").evaluate_all(widths)
     page.get_by_role("button", name="Against the largest peak").click()
     assert page.locator("#memory .stacked span").evaluate_all(widths) != before
-    page.locator("#schedule .chart-place canvas").hover(position={"x": 8, "y": 12})
-    assert "micro-batch 0" in page.locator("#hint").inner_text()
+    point(page.locator("#schedule .chart-place canvas"), "micro-batch 0", x=8, y=12)
     page.get_by_role("button", name="Differences").click()
     assert page.locator("#plans .diverging-row").count() > 3
     page.locator("#plans .twist").nth(1).click()

@@ -65,6 +65,11 @@ export function signed(value, form) {
   return (value > 0 ? "+" : "−") + form(Math.abs(value));
 }
 
+/** How a time changed: by percent, or by a factor where that says more. @param {number} ratio */
+export function change(ratio) {
+  return ratio >= 2 ? `×${digitsOf(ratio, 1)}` : signed(ratio - 1, percent);
+}
+
 /** A whole number with thousands separated. @param {number} value */
 export function count(value) {
   return fixed(value, 0);

@@ -27,11 +27,13 @@ const UNITS = [
  * @property {(i: number) => string} text what is written on a span
  * @property {(i: number) => import("./hint.js").Hint} hint
  * @property {number} [y] from the top of the chart; set by `place`
+ * @property {number} [end] of its row; set by `place`
  *
  * @typedef {Object} Row
  * @property {string} label
  * @property {string} [note]
  * @property {string} [tone] "measured"
+ * @property {number} [end] of its step, where it differs from the chart's
  * @property {Lane[]} lanes
  * @property {number} [y]
  * @property {number} [height]
@@ -44,6 +46,7 @@ export function place(rows) {
     row.y = y;
     for (const lane of row.lanes) {
       lane.y = y;
+      lane.end = row.end;
       y += lane.height + LANE_GAP;
     }
     row.height = y - row.y - LANE_GAP;
@@ -128,12 +131,8 @@ export function drawRows(canvas, rows, view, options) {
   const strips = new Strips(width, 2 * lanes.length); // of spans, and of their marks
   lanes.forEach((lane, line) => {
     c.fillStyle = resolved("--idle");
-    c.fillRect(
-      0,
-      lane.y,
-      Math.max(0, Math.min(width, (options.end - view.from) * view.scale)),
-      lane.height,
-    );
+    const end = ((lane.end ?? options.end) - view.from) * view.scale;
+    c.fillRect(0, lane.y, Math.max(0, Math.min(width, end)), lane.height);
     drawLane(c, lane, view, {
       ...options,
       ink,

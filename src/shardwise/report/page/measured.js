@@ -4,7 +4,7 @@ import { legend } from "./bars.js";
 import { Chart } from "./chart.js";
 import { variable } from "./colours.js";
 import { el, figure, name, table } from "./dom.js";
-import { percent, plural, seconds, signed } from "./format.js";
+import { change, percent, plural, seconds, signed } from "./format.js";
 import { kindsOf, keys, rowsOf } from "./timeline.js";
 
 /** @param {HTMLElement} body @param {any} report */
@@ -38,7 +38,7 @@ function summary(m) {
     el("b", { text: seconds(m.step_time_s) }),
     ", predicted ",
     el("b", { text: seconds(m.predicted_step_time_s) }),
-    `: ${signed(m.ratio - 1, percent)} over ${plural(m.steps, "step")} of ${plural(m.ranks, "rank")} in `,
+    `: ${change(m.ratio)} over ${plural(m.steps, "step")} of ${plural(m.ranks, "rank")} in `,
     name(m.file, "strong"),
     ".",
     m.chosen ? el("span", { class: "soft" }, " ", name(capital(m.chosen)), ".") : null,
@@ -56,6 +56,7 @@ function disagreements(m) {
   const found = m.disagreements ?? [];
   if (!found.length) return el("p", { class: "soft", text: "No disagreement is worth a line." });
   const most = Math.max(...found.map((d) => Math.abs(d.difference_s)), Number.MIN_VALUE);
+  const words = new Map((m.causes ?? []).map((c) => [c.name, c.text]));
   return el(
     "ol",
     { class: "disagreements" },
@@ -66,7 +67,7 @@ function disagreements(m) {
         el(
           "div",
           { class: "disagreement-head" },
-          name(d.cause, "strong"),
+          name(words.get(d.cause) ?? d.cause, "strong"),
           name(d.where ?? "", "soft"),
           el("b", { text: signed(d.difference_s, seconds) }),
           el("span", { class: "soft", text: `${percent(Math.abs(d.share))} of the step` }),

@@ -20,6 +20,7 @@ export function rowsOf(timeline, { word = "", tone = "" } = {}) {
     label: row.label,
     tone,
     data: row,
+    end: timeline.step_time_s,
     note: `${word}${percent(row.busy_s / (timeline.step_time_s || 1))} computing`,
     lanes: Object.entries(row.lanes).map(([lane, columns]) => laneOf(lane, columns, row, timeline)),
   }));

@@ -3,7 +3,7 @@
 import { legend, stacked } from "./bars.js";
 import { variable } from "./colours.js";
 import { code, el, name } from "./dom.js";
-import { amount, money, percent, seconds, signed, size } from "./format.js";
+import { amount, change, money, percent, seconds, size } from "./format.js";
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawVerdict(body, report) {
@@ -37,13 +37,14 @@ function split(text) {
 
 function stepTime(v) {
   const m = v.measured;
-  const against = m && `measured ${seconds(m.step_time_s)} (${signed(m.difference, percent)})`;
-  return cell(
-    "Step time, predicted",
-    split(seconds(v.step_time_s)),
-    against,
-    m?.text ? name(m.text) : null,
-  );
+  const against =
+    m &&
+    el(
+      "a",
+      { href: "#measured" },
+      `measured ${seconds(m.step_time_s)}, ${change(1 + m.difference)}`,
+    );
+  return cell("Step time, predicted", split(seconds(v.step_time_s)), against);
 }
 
 function throughput(v) {
