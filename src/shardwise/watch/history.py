@@ -34,7 +34,10 @@ class _Bucket:
             else:
                 found[0] += value
                 found[1] += 1
-                found[2], found[3] = min(found[2], value), max(found[3], value)
+                if value < found[2]:
+                    found[2] = value
+                elif value > found[3]:
+                    found[3] = value
 
     def join(self, other: _Bucket) -> None:
         self.step, self.rows = other.step, self.rows + other.rows
@@ -68,7 +71,7 @@ class History:
                 self._halve()
             if not self._buckets or self._buckets[-1].rows >= self.width:
                 self._buckets.append(_Bucket(step))
-        figures = {n: float(row[n]) for n in self.names if is_number(row.get(n))}
+        figures = {n: float(row[n]) for n in self.names if n in row and is_number(row[n])}
         self._buckets[-1].add(step, figures)
         self.rows += 1
 
@@ -123,9 +126,6 @@ def is_number(value: Any) -> bool:
     >>> is_number(1.5), is_number(None), is_number(float("nan")), is_number(True)
     (True, False, False, False)
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:
-        return False
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 1 << 1000  # so far, floats reach

@@ -139,17 +139,21 @@ def test_what_is_new_is_at_the_end(tmp_path: Path) -> None:
     assert run.to_json(run.generation, 64, 4)["history"]["from"] == 0
 
 
-def test_long_runs_take_little(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "thousands",
+    [10, pytest.param(100, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.slow)],
+)
+def test_long_runs_take_little(tmp_path: Path, thousands: int) -> None:
     make_run(tmp_path, 0)
     lines = [json.dumps(row(step)) + "\n" for step in range(1, 1001)]
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for turn in range(100):
+        for turn in range(thousands):
             file.writelines(line.replace('"step": ', f'"step": {turn + 1}') for line in lines)
     began = time.process_time()
     run = polled(tmp_path)
-    assert run.history.rows == 100_000
-    assert len(run.history) <= 1000
-    assert time.process_time() - began < 20
+    assert run.history.rows == thousands * 1000
+    assert len(run.history) <= 240
+    assert time.process_time() - began < thousands * 0.1
     assert len(json.dumps(run.to_json())) < 500_000
 
 
