@@ -134,10 +134,13 @@ def bench(
     from shardwise.measuring import bench as benches
 
     network, item = _network(machines, dtype, ranks)
+    sizes = [_whole(size, dtype) for size in num_bytes.split(",")]
+    if min(sizes) < item * network.num_ranks:
+        raise typer.BadParameter(f"--bytes {num_bytes}: less than one {dtype} for each rank")
     task = benches.Bench(
         network=network,
         operation=operation,
-        sizes=[_whole(size, dtype) for size in num_bytes.split(",")],
+        sizes=sizes,
         item_bytes=item,
         dtype=dtype,
         root=root,
@@ -243,5 +246,7 @@ def ranks_of(text: str) -> list[int]:
         low, dash, high = part.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
             raise typer.BadParameter(f"--ranks {text!r} is no list of ranks, as 0-3,8")
+        if dash and int(high) < int(low):
+            raise typer.BadParameter(f"--ranks {text!r}: {part} is empty, {high}-{low} is not")
         found += range(int(low), int(high or low) + 1)
     return found

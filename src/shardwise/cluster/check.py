@@ -105,6 +105,10 @@ def _known(patterns: Iterable[str], known: set[str], where: str) -> None:
     names = expand_all(patterns)
     for name in names:
         if name not in known:
-            raise ClusterError(f"no node {name!r}{did_you_mean(name, sorted(known))}", where=where)
+            raise ClusterError(
+                f"no node {name!r}{did_you_mean(name, sorted(known))}",
+                where=where,
+                hint=f"one of {len(known)} nodes, as {min(known)}",
+            )
     if len(set(names)) != len(names):
         raise ClusterError("names a node twice", where=where)

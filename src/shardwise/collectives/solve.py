@@ -111,6 +111,7 @@ class _Work:
         self.numel, self.item_bytes, self.counts = numel, item_bytes, counts
         self.num_bytes = numel * item_bytes
         self.limit_s = limit_s
+        self.whole = _whole(demand, counts)
         self.bound = 0.0  # seconds per byte
         self.bottlenecks: tuple[str, ...] = ()
 
@@ -127,14 +128,15 @@ class _Work:
                 finer = self.tuned(trial)
                 if finer.seconds < lowered.seconds:
                     best, lowered = trial.candidate, finer
+        least = self.num_bytes * self.whole
         return Solution(
             name=best.name,
             program=lowered.program(self.numel),
             item_bytes=self.item_bytes,
             predicted_s=lowered.seconds,
-            bandwidth_s=best.s_per_byte * self.num_bytes,
-            lp_bound_s=self.bound * self.num_bytes,
-            cut_bound_s=cut_bound(self.network, self.demand, self.symmetry) * self.num_bytes,
+            bandwidth_s=best.s_per_byte * (self.num_bytes if best.load is None else least),
+            lp_bound_s=self.bound * least,
+            cut_bound_s=cut_bound(self.network, self.demand, self.symmetry) * least,
             bottlenecks=self.bottlenecks,
             depth=best.depth,
             symmetry=self.symmetry.order,
@@ -341,6 +343,17 @@ def _bottlenecks(network: Network, orbit: Ints, worth: Floats) -> tuple[str, ...
             more = f" and {len(members) - 1} alike" if len(members) > 1 else ""
             found.append(network.resources[int(members[0])] + more)
     return tuple(found)
+
+
+def _whole(demand: Demand, counts: Sequence[int]) -> float:
+    """How much of its share each rank has at least: elements are whole, shares need not be.
+
+    Times for shares, times this, are times that the real counts cannot be faster than.
+    """
+    if not counts or demand.shares is None or not sum(counts):
+        return 1.0
+    pairs = zip(counts, demand.shares, strict=True)
+    return min(count / (sum(counts) * share) for count, share in pairs if share > 0)
 
 
 def _check_size(

@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> None:
     )
     messenger = Messenger(timeout_s=task.timeout_s)
     dtype: Any = getattr(torch, task.dtype)
-    found = []
+    found: list[dict[str, Any]] = []
     for file, solved in zip(task.programs, task.solved, strict=True):
         program = MessageProgram.load(file)
         times = compare(

@@ -69,6 +69,8 @@ def test_solve_in_json(capsys, cluster):
         (["--dtype", "float23"], "--dtype 'float23'"),
         (["--ranks", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
         (["--ranks", "a"], "no list of ranks"),
+        (["--ranks", "3-1"], "3-1 is empty, 1-3 is not"),
+        (["--ranks", "1,1"], "ranks [1, 1] name one twice"),
         (["--op", "reduce", "--root", "9"], "root 9 is outside"),
     ],
 )
@@ -79,6 +81,51 @@ def test_mistakes_are_named(capsys, cluster, arguments, message):
         code, err = 2, str(error)
     assert code in (1, 2)
     assert message.replace(" ", "") in err.replace("\n", "").replace("│", "").replace(" ", "")
+
+
+NODES = "version: 2\nname: x\ndevices: {cpu: {preset: cpu}}\nnodes:\n"
+HOST = "devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 1}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('  - {name: "h[0-1]", devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 0}}', "above 0"),
+        ('  - {name: "h[0-1]", devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: -2}}', "is '-2'"),
+        (f"  - {{name: h, {HOST}}}\n  - {{name: h, {HOST}}}", "2 nodes are named 'h'"),
+        (f"  - {{name: a, {HOST}}}\n  - {{name: b, devices: {{cpu: 1}}}}", "has no nic"),
+        (
+            f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{trunks: [{{name: t, between: [h0, h7], '
+            "bandwidth_gbit_per_s: 1}]}",
+            "no node 'h7'",
+        ),
+    ],
+)
+def test_wrong_links_are_told(capsys, tmp_path, text, message):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(NODES + text)
+    code, _, err = run(capsys, "solve", str(path))
+    assert code == 1
+    assert message in err
+    assert "try:" in err or "did you mean" in err
+    assert "cluster.yaml" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2"], "one rank has nobody to send to"),
+        (["--bytes", "16MB,8"], "less than one float32 for each rank"),
+        (["--rounds", "0"], "--rounds"),
+    ],
+)
+def test_what_cannot_be_timed_is_told(capsys, cluster, arguments, message):
+    try:
+        code, _, err = run(capsys, "bench", cluster, *arguments)
+    except typer.BadParameter as error:
+        code, err = 2, str(error)
+    assert code in (1, 2)
+    assert message in err
 
 
 def test_sizes_and_ranks():

@@ -206,9 +206,12 @@ def cpu_s(network: Network, num_bytes: int) -> float:
 
 def test_eight_ranks_take_a_moment():
     random = np.random.default_rng(0)
-    network = Network.of_cards(list(random.uniform(1e8, 1e9, 8)), latency_s=1e-5, message_s=5e-6)
-    cpu_s(network, 64_000_000)  # imports
-    assert cpu_s(network, 64_000_000) < 0.2
+    cards = Network.of_cards(list(random.uniform(1e8, 1e9, 8)), latency_s=1e-5, message_s=5e-6)
+    pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
+    wires = {pair: float(np.exp(random.uniform(14, 19))) for pair in pairs}
+    mesh = Network.of_links(wires, latency_s=5e-5)
+    for network in (cards, mesh):  # the best of some: others use the machine, too
+        assert min(cpu_s(network, 64_000_000) for _ in range(3)) < 0.2
 
 
 @pytest.mark.slow
