@@ -39,7 +39,6 @@ Ints = NDArray[np.int64]
 
 WORTH = 0.1  # of the library's time: what another way must save
 MOST_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request
-KINDS = ("cpu",)  # devices whose library runs messages as fast as it runs collectives
 ITEM_BYTES = 4
 SMALL_BYTES, LARGE_BYTES = 256 << 10, 64 << 20  # sizes that make the line of a way
 CLOSE = 0.01  # of the time: hierarchical is simpler, and taken if it is no slower than this
@@ -64,9 +63,10 @@ def may_gain(cluster: Cluster) -> bool:
     """Whether some collective could be faster than the library's, from a look at the cluster.
 
     Not where all ranks are alike and a ring in their order uses every card as well as can be:
-    devices of one node, or equal nodes of one device behind one switch.
+    devices of one node, or equal nodes of one device behind one switch. Of equal nodes of GPUs,
+    NCCL knows as much as the cluster's file.
     """
-    if cluster.num_ranks < 2 or {n.device.kind for n in cluster.nodes} - set(KINDS):
+    if cluster.num_ranks < 2:
         return False
     if any(node.link is not None and node.link.shared for node in cluster.nodes):
         return True
@@ -74,8 +74,10 @@ def may_gain(cluster: Cluster) -> bool:
         return False
     alike = {(node.link, node.nic, node.count) for node in cluster.nodes}
     network = cluster.network
-    plain = not (network.trunks or network.switches or network.domains)
-    return not (plain and len(alike) == 1 and cluster.nodes[0].count == 1)
+    if len(alike) > 1 or network.trunks:
+        return True
+    plain = cluster.nodes[0].count == 1 and not (network.switches or network.domains)
+    return not plain and cluster.nodes[0].device.kind == "cpu"
 
 
 def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS, use: str = "") -> Chooser | None:

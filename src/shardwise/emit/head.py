@@ -6,7 +6,8 @@ Enters: a `Program`, the part of some ranks, and the text of the classes below. 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.emit.function import INDENT
@@ -14,8 +15,11 @@ from shardwise.emit.render import literal, remark
 from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Graph
+from shardwise.messages import CollectiveChoice
 from shardwise.program import Program, RankProgram
 from shardwise.version import __version__
+
+WIDTH = 90
 
 
 def head(program: Program, ranks: RankProgram, body: str, stage: int | None) -> str:
@@ -32,8 +36,19 @@ def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
     return (
         f'"""{whose}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
-        f'{graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"""\n'
+        f"{graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"
+        f'{collectives_text(plan.collectives)}"""\n'
     )
+
+
+def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
+    """Which collectives `parallelize` lets go another way than the library's, and how fast."""
+    others = [choice for choice in choices if not choice.is_library]
+    if not others:
+        return ""
+    rows = [textwrap.wrap(str(choice), WIDTH, subsequent_indent="    ") for choice in others]
+    told = "\n".join(f"- {line}" if i == 0 else line for r in rows for i, line in enumerate(r))
+    return f"\nOf plan.json; other collectives are the library's:\n{told}\n"
 
 
 def _places(program: Program, ranks: RankProgram) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.emit.function import INDENT
+from shardwise.emit.head import collectives_text
 from shardwise.emit.render import literal, remark
 from shardwise.emit.source import emit
 from shardwise.emit.specs import dtype_name, splits_text
@@ -98,7 +99,7 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         f"plan {remark(plan.name)}.",
         "",
         f"Written by shardwise {__version__} for the graph {pipeline.graph.fingerprint}.",
-        'Safe to edit; verify it again afterwards.\n"""',
+        f'Safe to edit; verify it again afterwards.\n{collectives_text(plan.collectives)}"""',
         "",
         "from shardwise import runtime as rt",
         "",

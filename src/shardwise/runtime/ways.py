@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.errors import ProgramError
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.runtime.handles import Handle
-from shardwise.runtime.messenger import TIMEOUT_S, Messenger
+from shardwise.runtime.messenger import BACKENDS, TIMEOUT_S, Messenger
 from shardwise.runtime.shared import SharedBuckets
 from shardwise.runtime.transport import Group, Pending
 
@@ -46,7 +46,7 @@ class _Messages:
     ) -> None:
         self.ranks, self.derive = ranks, derive
         self.messenger = Messenger(group, timeout_s=limit)
-        self.on_host = "nccl" not in str(dist.get_backend(group))
+        self.on_host = self.messenger.backend != "nccl"
         self.programs: dict[object, MessageProgram] = {}
 
     def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
@@ -168,6 +168,8 @@ def _open(
     """The way of a group; None where it has no memory to share, as all of its ranks then find."""
     if choice.has_trees:
         assert derive is not None
+        if str(dist.get_backend(group)) not in BACKENDS:  # several: messages need one
+            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return _Messages(ranks, group, derive, limit)
     buckets = SharedBuckets.open(group, timeout_s=limit)
     return None if buckets is None else _Memory(buckets)

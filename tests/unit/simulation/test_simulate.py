@@ -173,3 +173,14 @@ def test_collectives_take_the_time_of_their_way() -> None:
     beyond = {"operation": "all_reduce", "groups": ["0-7"], "uses": "library"}
     with pytest.raises(PlanError, match="rank 7 of a plan for 4 ranks"):
         sw.Plan.from_json({**plan.to_json(), "collectives": [beyond]})
+
+
+def test_generated_code_says_which_collectives_are_solved() -> None:
+    graph, slow = deep(2), cards(800, 800, 800, 200)
+    plan = sw.strategies.ddp(graph, slow)
+    assert "library" not in sw.compile(graph, plan).source(0)
+    solved = sw.choose_collectives(plan, slow)
+    head = sw.compile(graph, solved).source(0).split('"""')[1]
+    assert "- all_reduce on ranks 0-3: solved from" in head
+    assert "all_reduce on ranks 0-3: solved" in sw.explain(graph, solved)
+    assert sw.compile(graph, solved).fingerprint != sw.compile(graph, plan).fingerprint
