@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-browser test-slow lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-unequal demo gpu clean
+.PHONY: help setup test test-browser test-slow lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-shared-memory bench-unequal demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ bench-pipeline: setup ## Compare pipelines with torch.distributed.pipelining
 
 bench-reality: setup ## Compare automatic plans with DDP, FSDP2 and every strategy
 	@$(PY) -m benchmarks.reality $(BENCH_ARGS)
+
+bench-shared-memory: setup ## Compare all-reduce through shared memory with gloo's
+	@$(PY) -m benchmarks.shared_memory $(BENCH_ARGS)
 
 bench-unequal: setup ## Compare automatic plans with even shares on ranks of unequal speed
 	@$(PY) -m benchmarks.unequal $(BENCH_ARGS)

@@ -35,6 +35,7 @@ from shardwise.errors import LinkError, RankError
 
 __all__ = ["Links", "connect", "global_ranks", "host_identity"]
 
+MEET_S = 60.0  # ranks may come later to connect than to the first collective
 ROLL_S = 2.0  # for an answer of a rank that waits as well
 GAVE_UP = ord("X")
 MESSAGE_BYTES = 4096
@@ -188,10 +189,11 @@ def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
 def connect(group: dist.ProcessGroup | None, timeout_s: float) -> Links | str:
     """Links between all ranks of a group, or why there are none; the same kind on all ranks."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
-    deadline = time.monotonic() + timeout_s
+    limit_s = max(timeout_s, MEET_S)
+    deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as opened:
         listener, address = _listener(opened, count)
-        told = _exchange(group, [host_identity(), address], timeout_s)
+        told = _exchange(group, [host_identity(), address], limit_s)
         reason = _why_not(told)
         peers: dict[int, socket.socket] = {}
         if not reason and listener is not None:
@@ -199,7 +201,7 @@ def connect(group: dist.ProcessGroup | None, timeout_s: float) -> Links | str:
                 peers = _meet(opened, listener, [to for _, to in told], rank, deadline)
             except OSError as error:
                 reason = f"rank {rank} cannot reach the others of its host: {error}"
-        reasons = [text for (text,) in _exchange(group, [reason], timeout_s) if text]
+        reasons = [text for (text,) in _exchange(group, [reason], limit_s) if text]
         if reasons:
             return reasons[0]
         if listener is not None:

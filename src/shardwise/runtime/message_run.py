@@ -7,7 +7,7 @@ finds with the other ranks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.runtime.message_script import Act, Script
+from shardwise.runtime.blame import Wait
+from shardwise.runtime.message_script import Script
 
 __all__ = ["EdgeLost", "hang_up", "run_script"]
 
@@ -25,11 +26,11 @@ _HANG_UP_TAG = 7_013  # of a message that nobody sends
 
 
 class EdgeLost(Exception):
-    """A message from `sender` to `receiver`, for an instruction, neither left nor came."""
+    """What a rank waited for, for one of its instructions, neither left nor came."""
 
-    def __init__(self, sender: int, receiver: int, number: int) -> None:
-        super().__init__(f"edge {sender} -> {receiver}, instruction {number}")
-        self.sender, self.receiver, self.number = sender, receiver, number
+    def __init__(self, wait: Wait, number: int) -> None:
+        super().__init__(f"edge {wait.edge[0]} -> {wait.edge[1]}, instruction {number}")
+        self.wait, self.number = wait, number
 
 
 def run_script(
@@ -41,11 +42,11 @@ def run_script(
 ) -> None:
     """All acts, then wait for the sends that are still under way."""
     posted: dict[int, deque[Any]] = {peer: deque() for peer in script.peers}
-    sends: list[tuple[Any, Act] | None] = []
+    sends: list[tuple[Any, int] | None] = []
     limit = timedelta(seconds=timeout_s)
-    act: Act | None = None
+    at = 0
     try:
-        for act in script.acts:
+        for at, act in enumerate(script.acts):
             kind, _, peer, (where, start, stop), place, order = act
             if kind == "take":
                 posted[peer].popleft().wait(limit)
@@ -55,19 +56,32 @@ def run_script(
             elif kind == "post":
                 posted[peer].append(group.recv([memory[where][start:stop]], peer, TAG))
             elif kind == "send":
-                sends.append((group.send([memory[where][start:stop]], peer, TAG), act))
+                sends.append((group.send([memory[where][start:stop]], peer, TAG), at))
             elif (found := sends[order]) is not None:
                 found[0].wait(limit)
                 sends[order] = None
         for found in sends:
             if found is not None:
-                work, act = found
+                work, at = found
                 work.wait(limit)
     except (RuntimeError, ValueError) as error:
-        assert act is not None
-        outwards = act.kind in ("send", "settle")
-        ends = (rank, act.peer) if outwards else (act.peer, rank)
-        raise EdgeLost(*ends, act.number) from error
+        ended = at if len(sends) < script.num_sends else len(script.acts)
+        raise _lost(script, rank, at, ended) from error
+
+
+def _lost(script: Script, rank: int, at: int, ended: int) -> EdgeLost:
+    """What act `at` waited for, when those before `ended` had been begun."""
+    act, begun = script.acts[at], script.acts[:ended]
+    sent = dict(Counter(a.peer for a in begun if a.kind == "send"))
+    posted = dict(Counter(a.peer for a in begun if a.kind == "post"))
+    if act.kind in ("send", "settle"):
+        edge = rank, act.peer
+        earlier = [a for a in script.acts if a.kind == "send" and a.order < act.order]
+    else:
+        edge = act.peer, rank
+        earlier = [a for a in script.acts[:at] if a.kind == "take"]
+    message = sum(a.peer == act.peer for a in earlier)
+    return EdgeLost(Wait(edge=edge, message=message, sent=sent, posted=posted), act.number)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.runtime.blame import Wait
 from shardwise.runtime.message_rounds import Exchange, Rounds, run_rounds
 from shardwise.runtime.message_run import EdgeLost
 from shardwise.runtime.message_script import Act
@@ -55,4 +56,4 @@ def lost_edge(acts: Sequence[Act], rank: int) -> EdgeLost:
     """The edge to name when a round is not over."""
     act = next((act for act in acts if act.kind == "take"), acts[0])
     ends = (act.peer, rank) if act.kind == "take" else (rank, act.peer)
-    return EdgeLost(*ends, act.number)
+    return EdgeLost(Wait(edge=ends, sent={}, posted={}), act.number)

@@ -29,6 +29,7 @@ from shardwise.runtime.message_stream import run_on_stream
 __all__ = ["Handle", "Messenger"]
 
 TIMEOUT_S = 300.0
+MEET_S = 60.0  # ranks may come later to make a messenger than to use it
 KEPT_SCRIPTS = 256
 BACKENDS = ("gloo", "nccl")
 _made: Counter[str] = Counter()  # messengers of each group, so that each has a name
@@ -131,8 +132,8 @@ class Messenger:
 
     def _named(self, program: MessageProgram, lost: EdgeLost) -> LinkError:
         """The error for all ranks that wait, with the edge that they wait for in the end."""
-        edge = lost.sender, lost.receiver
-        cause = self._blame.find(edge, self._hang_up)
+        edge = lost.wait.edge
+        cause = self._blame.find(lost.wait, self._hang_up)
         sender, receiver = (self.ranks[end] for end in cause)
         steps = program.instructions[self.rank]
         saw = f"edge {self.ranks[edge[0]]} -> {self.ranks[edge[1]]}, " if cause != edge else ""
@@ -185,16 +186,17 @@ def _backend(group: dist.ProcessGroup) -> str:
 
 def _connections(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     """A gloo group of these ranks that nobody else uses."""
+    limit_s = max(timeout_s, MEET_S)
     try:
         made = dist.new_group(
             ranks,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=limit_s),
             backend="gloo",
             use_local_synchronization=True,
         )
     except RuntimeError as error:
         raise RankError(
-            f"ranks {ranks} did not connect within {timeout_s:g} s: {str(error).splitlines()[0]}",
+            f"ranks {ranks} did not connect within {limit_s:g} s: {str(error).splitlines()[0]}",
             hint="all ranks of the group make their messenger at the same time",
         ) from error
     assert isinstance(made, dist.ProcessGroup)

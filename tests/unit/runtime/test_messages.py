@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 from shardwise.collectives import Network, solve
 from shardwise.errors import ProgramError
 from shardwise.messages import Chunk, Instruction, MessageProgram, interpret
-from shardwise.runtime.blame import follow
+from shardwise.runtime.blame import Wait, follow
 from shardwise.runtime.message_rounds import message_rounds, run_rounds, write_rounds
 from shardwise.runtime.message_run import run_script
 from shardwise.runtime.message_script import write_script
@@ -118,6 +120,9 @@ def check(program: MessageProgram, how: Callable[..., dict[str, Tensor]], seed: 
     count = program.num_ranks
     links = {(a, b): Link() for a in range(count) for b in range(count)}
     inputs = [memory_of(program, rank, 0)["data"].numpy() for rank in range(count)]
+    if program.operation == "all_gather":
+        cut = zip(inputs, program.offsets, program.counts, strict=True)
+        inputs = [mine[first : first + size] for mine, first, size in cut]
     with ThreadPoolExecutor(count) as threads:
         ran = [
             threads.submit(how, program, rank, FakeGroup(rank, links, seed + rank))
@@ -202,14 +207,26 @@ def test_messages_that_can_never_go_are_refused():
         message_rounds(swap("receive"))
 
 
+def waits(**edges: tuple[int, int]) -> dict[int, Wait]:
+    """Who waits for what, at the first message of an edge, and has begun nothing itself."""
+    return {int(r[1:]): Wait(edge=edge, sent={}, posted={}) for r, edge in edges.items()}
+
+
 @pytest.mark.parametrize(
-    ("waits", "cause"),
+    ("said", "cause"),
     [
-        ({0: (1, 0)}, (1, 0)),
-        ({0: (1, 0), 1: (3, 1)}, (3, 1)),
-        ({0: (0, 1), 1: (1, 3), 2: (0, 2)}, (1, 3)),
-        ({0: (2, 0), 1: (1, 2), 2: (1, 2)}, (1, 2)),  # a link, both of whose ends are alive
+        (waits(r0=(1, 0)), (1, 0)),
+        (waits(r0=(1, 0), r1=(3, 1)), (3, 1)),
+        (waits(r0=(0, 1), r1=(1, 3), r2=(0, 2)), (1, 3)),
+        (waits(r0=(2, 0), r1=(1, 2), r2=(1, 2)), (1, 2)),
     ],
 )
-def test_blame_goes_from_rank_to_rank(waits, cause):
-    assert follow(waits, 0) == cause
+def test_blame_goes_from_rank_to_rank(said, cause):
+    assert follow(said, 0) == cause
+
+
+def test_blame_in_a_circle_is_of_the_message_that_was_sent():
+    said = waits(r0=(3, 0), r1=(0, 1), r2=(0, 2), r3=(2, 3))
+    said[2] = Wait(edge=(0, 2), sent={3: 1}, posted={})
+    assert {follow(said, rank) for rank in range(4)} == {(2, 3)}
+    assert Wait.from_json(json.dumps(asdict(said[2]))) == said[2]
