@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from shardwise.report.render import render
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'shardwise[browser]'")
+if importlib.util.find_spec("playwright") is None:
+    collect_ignore_glob = ["test_*.py"]  # `make test-browser` installs it
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 READY = "html[data-ready]"
@@ -19,9 +21,11 @@ READY = "html[data-ready]"
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
     if CHROMIUM is None:
-        pytest.skip("chromium is not installed: make test-browser installs it")
-    with playwright.sync_playwright() as started:
+        pytest.fail("chromium is not installed: make test-browser installs it")
+    with sync_playwright() as started:
         opened = started.chromium.launch(executable_path=CHROMIUM)
         yield opened
         opened.close()
