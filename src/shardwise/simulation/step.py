@@ -165,7 +165,7 @@ class _Play:
             mine = levels.group == group
             spent = self._causes(key[mine], passes)
             computed = float(ends[mine].max(initial=0.0))
-            root = min(roots[group], float(starts[mine].min(initial=computed)))
+            root = min(float(roots[group]), float(starts[mine].min(initial=computed)))
             spent["parameters"] += root
             spent["bubble"] = computed - float(busy[group]) - root
             left = self._sums(group, np.flatnonzero(mine & levels.last), ends, passes, computed)
