@@ -289,10 +289,17 @@ class StageMemory:
             made = np.cumsum(new) - new  # before each position
             fresh = made - made[start]
             extra = self.cut("unsaved") + self.cut("forward_extra")
-            again = kept[last] + fresh + extra + self.cut("gradients")[last]
+            again = kept[last] + fresh + extra + self.cut("gradients")[last] + self.incoming[last]
             self.again = np.where(inside, again, 0.0)
             kept = np.where(inside, kept_again, kept)
         self.kept_at = self.entered + kept
+
+    @cached_property
+    def incoming(self) -> Floats:
+        """Gradients from the next stage, which stay until backward has run; the last has them."""
+        held = np.full(self.end - self.first, self.sends)
+        held[-1:] = 0.0
+        return held
 
     def _entering(self) -> float:
         """What enters the first block of the stage, and is kept there."""
@@ -308,14 +315,15 @@ class StageMemory:
 
     def _backward(self, kind: str) -> Need:
         gradients = self._parameter_gradients(kind)
-        rest = self.cut("gradients") + self.cut("backward_extra")
+        rest = self.cut("gradients") + self.cut("backward_extra") + self.incoming
         needed = np.maximum(self.kept_at + rest, self.entered + self.again)
         return _most(gradients, self.kept_at, needed - self.kept_at + self.whole_backward)
 
     def _inputs(self) -> Need:
         waiting = self.cut("waiting")
         later = waiting[::-1].cumsum()[::-1] - waiting
-        rest = self.cut("gradients") + self.cut("backward_extra") + self.whole_backward
+        rest = self.cut("gradients") + self.cut("backward_extra") + self.incoming
+        rest += self.whole_backward
         needed = np.maximum(self.kept_at + rest, self.entered + self.again)
         return _most(np.zeros_like(later), self.kept_at + later, needed - self.kept_at)
 
