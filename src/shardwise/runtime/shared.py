@@ -208,8 +208,10 @@ class SharedBuckets:
             call.work(self.rank, range(first, stop), views, part)
             self._links.tell(DONE)
             self._links.hear(DONE, str(call))
-            if place is None and call.is_pushed(self.rank):
-                part[:] = views[self.rank]
+            if place is None:
+                for done in call.pushed(self.rank, range(first, stop)):
+                    where = call.bytes_of(done, range(first, stop))
+                    part[where] = views[self.rank][where]
             first = stop
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
@@ -221,9 +223,10 @@ class SharedBuckets:
         size, text = call.dtype.itemsize, str(call).encode()
         if place is None:
             stage = self._segments[_STAGE].ranks[self.rank]
-            for start, stop in call.shown(self.rank, piece):
-                first = (start - piece.start) * size
-                stage[first : first + (stop - start) * size] = mine[start * size : stop * size]
+            part = mine[piece.start * size : piece.stop * size]
+            for seen in call.shown(self.rank, piece):
+                where = call.bytes_of(seen, piece)
+                stage[where] = part[where]
             here = (_STAGE, 0)
         else:
             here = (place[0], place[1] + piece.start * size)

@@ -64,30 +64,45 @@ class Call:
         """The ranges of a piece that others read of a rank's memory."""
         if self.name == "all_gather":
             return [self._owned(rank, piece)]
-        if self.name == "broadcast" and rank != self.root:
-            return []
-        return [(piece.start, piece.stop)]
+        if self.name == "broadcast":
+            return [(piece.start, piece.stop)] if rank == self.root else []
+        return _others(self._summed(rank, piece), piece)
 
-    def is_pushed(self, rank: int) -> bool:
-        """Whether others write the result to this rank's shared memory."""
-        return self.name == "all_reduce" or (self.name == "reduce" and rank == self.root)
+    def pushed(self, rank: int, piece: range) -> list[tuple[int, int]]:
+        """The ranges of a piece that others write to a rank's memory."""
+        if self.name == "all_reduce" or (self.name == "reduce" and rank == self.root):
+            return _others(self._summed(rank, piece), piece)
+        return []
 
     def work(self, rank: int, piece: range, views: Sequence[Bytes], mine: Bytes) -> None:
-        """This rank's part of a piece; `views` are everyone's memory, `mine` is for results."""
-        if self.name in ("all_reduce", "reduce"):
-            parts = [view[self._share(rank, view.size)] for view in views]
-            targets = parts if self.name == "all_reduce" else [parts[self.root]]
-            add_up(parts, targets, self.dtype, self.op)
-        elif self.name == "reduce_scatter":
-            own = self._bytes(self._owned(rank, piece), piece)
-            add_up([view[own] for view in views], [mine[own]], self.dtype, self.op)
-        elif self.name == "all_gather":
+        """This rank's part of a piece, in everyone's memory; `mine` is this rank's."""
+        if self.name == "all_gather":
             for other, view in enumerate(views):
                 if other != rank:
-                    theirs = self._bytes(self._owned(other, piece), piece)
+                    theirs = self.bytes_of(self._owned(other, piece), piece)
                     mine[theirs] = view[theirs]
-        elif rank != self.root:
-            mine[:] = views[self.root]
+        elif self.name == "broadcast":
+            if rank != self.root:
+                mine[:] = views[self.root]
+        else:
+            part = self.bytes_of(self._summed(rank, piece), piece)
+            parts = [(mine if r == rank else view)[part] for r, view in enumerate(views)]
+            to = {"all_reduce": range(self.num_ranks), "reduce": [self.root]}.get(self.name, [rank])
+            add_up(parts, [parts[other] for other in to], self.dtype, self.op)
+
+    def bytes_of(self, elements: tuple[int, int], piece: range) -> slice:
+        """Where a range of elements is in the bytes of a piece."""
+        size = self.dtype.itemsize
+        return slice((elements[0] - piece.start) * size, (elements[1] - piece.start) * size)
+
+    def _summed(self, rank: int, piece: range) -> tuple[int, int]:
+        """The elements of a piece that a rank adds up."""
+        if self.name == "reduce_scatter":
+            return self._owned(rank, piece)
+        line = _LINE_BYTES // self.dtype.itemsize
+        lines = -(-len(piece) // line)
+        first, last = (lines * r // self.num_ranks * line for r in (rank, rank + 1))
+        return piece.start + min(first, len(piece)), piece.start + min(last, len(piece))
 
     def _owned(self, rank: int, piece: range) -> tuple[int, int]:
         """The elements of a piece that belong to a rank by `counts`."""
@@ -95,12 +110,7 @@ class Call:
         start = min(max(ends[rank], piece.start), piece.stop)
         return start, max(start, min(ends[rank + 1], piece.stop))
 
-    def _bytes(self, elements: tuple[int, int], piece: range) -> slice:
-        size = self.dtype.itemsize
-        return slice((elements[0] - piece.start) * size, (elements[1] - piece.start) * size)
 
-    def _share(self, rank: int, num_bytes: int) -> slice:
-        """The bytes of a piece that a rank adds up for all."""
-        lines = -(-num_bytes // _LINE_BYTES)
-        first, last = (lines * r // self.num_ranks * _LINE_BYTES for r in (rank, rank + 1))
-        return slice(min(first, num_bytes), min(last, num_bytes))
+def _others(part: tuple[int, int], piece: range) -> list[tuple[int, int]]:
+    """What is left of a piece without a part of it."""
+    return [(piece.start, part[0]), (part[1], piece.stop)]
