@@ -37,13 +37,26 @@ RECENT = 50  # steps by which the time left is guessed
 SLOW = 1.1  # times the median: a rank worth a word
 LARGEST_FILE = 1 << 20  # of run.json
 LONGEST_TEXT = 500
+FILES = ("metrics.jsonl", "ranks.jsonl", "run.json", "plan.json", "config.json", "trace.json")
 HINT = "the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG"
 
 
 def find_run(folder: Path) -> Path | None:
-    """The folder, if a run is there; nothing if it may still come; else an error."""
+    """The folder, if a run is there; nothing if it may still come; else an error.
+
+    One of a run's files stands for its folder.
+    """
+    try:
+        return _find_run(folder)
+    except OSError as error:
+        raise WatchError(f"cannot be read: {error.strerror}", where=str(folder)) from None
+
+
+def _find_run(folder: Path) -> Path | None:
     if not folder.exists():
         return None
+    if folder.is_file() and folder.name in FILES:
+        return _find_run(folder.parent)
     if not folder.is_dir():
         raise WatchError("is no folder", where=str(folder), hint=HINT)
     if (folder / "metrics.jsonl").is_file():

@@ -131,6 +131,9 @@ def _listen(owner: WatchServer, host: str, port: int) -> ThreadingHTTPServer:
         daemon_threads = True
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A browser that went away is no error."""
+
     try:
         return Server((host, port), Handler)
     except (OSError, OverflowError) as error:

@@ -62,7 +62,7 @@ def test_a_paused_recorder_takes_its_hooks_off() -> None:
         recorder.start(blocks=blocks)
         assert bool(module[0]._forward_hooks) == blocks
         with recorder.span("compute", "0F0"):
-            module(torch.ones(1, 2)).sum().backward()
+            module(torch.ones(1, 2, requires_grad=True)).sum().backward()
         recorder.pause()
         assert not module[0]._forward_hooks
         lanes = {event.lane for event in recorder.take()}

@@ -94,6 +94,9 @@ def test_a_foreign_or_damaged_run_file_is_told(tmp_path: Path) -> None:
 def test_folders_of_runs_are_told_from_runs(tmp_path: Path) -> None:
     assert find_run(tmp_path / "later") is None
     assert find_run(tmp_path) is None
+    assert find_run(make_run(tmp_path / "run", 1) / "plan.json") is None
+    (tmp_path / "run" / "plan.json").touch()
+    assert find_run(tmp_path / "run" / "plan.json") == tmp_path / "run"
     make_run(tmp_path / "runs" / "a", 1)
     make_run(tmp_path / "runs" / "b", 1)
     with pytest.raises(WatchError, match=r"has 2: a, b"):
