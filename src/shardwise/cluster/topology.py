@@ -92,6 +92,22 @@ class Topology:
         columns.append(np.where(same, b + self.num_ranks, self.in_card[b]))
         return columns, np.where(same, self.link_latency_s[self.island[a]], far_s)
 
+    def figures(self, ranks: Ints) -> bytes:
+        """How ranks are connected, alike for groups whose traffic takes as long: rates of their
+        ports and cards, and which of them share switches, of what rate, and sides of trunks.
+        """
+        nodes = self.node[ranks]
+        rows: list[NDArray[Any]] = [self.capacity[ranks]]
+        islands, cards = self.island[ranks], self.out_card[ranks]
+        rows += [islands - islands[0], self.link_latency_s[islands], self.card_latency_s[ranks]]
+        rows.append(np.where(cards >= 0, self.capacity[cards], 0.0))
+        for level in self.levels:
+            switch = level[nodes]
+            uplink = self.capacity[self.first_switch + 2 * switch]
+            rows += [switch - switch[0], np.where(switch >= 0, uplink, 0.0)]
+        rows += [end[nodes] for end in self.trunks]
+        return b"".join(row.tobytes() for row in rows)
+
     def path(self, a: int, b: int) -> Path:
         """The path of one pair; a rank reaches itself at once."""
         if a == b:

@@ -171,13 +171,13 @@ def saves_enough(library_s: float, other_s: float) -> bool:
 
 
 def _from_bytes(library: CollectiveModel, line: Line) -> int | None:
-    """The size from which on a way always saves enough; None if not even for the largest."""
+    """The size from which on a way always saves enough; None if only for what no step sends."""
     start = None
     for size in reversed(SIZES):
         if not saves_enough(library.seconds(size), line.seconds(size)):
             break
         start = size
-    return start
+    return start if start is not None and start <= LARGE_BYTES else None
 
 
 def _out_of_reach(library: CollectiveModel, networks: Sequence[Network], operation: str) -> bool:

@@ -42,18 +42,16 @@ def choose_collectives(
 
 
 def with_choices(plan: Plan, choose: Chooser | None) -> Plan:
-    """The plan with what `choose` says of its collectives."""
+    """The plan with what `choose` says of its collectives, where that is not the library."""
     if choose is None:
-        return plan.with_(collectives=()) if plan.collectives else plan
+        return plan.with_(collectives=())
     found: dict[tuple[str, tuple[tuple[int, ...], ...]], CollectiveChoice] = {}
     for stage in plan.all_stages:
         group = Group(mesh=stage.mesh, ranks=stage.ranks)
         for operation, axes in _used(plan, stage.mesh.names):
             choice = choose(operation, group.along(axes))
-            if choice is not None:
+            if choice is not None and not choice.is_library:
                 found.setdefault((choice.operation, choice.groups), choice)
-    if all(choice.is_library for choice in found.values()):
-        return plan.with_(collectives=()) if plan.collectives else plan
     return plan.with_(collectives=tuple(found.values()))
 
 

@@ -77,14 +77,9 @@ def _parameters(plan: Plan) -> list[str]:
 
 
 def _collectives(plan: Plan) -> list[str]:
-    """What goes another way than the library's; the rest in one line."""
-    lines = [f"  {choice}" for choice in plan.collectives if not choice.is_library]
-    kept = [c.operation for c in plan.collectives if c.is_library]
-    if plan.collectives:
-        names = ", ".join(dict.fromkeys(kept))
-        rest = f": {names} where no other way saves a tenth" if kept else ""
-        lines.append(f"  other collectives are the library's{rest}")
-    return lines
+    """What goes another way than the library's."""
+    lines = [f"  {choice}" for choice in plan.collectives]
+    return [*lines, "  other collectives are the library's"] if lines else []
 
 
 def _table(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:

@@ -106,9 +106,6 @@ class Evaluator:
         self.devices = list(kinds)
         counts = np.repeat([n.count for n in cluster.nodes], [n.copies for n in cluster.nodes])
         self.node = np.repeat(np.arange(len(counts)), counts)
-        cards = {(node.link, node.nic) for node in cluster.nodes}
-        network = cluster.network
-        self.uneven = len(cards) > 1 or bool(network.trunks or network.switches or network.domains)
         self._times: dict[object, NodeTimes] = {}
         self._layers: dict[object, Layers] = {}
         self._shared: dict[object, dict[Key, Share]] = {}
@@ -217,8 +214,8 @@ class Evaluator:
                         yield kind.device, call
 
     def _signature(self, group: Group) -> object:
-        """What the times of a group depend on: its devices, and how it lies on nodes; which nodes
-        these are only where they are not connected alike.
+        """What the times of a group depend on: its devices, how it lies on nodes, and how these
+        are connected.
         """
         known = self._signatures.get(id(group))
         if known is None or known[0] is not group:
@@ -227,7 +224,7 @@ class Evaluator:
                 group.mesh,
                 self.kind[group.array].tobytes(),
                 (nodes - nodes[0]).tobytes(),
-                group.ranks if self.uneven else (),
+                self.cluster.topology.figures(group.array),
             )
             known = self._signatures[id(group)] = (group, found)
         return known[1]
