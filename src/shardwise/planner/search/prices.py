@@ -21,6 +21,7 @@ from shardwise.simulation.times import Clock, Group
 from shardwise.simulation.work import TALKS
 
 STATE_BYTES = 16.0  # of one trained element: float32 weight, gradient and two states of AdamW
+UPDATE_BYTES = 28.0  # that AdamW reads and writes for an element, in one pass
 EXPOSED = 0.3  # the part of gradient synchronization that backward does not hide, as a guess
 
 
@@ -88,8 +89,10 @@ class CallPrices:
             return 0.0
         seconds = EXPOSED * self.clock.talk("all_reduce", self.group, sync, size)
         numel = size / self.graph.values[found.value].dtype.itemsize
-        seconds += 28.0 * numel / self.device.memory_rate(28.0 * numel)
-        return seconds / self.microbatches
+        update = self.clock.update(self.device, numel, numel, 1)
+        if update is None:
+            update = UPDATE_BYTES * numel / self.device.memory_rate(UPDATE_BYTES * numel)
+        return (seconds + update) / self.microbatches
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:
         """A parameter with its gradient and optimizer state."""
