@@ -34,7 +34,7 @@ const KNOWN = {
 };
 const PARTS = {
   parameters: "forward",
-  gradients: "reduce",
+  gradients: "send",
   optimizer: "optimizer",
   activations: "weight",
   temporary: "backward",
