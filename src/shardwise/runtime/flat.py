@@ -1,7 +1,7 @@
 """Parameters as this rank holds them, alone or as a range of a flat buffer.
 
-An `Entry` is one parameter on this rank. With zero >= 1, entries of one unit, type and set of
-synchronizing axes form a `FlatGroup`: their local tensors one after the other, of which each rank
+An `Entry` is one parameter on this rank. With zero >= 1, entries of one type and set of
+synchronizing axes (with zero 3, of one unit) form a `FlatGroup`: their local tensors one after the other, of which each rank
 of the axis owns one consecutive range. The ranges are even also where ranks take unequal shares of
 a batch: they are memory, of which slower devices do not have less. An owner's `pieces` are what its
 optimizer works on. They have memory of their own where they are of another type or place than what
@@ -23,7 +23,7 @@ from shardwise.runtime.parameters import ParameterSpec, torch_dtype
 from shardwise.runtime.transport import Pending
 from shardwise.shares import part
 
-__all__ = ["Entry", "FlatGroup"]
+__all__ = ["Entry", "FlatGroup", "group_key"]
 
 
 class Entry:
@@ -186,3 +186,12 @@ class FlatGroup:
     def free(self) -> None:
         """Let the full buffer's memory go (zero 3)."""
         self.full.untyped_storage().resize_(0)
+
+
+def group_key(entry: Entry) -> Hashable:
+    """What the entries of a flat group have in common."""
+    spec = entry.spec
+    types = (entry.dtype, entry.master, entry.gradient, entry.wire)
+    unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
+    place = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
+    return (*place, types, frozenset(entry.parts))

@@ -59,6 +59,16 @@ class Reduction:
         self.factor = 1.0
         self.bytes = sum(e.numel * self.wire.itemsize for e in self.entries)
         self._pending: Pending | None = None
+        operation, numel = "all_reduce", sum(e.numel for e in self.entries)
+        if group is not None:
+            operation, numel = "reduce_scatter", group.numel
+        on_host = first.leaf.device.type == "cpu"
+        self.bucket = axis.bucket(numel, self.wire, operation) if on_host else None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether gradients stay in the bucket until the next step."""
+        return self.bucket is not None and self.group is None and self.wire == self.master
 
     def arrives(self, entry: Entry) -> bool:
         """Count an arrival in the last backward; whether it was the last one expected."""
@@ -75,13 +85,21 @@ class Reduction:
         if self.group is not None:
             used = set(self.entries)
             taken = [_taken(e) if e in used else _zeros(e) for e in self.group.entries]
-            sent = _joined(taken).to(self.wire)
-            self._pending = self.axis.reduce_scatter(sent, self.group.sizes)
-        elif len(self.entries) == 1:
+            self._pending = self.axis.reduce_scatter(self._sent(taken), self.group.sizes)
+        elif len(self.entries) == 1 and self.bucket is None:
             self._pending = self.axis.all_reduce(_taken(self.entries[0]).to(self.wire))
         else:
-            sent = _joined([_taken(e) for e in self.entries]).to(self.wire)
+            sent = self._sent([_taken(e) for e in self.entries])
             self._pending = self.axis.all_reduce(sent)
+
+    def _sent(self, grads: list[Tensor]) -> Tensor:
+        """The gradients as one flat tensor: in the bucket, if there is one."""
+        if self.bucket is None:
+            return _joined(grads).to(self.wire)
+        places = torch.split(self.bucket, [grad.numel() for grad in grads])
+        for place, grad in zip(places, grads, strict=True):
+            place.copy_(grad.reshape(-1))
+        return self.bucket
 
     def finish(self) -> None:
         """Wait for the sum and put it where the optimizer finds it."""
@@ -91,7 +109,7 @@ class Reduction:
             result.mul_(self.factor)
         if self.group is not None:
             self._keep_pieces(result, self.group)
-        elif len(self.entries) == 1:
+        elif len(self.entries) == 1 and self.bucket is None:
             _give(self.entries[0], result)
         else:
             for entry, view in zip(self.entries, _split(result, self.entries), strict=True):
@@ -132,6 +150,9 @@ class Reducer:
     def __init__(self, mesh: ProcessMesh, entries: Sequence[Entry]) -> None:
         self.mesh = mesh
         self.entries = [e for e in entries if e.spec.requires_grad]
+        self._typed = [e for e in self.entries if e.gradient != e.master]
+        self._guarded = [e for e in self.entries if e.zero >= 2 or e.spec.splits]
+        self._absent: dict[Entry, Tensor] = {}
         self.plans: dict[Hashable, Plan] = {}
         self.plan = Plan()
         self._arrived: dict[Entry, int] = {}  # in the order of the first arrival; how many final
@@ -141,6 +162,7 @@ class Reducer:
         self._factor = 1.0
         self._flying: list[Reduction] = []
         self._stash: dict[Entry, Tensor] = {}
+        self._resident: set[Entry] = set()  # whose gradients the next step writes over
         self.active = False
         for entry in self.entries:
             entry.leaf.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
@@ -168,9 +190,11 @@ class Reducer:
         for entry in self.entries:
             grad, entry.leaf.grad = entry.leaf.grad, None
             if grad is not None and entry.zero < 2 and not entry.spec.borrowed:
-                self._stash[entry] = unguard(grad)
+                kept = unguard(grad)
+                self._stash[entry] = kept.clone() if entry in self._resident else kept
             elif grad is None and entry.zero == 2:
                 entry.piece.grad = None
+        for entry in self._typed:
             entry.take_gradients_in(entry.gradient)
         self.active = True
 
@@ -239,7 +263,7 @@ class Reducer:
             reduction.finish()
         self._flying.clear()
         self.active = False
-        for entry in self.entries:
+        for entry in self._typed:
             entry.take_gradients_in(entry.master)
         for entry, before in self._stash.items():
             if entry.leaf.grad is not None:
@@ -251,7 +275,7 @@ class Reducer:
 
     def install(self) -> None:
         """Make all gradients visible to the user."""
-        for entry in self.entries:
+        for entry in self._guarded:
             self._install(entry)
 
     def _install(self, entry: Entry) -> None:
@@ -262,8 +286,10 @@ class Reducer:
         if entry.zero == 3:
             entry.piece.grad = guard(unguard(grad))
         elif entry.zero == 2:
-            entry.leaf.grad = absent(entry.leaf, entry.master)
-        elif entry.spec.splits:
+            if entry not in self._absent:
+                self._absent[entry] = absent(entry.leaf, entry.master)
+            entry.leaf.grad = self._absent[entry]
+        else:
             entry.leaf.grad = guard(unguard(grad))
 
     def abort(self) -> None:
@@ -297,6 +323,8 @@ class Reducer:
             if not any(e in uneven for e in reduction.entries):
                 reduction.expected = {e: n for e in reduction.entries if (n := arrivals[e])}
             self.plan.add(reduction)
+            if reduction.is_resident:
+                self._resident.update(reduction.entries)
 
     def _form(self, entries: list[Entry]) -> list[Reduction]:
         """The reductions of used entries, in the order in which gradients become ready."""

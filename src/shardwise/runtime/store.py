@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanMismatch, ProgramError, did_you_mean
-from shardwise.runtime.flat import Entry, FlatGroup
+from shardwise.runtime.flat import Entry, FlatGroup, group_key
 from shardwise.runtime.fsdp import Units
 from shardwise.runtime.guards import unguard
 from shardwise.runtime.mesh import ProcessMesh, coordinates
@@ -53,6 +53,8 @@ class ParameterStore:
         for entry in self.entries:
             entry.parts = {part for part, found in modules.items() if _slots(found, entry)}
         self.groups = self._group()
+        # What the optimizer sees is not what backward leaves: another tensor, or a guarded one.
+        self._linked = [e for e in self.entries if e.piece is not e.leaf or e.spec.splits]
         self._by_name = {n: e for e in self.entries for n in (e.spec.name, *e.spec.aliases)}
         self.buffer_specs = tuple(buffers)
         self.buffers = {
@@ -86,7 +88,7 @@ class ParameterStore:
                 flat.append(entry)
             else:
                 entry.own_whole(self.device)
-        made = buckets(reversed(flat), _group_key, lambda e: e.numel * e.dtype.itemsize)
+        made = buckets(reversed(flat), group_key, lambda e: e.numel * e.dtype.itemsize)
         return [
             FlatGroup(found[::-1], sync_axis(found[0], self.mesh), self.device)
             for found in reversed(made)
@@ -276,7 +278,7 @@ class ParameterStore:
 
     def link_gradients(self) -> None:
         """Give the optimizer's pieces plain gradients: what `shown.grad` says."""
-        for entry in self.entries:
+        for entry in self._linked:
             grad = self.gradient(entry)
             if grad is not None and entry.zero == 1:
                 grad = grad.view(-1)[slice(*entry.bounds)]
@@ -284,12 +286,12 @@ class ParameterStore:
                 host = host_empty(grad.shape, grad.dtype, self.device)
                 grad = host.copy_(grad, non_blocking=True)
             entry.piece.grad = grad
-        if any(entry.on_host for entry in self.entries):
+        if any(entry.on_host for entry in self._linked):
             settle(self.device)
 
     def unlink_gradients(self) -> None:
         """Guard again what `link_gradients` made plain."""
-        for entry in self.entries:
+        for entry in self._linked:
             if entry.on_host and entry.zero < 2:
                 entry.piece.grad = None
         self.reducer.install()
@@ -379,15 +381,6 @@ class ParameterStore:
             self.load_full(entry.spec.name, load(entry.spec.name))
         for spec in self.buffer_specs:
             self.load_full(spec.name, load(spec.name))
-
-
-def _group_key(entry: Entry) -> Hashable:
-    """What the entries of a flat group have in common."""
-    spec = entry.spec
-    types = (entry.dtype, entry.master, entry.gradient, entry.wire)
-    unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
-    place = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
-    return (*place, types, frozenset(entry.parts))
 
 
 def _slots(module: nn.Module, entry: Entry) -> list[tuple[nn.Module, str]]:
