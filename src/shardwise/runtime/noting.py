@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from shardwise.runtime.recorder import Recorder
@@ -61,6 +62,12 @@ class NotingTransport:
         return self._noted(
             "broadcast", flat, group, lambda: self.inner.broadcast(flat, root, group)
         )
+
+    def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
+        """Shared memory, where the transport has some."""
+        make = getattr(self.inner, "bucket", None)
+        found: Tensor | None = None if make is None else make(numel, dtype, operation, group)
+        return found
 
     def send(self, flat: Tensor, target: int, tag: int) -> Pending:
         return self.inner.send(flat, target, tag)
