@@ -1,11 +1,11 @@
 """Parameters as this rank holds them, alone or as a range of a flat buffer.
 
 An `Entry` is one parameter on this rank. With zero >= 1, entries of one type and set of
-synchronizing axes (with zero 3, of one unit) form a `FlatGroup`: their local tensors one after the other, of which each rank
-of the axis owns one consecutive range. The ranges are even also where ranks take unequal shares of
-a batch: they are memory, of which slower devices do not have less. An owner's `pieces` are what its
-optimizer works on. They have memory of their own where they are of another type or place than what
-the forward uses.
+synchronizing axes (with zero 3, of one unit) form a `FlatGroup`: their local tensors one after the
+other, of which each rank of the axis owns one consecutive range. The ranges are even also where
+ranks take unequal shares of a batch: they are memory, of which slower devices do not have less. An
+owner's `pieces` are what its optimizer works on. They have memory of their own where they are of
+another type or place than what the forward uses.
 """
 
 from __future__ import annotations
