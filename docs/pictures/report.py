@@ -1,6 +1,6 @@
 """Takes the pictures of reports: `python docs/pictures/report.py gpt.html 3d.html 1024.html`.
 
-Enters: reports, as `shardwise report` writes them. Leaves: `report_*.png` beside this file, with
+Enters: reports, as `shardwise report` writes them; a fourth is one of a recorded run. Leaves: `report_*.png` beside this file, with
 256 colours. Needs chromium and the packages of `shardwise[browser]`, and Pillow.
 """
 
@@ -24,6 +24,7 @@ PICTURES = (
     ("report_3d", 1, "timeline", "light", 1020),
     ("report_3d_dark", 1, "verdict", "dark", 1000),
     ("report_1024", 2, "timeline", "light", 900),
+    ("report_measured", 3, "measured", "light", 1000),
 )
 
 
@@ -32,6 +33,8 @@ def main(files: list[str]) -> None:
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path="/usr/bin/chromium")
         for name, index, section, theme, height in PICTURES:
+            if index >= len(files):
+                continue
             page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=theme)
             page.goto(Path(files[index]).resolve().as_uri())
             page.wait_for_selector("html[data-ready]")
