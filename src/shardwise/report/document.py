@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
@@ -252,7 +253,7 @@ class Report:
 
         return render(self)
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the page; an earlier file stays until the new one is complete."""
         from shardwise.report.files import write_whole
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise.cli.verdict import explain_json
@@ -102,6 +103,16 @@ def test_a_hostile_name_is_data(staged: sw.Plan) -> None:
     assert any(row["name"] == HOSTILE for row in made.to_json()["modules"]["rows"])
     assert HOSTILE not in made.html
     assert "<script>&quot;" not in made.html
+
+
+def test_a_very_long_name_is_kept_whole(cluster: sw.Cluster) -> None:
+    long = "n" * 10_000
+    model = torch.nn.Sequential()
+    model.add_module(long, torch.nn.Linear(4, 4))
+    graph = sw.capture(model, (torch.zeros(8, 4),), lambda out, batch: out.sum())
+    made = sw.report(sw.strategies.ddp(graph, cluster), graph, cluster)
+    assert long in [row["name"] for row in made.to_json()["modules"]["rows"]]
+    assert long in made.html
 
 
 def test_the_critical_path_is_a_chain_as_long_as_the_step(plan: sw.Plan) -> None:

@@ -109,14 +109,10 @@ def figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | None = 
 
 
 def short_name(plan: Plan) -> str:
-    """The plan in a line, as points of a search are.
-
-    A plan of one rank has a mesh without axes.
-    """
-    sizes = {axis: int(n) for axis, n in plan.mesh.axes}
-    parts = [f"{axis}={n}" for axis, n in sizes.items()] or ["1 rank"]
-    if len(plan.groups) > 1:
-        parts += [f"pp={len(plan.groups)}"]
+    """The plan in a line, as points of a search are."""
+    parts = [f"{axis}={int(n)}" for axis, n in plan.mesh.axes]
+    parts += [f"pp={len(plan.groups)}"] if len(plan.groups) > 1 else []
+    parts = parts or ["1 rank"]
     if isinstance(plan.schedule, str) and plan.schedule:
         parts.append(plan.schedule)
     if plan.microbatches > 1:

@@ -7,7 +7,6 @@ stages, the sum over a rank of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -236,6 +235,3 @@ def parameter_fields() -> tuple[str, ...]:
     return (
         "module", "name", "shape", "dtype", "layout", "zero", "trained", "bytes", "local_bytes",
     )  # fmt: skip
-
-
-Details = Mapping[str, Any]
