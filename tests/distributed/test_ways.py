@@ -100,6 +100,34 @@ def test_all_solved_collectives_equal_one_device(
     check(pool, model, strategy, ranks, options)
 
 
+def accumulate(strategy: str, ways: bool) -> list[dict[str, torch.Tensor | None]]:
+    """Gradients of three steps added up, and of one after that."""
+    model, inputs = training.make("odd")
+    with KeepDouble():
+        plan = training.plan_for(model, inputs, strategy, 2)
+        pm = sw.parallelize(model, inputs, plan=shared(plan, 2) if ways else plan)
+        found = []
+        for steps in (3, 1):
+            for _ in range(steps):
+                pm.train_step(inputs)
+            found.append(pm.gather_gradients())
+            pm.zero_grad()
+    buckets = [r.bucket for p in pm.store.reducer.plans.values() for r in p.reductions]
+    assert all((bucket is not None) == ways for bucket in buckets)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_gradients_that_stay_in_shared_buckets_add_up(
+    pool: Callable[[int], Pool], strategy: str
+) -> None:
+    mine, theirs = (pool(2).run(accumulate, strategy, ways, timeout=120) for ways in (True, False))
+    for found, expected in zip(mine[0] + mine[1], theirs[0] + theirs[1], strict=True):
+        for name, gradient in expected.items():
+            training.assert_close(found[name], gradient, name)
+
+
 def disagree() -> str:
     """Rank 1 comes with other trees."""
     model, inputs = training.make("odd")

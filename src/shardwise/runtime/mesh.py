@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
@@ -57,6 +58,17 @@ class Axis:
         if not isinstance(self._transport, NotingTransport):
             return self
         return Axis(self.name, self._group, self._transport.about(cause), self.shares)
+
+    def bucket(self, numel: int, dtype: torch.dtype, operation: str) -> Tensor | None:
+        """Memory from which the axis' ranks do an operation without copies, if they share some.
+
+        All of them call it at the same place.
+        """
+        make = getattr(self._transport, "bucket", None)
+        if make is None or self.size == 1:
+            return None
+        found: Tensor | None = make(numel, dtype, operation, self._group)
+        return found
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Reduce a contiguous tensor in place over the axis."""

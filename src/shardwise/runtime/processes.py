@@ -65,6 +65,10 @@ class ProcessGroupTransport:
         """Let some collectives go another way than the library's; all ranks call it."""
         self.ways = Ways(choices, derive, self._groups, self._timeout)
 
+    def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
+        """Memory from which an operation needs no copies; None unless the group shares some."""
+        return self.ways.bucket(numel, dtype, operation, group)
+
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         if not flat.numel():
             return Pending(flat)

@@ -104,6 +104,15 @@ class Ways:
                 if way is not None:
                     self._of[choice.operation, ranks] = (choice, way)
 
+    def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
+        """A flat tensor in memory that the group shares, if this operation goes through it."""
+        found = self._of.get((operation, group.ranks))
+        if found is None or not isinstance(found[1], _Memory) or dtype not in ADDED:
+            return None
+        if not numel or numel * dtype.itemsize < found[0].min_bytes:
+            return None
+        return found[1].buckets.allocate(numel, dtype)
+
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending | None:
         """Sum in place."""
         found = self._find("all_reduce", group, flat.nbytes)
@@ -115,12 +124,13 @@ class Ways:
         return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
-        """This rank's part of the sum; `flat` stays as it is."""
+        """This rank's part of the sum; `flat` stays as it is, unless it is a `bucket`."""
         found = self._find("reduce_scatter", group, flat.nbytes)
         if found is None or flat.dtype not in ADDED:
             return None
         choice, way = found
-        data = flat.cpu() if flat.is_cuda and way.on_host else flat.clone()
+        resident = isinstance(way, _Memory) and way.buckets.is_resident(flat)
+        data = flat.cpu() if flat.is_cuda and way.on_host else flat if resident else flat.clone()
         handle = way.start(choice, data, sizes)
         first, count = sum(sizes[: group.index]), sizes[group.index]
 
