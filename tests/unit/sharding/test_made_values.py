@@ -116,3 +116,16 @@ def test_a_large_computation_is_made_in_parts(width: int) -> None:
         graph = sw.capture(Net(large, width), (torch.empty(4096, 6, width),))
     moves = sent(graph, sw.strategies.ddp(graph, sw.Cluster.local(2)))
     assert [move.split()[0] for move in moves] == ["rt.gather_fanout"] * (width > 8)
+
+
+def halves(net: Net, x: Tensor, _: Any) -> Tensor:
+    """Of one parameter's parts, one meets the batch and one is the same for every rank."""
+    one, other = net.w.chunk(2)
+    return F.linear(x, one).square().mean() + other.square().mean()
+
+
+def test_parts_of_a_parameter_that_are_used_differently_and_alike() -> None:
+    net, data = Net(halves), batch(halves)
+    plan = sw.strategies.ddp(sw.capture(net, data), sw.Cluster.local(2))
+    certificate = sw.verify(net, data, plan)
+    assert certificate.ok, str(certificate)
