@@ -1,7 +1,7 @@
 """Takes the pictures of reports: `python docs/pictures/report.py gpt.html 3d.html 1024.html`.
 
-Enters: reports, as `shardwise report` writes them; a fourth is one of a recorded run. Leaves: `report_*.png` beside this file, with
-256 colours. Needs chromium and the packages of `shardwise[browser]`, and Pillow.
+Enters: reports, as `shardwise report` writes them; a fourth is one of a recorded run. Leaves:
+`report_*.png` beside this file, with 256 colours. Needs chromium, Pillow and `shardwise[browser]`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PICTURES = (
     ("report_3d", 1, "timeline", "light", 1020),
     ("report_3d_dark", 1, "verdict", "dark", 1000),
     ("report_1024", 2, "timeline", "light", 900),
-    ("report_measured", 3, "measured", "light", 1000),
+    ("report_measured", 3, "measured", "light", 1300),
 )
 
 
@@ -62,7 +62,8 @@ def save(png: bytes, path: Path) -> None:
     found, places, many = np.unique(
         pixels.reshape(-1, 3), axis=0, return_inverse=True, return_counts=True
     )
-    palette = found[np.argsort(-many)[:256]]
+    weights = many * (1 + np.ptp(found, axis=1) / 8)  # greys of letters would take all places
+    palette = found[np.argsort(-weights)[:256]]
     nearest = ((found[:, None] - palette[None]) ** 2).sum(2).argmin(1).astype(np.uint8)
     picture = Image.fromarray(nearest[places].reshape(pixels.shape[:2]), "P")
     picture.putpalette(palette.astype(np.uint8).tobytes())

@@ -3,9 +3,11 @@
 import { legend } from "./bars.js";
 import { Chart } from "./chart.js";
 import { variable } from "./colours.js";
-import { el, figure, name, table } from "./dom.js";
+import { el, figure, name, table, unfold } from "./dom.js";
 import { change, percent, plural, seconds, signed } from "./format.js";
 import { kindsOf, keys, rowsOf } from "./timeline.js";
+
+const FIRST = 4; // disagreements that are seen at once
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawMeasured(body, report) {
@@ -51,49 +53,54 @@ function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-/** The largest disagreements first, each with a bar of its share. */
+/** The largest disagreements; those that are left stand behind a line. */
 function disagreements(m) {
   const found = m.disagreements ?? [];
   if (!found.length) return el("p", { class: "soft", text: "No disagreement is worth a line." });
   const most = Math.max(...found.map((d) => Math.abs(d.difference_s)), Number.MIN_VALUE);
   const words = new Map((m.causes ?? []).map((c) => [c.name, c.text]));
+  const list = (some, start) =>
+    el(
+      "ol",
+      { class: "disagreements", style: { "counter-reset": `place ${start}` } },
+      ...some.map((d) => disagreement(d, most, words)),
+    );
+  const rest = found.slice(FIRST);
   return el(
-    "ol",
-    { class: "disagreements" },
-    ...found.map((d) =>
-      el(
-        "li",
-        {},
-        el(
-          "div",
-          { class: "disagreement-head" },
-          name(words.get(d.cause) ?? d.cause, "strong"),
-          name(d.where ?? "", "soft"),
-          el("b", { text: signed(d.difference_s, seconds) }),
-          el("span", { class: "soft", text: `${percent(Math.abs(d.share))} of the step` }),
-        ),
-        el(
-          "span",
-          { class: "small-bar", "aria-hidden": "true" },
-          el("i", {
-            style: {
-              width: `${(Math.abs(d.difference_s) / most) * 100}%`,
-              "--colour": `var(${d.difference_s > 0 ? "--c-slower" : "--c-faster"})`,
-            },
-          }),
-        ),
-        el(
-          "p",
-          {},
-          name(d.text ?? ""),
-          el("span", {
-            class: "soft",
-            text: ` predicted ${seconds(d.predicted_s)}, measured ${seconds(d.measured_s)}`,
-          }),
-        ),
-        d.advice ? el("p", { class: "advice" }, name(d.advice)) : null,
-      ),
+    "div",
+    {},
+    list(found.slice(0, FIRST), 0),
+    rest.length
+      ? unfold(plural(rest.length, "smaller one"), () => list(rest, FIRST), {
+          "data-print": "open",
+        })
+      : null,
+  );
+}
+
+/** What disagrees, where, by how much, and what to do about it. */
+function disagreement(d, most, words) {
+  const share = (Math.abs(d.difference_s) / most) * 100;
+  const colour = d.difference_s > 0 ? "--c-slower" : "--c-faster";
+  const times = ` predicted ${seconds(d.predicted_s)}, measured ${seconds(d.measured_s)}`;
+  return el(
+    "li",
+    {},
+    el(
+      "div",
+      { class: "disagreement-head" },
+      name(words.get(d.cause) ?? d.cause, "strong"),
+      name(d.where ?? "", "soft"),
+      el("b", { text: signed(d.difference_s, seconds) }),
+      el("span", { class: "soft", text: `${percent(Math.abs(d.share))} of the step` }),
     ),
+    el(
+      "span",
+      { class: "small-bar", "aria-hidden": "true" },
+      el("i", { style: { width: `${share}%`, "--colour": `var(${colour})` } }),
+    ),
+    el("p", {}, name(d.text ?? ""), el("span", { class: "soft", text: times })),
+    d.advice ? el("p", { class: "advice" }, name(d.advice)) : null,
   );
 }
 
