@@ -89,8 +89,10 @@ class CommunicationThread:
         self._jobs.waiting.put((job, handle))
         return handle
 
-    def close(self, timeout_s: float) -> None:
-        """End after what was given, or leave it to itself when that takes too long."""
+    def close(self, timeout_s: float) -> bool:
+        """End after what was given, or leave it to itself when that takes too long; whether it has
+        ended.
+        """
         self._end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

@@ -10,19 +10,30 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.runtime.blame import Wait
 from shardwise.runtime.message_script import Script
 
-__all__ = ["EdgeLost", "hang_up", "run_script"]
+__all__ = ["EdgeLost", "Links", "hang_up", "run_script"]
 
 TAG = 7_012
 _HANG_UP_TAG = 7_013  # of a message that nobody sends
+
+
+class Links(Protocol):
+    """Sends and receives between ranks, as gloo has them."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Any: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Any: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
 
 class EdgeLost(Exception):
@@ -36,7 +47,7 @@ class EdgeLost(Exception):
 def run_script(
     script: Script,
     memory: Mapping[str, Tensor],
-    group: dist.ProcessGroup,
+    links: Links,
     rank: int,
     timeout_s: float,
 ) -> None:
@@ -54,9 +65,9 @@ def run_script(
                     mine = memory[place.memory][place.start : place.stop]
                     mine.add_(memory[where][start:stop])
             elif kind == "post":
-                posted[peer].append(group.recv([memory[where][start:stop]], peer, TAG))
+                posted[peer].append(links.recv([memory[where][start:stop]], peer, TAG))
             elif kind == "send":
-                sends.append((group.send([memory[where][start:stop]], peer, TAG), at))
+                sends.append((links.send([memory[where][start:stop]], peer, TAG), at))
             elif (found := sends[order]) is not None:
                 found[0].wait(limit)
                 sends[order] = None
@@ -84,14 +95,13 @@ def _lost(script: Script, rank: int, at: int, ended: int) -> EdgeLost:
     return EdgeLost(Wait(edge=edge, message=message, sent=sent, posted=posted), act.number)
 
 
-def hang_up(group: dist.ProcessGroup) -> None:
+def hang_up(links: Links) -> None:
     """Close this rank's connections, so that nobody waits for it any longer.
 
-    gloo has no call for that, but closes all of a group's connections when one wait is too long.
+    gloo has no call for that, but closes all connections when one wait is too long.
     """
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
     try:
-        work = group.recv([torch.empty(1)], (rank + 1) % count, _HANG_UP_TAG)
+        work = links.recv([torch.empty(1)], (links.rank() + 1) % links.size(), _HANG_UP_TAG)
         work.wait(timedelta(milliseconds=1))
     except (RuntimeError, ValueError):
         return

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from shardwise.messages import MessageProgram
 from shardwise.runtime.blame import Blame
 from shardwise.runtime.handles import CommunicationThread, Handle
 from shardwise.runtime.message_rounds import Rounds, batches, write_rounds
-from shardwise.runtime.message_run import EdgeLost, hang_up, run_script
+from shardwise.runtime.message_run import EdgeLost, Links, hang_up, run_script
 from shardwise.runtime.message_script import Script, write_script
 from shardwise.runtime.message_stream import run_on_stream
 
@@ -52,13 +54,20 @@ class Messenger:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.num_ranks = len(self.ranks)
-        self.group = _connections(self.ranks, timeout_s) if self.backend == "gloo" else group
+        self.group = group
         _made[group.group_name] += 1
         name = f"{group.group_name}/{_made[group.group_name]}"
+        self._links: Links | None = None
+        if self._is_gloo:
+            self._links = _connect(name, self.rank, self.ranks, timeout_s)
         self._blame = Blame(name, self.rank, self.num_ranks)
         self._ready: dict[int, tuple[MessageProgram, Script | Rounds]] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._thread = CommunicationThread("messenger")
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self.backend == "gloo"
 
     def start(self, program: MessageProgram, data: Tensor, out: Tensor | None = None) -> Handle:
         """Begin; `data` is this rank's, in any shape, and is changed in place.
@@ -76,8 +85,9 @@ class Messenger:
         self.start(program, data, out).wait()
 
     def close(self) -> None:
-        """End after what was started."""
-        self._thread.close(self.timeout_s)
+        """End after what was started, and give its connections back."""
+        if self._thread.close(self.timeout_s):
+            self._links = None
 
     @torch.no_grad()
     def _do(
@@ -98,7 +108,8 @@ class Messenger:
         memory = {"data": flat, "out": result, "scratch": scratch}
         try:
             if isinstance(ready, Script):
-                run_script(ready, memory, self.group, self.rank, self.timeout_s)
+                assert self._links is not None
+                run_script(ready, memory, self._links, self.rank, self.timeout_s)
             else:
                 run_on_stream(
                     ready,
@@ -119,7 +130,7 @@ class Messenger:
         if found is None:
             while len(self._ready) >= KEPT_SCRIPTS:
                 del self._ready[next(iter(self._ready))]
-            write = write_script if self.backend == "gloo" else write_rounds
+            write = write_script if self._is_gloo else write_rounds
             found = self._ready[id(program)] = program, write(program, self.rank)
         return found[1]
 
@@ -147,8 +158,8 @@ class Messenger:
         )
 
     def _hang_up(self) -> None:
-        if self.backend == "gloo":
-            hang_up(self.group)
+        if self._links is not None:
+            hang_up(self._links)
 
     def _check(self, program: MessageProgram, data: Tensor, out: Tensor | None) -> None:
         """Whether everything has its size and place."""
@@ -184,22 +195,20 @@ def _backend(group: dist.ProcessGroup) -> str:
     return found
 
 
-def _connections(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of these ranks that nobody else uses."""
+def _connect(name: str, rank: int, ranks: list[int], timeout_s: float) -> Links:
+    """Connections of gloo between these ranks that nobody else uses."""
     limit_s = max(timeout_s, MEET_S)
+    c10d: Any = torch.distributed.distributed_c10d
+    store = c10d._get_default_store().clone()  # another user's wait would hold this one up
+    store.set_timeout(timedelta(seconds=limit_s))
+    meeting = c10d.PrefixStore(f"shardwise/messenger/{name}", store)
     try:
-        made = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=limit_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        made: Links = c10d.ProcessGroupGloo(meeting, rank, len(ranks), timedelta(seconds=limit_s))
     except RuntimeError as error:
         raise RankError(
             f"ranks {ranks} did not connect within {limit_s:g} s: {str(error).splitlines()[0]}",
             hint="all ranks of the group make their messenger at the same time",
         ) from error
-    assert isinstance(made, dist.ProcessGroup)
     return made
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError
 from shardwise.runtime.handles import CommunicationThread, Handle
-from shardwise.runtime.links import Links, connect
+from shardwise.runtime.links import ROLL_S, Links, connect
 from shardwise.runtime.segments import Segment, make_segment
 from shardwise.runtime.shared_calls import Call
 from shardwise.runtime.sums import Bytes, bytes_of
@@ -54,6 +54,7 @@ class SharedBuckets:
         self.timeout_s = timeout_s
         self._links = links
         self._segments: dict[int, Segment] = {_STAGE: stage}
+        self._stage_bytes = stage.mine.numel()
         self._made = 1
         self._warned = False
         self._thread = CommunicationThread("shared-memory")
@@ -164,9 +165,10 @@ class SharedBuckets:
             counts=tuple(counts),
             num_ranks=self.num_ranks,
         )
-        return self._start(lambda: self._do(call, tensor.detach()))
+        pieces = 1 + tensor.nbytes // self._stage_bytes
+        return self._start(lambda: self._do(call, tensor.detach()), pieces)
 
-    def _start(self, job: Callable[[], None]) -> Handle:
+    def _start(self, job: Callable[[], None], pieces: int = 1) -> Handle:
         def told() -> None:
             try:
                 job()
@@ -175,8 +177,8 @@ class SharedBuckets:
             except Exception as error:
                 self._links.give_up(f"{type(error).__name__}: {error}")
 
-        # Work takes a while, but two waits and the answers to a roll cannot be longer than that.
-        return self._thread.start(told, 10 * self.timeout_s)
+        # Two waits for each piece, and the work on it, which must be less.
+        return self._thread.start(told, 4 * pieces * self.timeout_s + ROLL_S)
 
     def _find(self, flat: Tensor) -> tuple[int, int] | None:
         """The number of a tensor's segment and its offset there; the stage is nobody's."""
@@ -194,7 +196,7 @@ class SharedBuckets:
         mine = bytes_of(flat.view(-1))
         place = self._find(flat)
         size, first = call.dtype.itemsize, 0
-        piece = max(1, self._segments[_STAGE].mine.numel() // size)
+        piece = max(1, self._stage_bytes // size)
         while first < call.numel:
             stop = min(call.numel, first + piece)
             found = self._here(call, mine, place, range(first, stop))
