@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.figures import Column, amount, seconds, size, table, terminal_width, wrapped
+from shardwise.cli.files import load_plan
 from shardwise.cli.target import AsJson
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two plans, and what it costs."""
-    from shardwise.plans import Plan
     from shardwise.report.diff import diff as compare
 
-    plans = [Plan.load(path) for path in (before, after)]
+    plans = [load_plan(path) for path in (before, after)]
     found = compare(*plans)
     if trace is not None:
         _write_trace(trace, [before, after], plans)

@@ -14,6 +14,7 @@ import typer
 
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.figures import size
+from shardwise.cli.files import about, load_plan
 from shardwise.cli.target import AsJson, capture_target
 
 if TYPE_CHECKING:
@@ -54,14 +55,12 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
-    from shardwise.plans import Plan
-
-    plan = Plan.load(plan_file)
-    plan = _filled(plan, target, cluster, table)
     import shardwise
     from shardwise.report.files import write_whole
 
-    made = shardwise.report(plan, trace=trace)
+    with about(plan_file):
+        plan = _filled(load_plan(plan_file), target, cluster, table)
+        made = shardwise.report(plan, trace=trace)
     page = None if as_json and out == Path("report.html") else made.html
     if perfetto is not None:
         write_whole(perfetto, json.dumps(_timelines(plan, trace)))

@@ -305,6 +305,10 @@ def _references(report: Report) -> Iterator[str]:
     if report.modules is not None:
         count = len(report.modules.rows)
         sources = len(report.modules.sources)
+        if len({len(column) for column in report.modules.nodes.values()}) > 1:
+            yield "columns of nodes differ in length"
+        if not all(isinstance(row["name"], str) for row in report.modules.rows):
+            yield "a module's name is no text"
         if any(not 0 <= module < count for module in report.modules.nodes["module"]):
             yield "a node of no module"
         if any(not -1 <= source < sources for source in report.modules.nodes["source"]):

@@ -13,6 +13,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.cluster.names import expand
 from shardwise.planner.search.details.modules import parameter_fields
+from shardwise.planner.search.details.tree import FIGURES
 from shardwise.planner.search.replay import moments
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
@@ -20,6 +21,12 @@ from shardwise.report.document import Machines, MemoryBar, Modules, RankClass, W
 from shardwise.report.timeline import short
 from shardwise.simulation import Estimate, MemoryUse
 
+ROW = ("parent", "name", "path", "kind", "count", "stages", "layout", *FIGURES)
+NODE = ("module", "name", "op", "layout", "source", "forward_s", "backward_s", "communication_s")
+LINK = (
+    "name", "kind", "nodes", "count", "busiest", "bytes_per_s", "traffic_bytes", "total_bytes",
+    "busy_s", "share", "what",
+)  # fmt: skip
 MOST_RANKS = 12  # of a device, listed one by one
 
 
@@ -32,7 +39,7 @@ def modules_of(details: Mapping[str, Any]) -> Modules | None:
     if not found:
         return None
     layouts, ops = found["layouts"], found["ops"]
-    rows = _rows(found["rows"])
+    rows = _rows(_whole(found["rows"], ROW))
     for number, row in enumerate(rows):
         row["id"] = number
         row["parent"] = None if row["parent"] < 0 else row["parent"]
@@ -43,7 +50,7 @@ def modules_of(details: Mapping[str, Any]) -> Modules | None:
         row["layout"] = layouts[row["layout"]]
         above = rows[row["module"]]["path"]
         row["path"] = f"{above}.{row['name']}" if above else row["name"]
-    nodes = dict(found["nodes"])
+    nodes = dict(_whole(found["nodes"], (*NODE, "activation_bytes")))
     nodes["op"] = [ops[at].removesuffix(".default") for at in nodes["op"]]
     nodes["layout"] = [layouts[at] for at in nodes["layout"]]
     nodes["bytes"] = nodes.pop("activation_bytes")
@@ -53,6 +60,11 @@ def modules_of(details: Mapping[str, Any]) -> Modules | None:
         nodes=nodes,
         sources=tuple(source_row(source, text) for source, text in found["sources"]),
     )
+
+
+def _whole(data: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """The data, if it has all of these; what is missing is a `KeyError`."""
+    return {name: data[name] for name in names}
 
 
 def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -79,7 +91,7 @@ def machines_of(details: Mapping[str, Any], plan: Plan, estimate: Estimate) -> M
     return Machines(
         name=cluster.name,
         nodes=tuple(_nodes(cluster, home, estimate.memory)),
-        links=tuple(dict(row) for row in details.get("links", ())),
+        links=tuple(dict(_whole(row, LINK)) for row in details.get("links", ())),
     )
 
 

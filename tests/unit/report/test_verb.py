@@ -91,7 +91,22 @@ def test_a_foreign_plan_leaves_no_page(
     assert code == 1
     assert told in err
     assert "p.json" in err
+    assert "try: shardwise plan" in err
     assert page.read_text() == "before"
+
+
+def test_damaged_figures_name_the_file(
+    staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    staged.save(path)
+    data = json.loads(path.read_text())
+    del data["search"]["details"]["modules"]["rows"]["count"]
+    path.write_text(json.dumps(data))
+    code, _, err = run(capsys, "report", path, "-o", tmp_path / "r.html")
+    assert code == 1
+    assert f"{path}: search" in err
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_a_foreign_trace_leaves_no_page(
