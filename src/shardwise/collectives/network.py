@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 NONE = -1  # no resource, no edge
-CALLS = 8  # of operators that a message is worth to a rank: views, posting, waiting, adding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
