@@ -150,7 +150,8 @@ class Ways:
             return None
         choice, way = found
         whole = flat.new_empty(sum(sizes)) if out is None else out
-        staged = whole.is_cuda and way.on_host
+        # Memory that others read cannot be resized any more, as zero 3 does with what it gathers.
+        staged = (whole.is_cuda and way.on_host) or isinstance(way, _Memory)
         host = torch.empty(whole.shape, dtype=whole.dtype) if staged else whole
         part = host[sum(sizes[: group.index]) :][: sizes[group.index]]
         if part.data_ptr() != flat.data_ptr():
