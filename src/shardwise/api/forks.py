@@ -80,12 +80,19 @@ def _answers(ends: list[Connection], timeout: float) -> list[Any]:
             elif answer["failed"] == _LEFT:
                 left.append(rank)
             else:
-                raise RankError(f"rank {rank} cannot run here: {answer['failed']}")
+                raise RankError(
+                    f"rank {rank} cannot run here: {answer['failed']}", hint=_hint(answer["failed"])
+                )
     if len(found) < len(ends):
         late = [r for r in range(len(ends)) if r not in found and r not in left] or left
         names = ", ".join(map(str, late))
         raise RankError(f"rank {names} did not end within {timeout:g} s")
     return [found[rank] for rank in range(len(ends))]
+
+
+def _hint(failed: str) -> str:
+    """Where a process has used autograd and sees a GPU, forks of it cannot."""
+    return 'hide the GPUs: CUDA_VISIBLE_DEVICES=""' if "autograd's threading" in failed else ""
 
 
 def _answer(end: Connection, rank: int) -> dict[str, Any]:

@@ -200,18 +200,18 @@ def _resolve(
         resolved = resolve_part(part.graph, own, facts, timed)
         found.append(resolved)
         for p in part.graph.parameters:
-            stored[stage.ranks, p.name] = _entry(resolved, p.value)
+            stored[stage.ranks, p.name] = _entry(resolved, p.value, plan.entry(p.name).zero)
     return found
 
 
-def _entry(resolved: Resolved, value: str) -> ParameterEntry:
+def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
     layout = resolved.parameter_layout(value)
     cuts = {
         axis: format_shard(p) if isinstance(p, Shard) else "whole"
         for axis, p in layout.axes
         if not resolved.is_time(axis)
     }
-    return ParameterEntry(layout=cuts)
+    return ParameterEntry(layout=cuts, zero=zero)
 
 
 def _beforehand(before: Graph | None, part: Part, plan: Plan) -> Program | None:
