@@ -33,7 +33,7 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.runtime.optimizer import optimizer
 
-WARM_UPS, ROUNDS = 2, 10
+WARM_UPS, ROUNDS = 2, 16
 SHARE = 0.5  # of the machine's memory that all ranks of all plans may take
 
 
