@@ -91,8 +91,8 @@ def _answers(ends: list[Connection], timeout: float) -> list[Any]:
 
 
 def _hint(failed: str) -> str:
-    """Where a process has used autograd and sees a GPU, forks of it cannot."""
-    return 'hide the GPUs: CUDA_VISIBLE_DEVICES=""' if "autograd's threading" in failed else ""
+    """With torch built for GPUs, forks of a process that used autograd cannot use it."""
+    return "a build of torch for processors" if "autograd's threading" in failed else ""
 
 
 def _answer(end: Connection, rank: int) -> dict[str, Any]:
