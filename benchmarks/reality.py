@@ -20,7 +20,9 @@ import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ WARM_UP, SCREENED = 1, 2  # rounds of all systems
 BEHIND = 1.2  # of the best: those slower than this in the first rounds are not measured on
 MOST_BLOCKS = 4  # stages of the named pipelines
 THEIRS = ("DDP", "FSDP2")
+TIMEOUT_S = 1800.0  # of one model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,13 +276,31 @@ def main() -> None:
         cluster = sw.Cluster.load(options.cluster)
     else:
         cluster = profile(options.ranks, device="cpu", quick=options.quick)
+    models = options.models.split(",")
     rows = []
-    for model in options.models.split(","):
-        rows.append(row(model, cluster, options))
-        show(rows[-1])
+    for model in models:
+        alone = options.cluster and len(models) == 1
+        rows += [row(model, cluster, options)] if alone else _elsewhere(model, cluster, options)
+        if alone:
+            show(rows[-1])
         command = " ".join(["python -m benchmarks.reality", *sys.argv[1:]])
         found = {"machine": machine(), "command": command, "cluster": cluster.to_yaml()}
         options.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+
+
+def _elsewhere(
+    model: str, cluster: sw.Cluster, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The model's row, of a process of its own: tuning begins before costs are computed."""
+    with tempfile.TemporaryDirectory() as folder:
+        machines, out = Path(folder) / "cluster.yaml", Path(folder) / "row.json"
+        machines.write_text(cluster.to_yaml())
+        given = ["--cluster", machines, "--models", model, "--pairs", options.pairs, "--out", out]
+        given += ["--only", ",".join(options.only)] if options.only else []
+        command = [sys.executable, "-m", "benchmarks.reality", *map(str, given)]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
+        rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+        return rows
 
 
 if __name__ == "__main__":

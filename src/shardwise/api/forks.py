@@ -1,14 +1,19 @@
-"""Ranks as forks of this process: `together`.
+"""Ranks as forks of this process: `together`; and a fork that makes them later: `standby`.
 
 Enters: what every rank does. Leaves: what every rank found. Forks have the graph, the program and
 the user's own functions, which cannot travel; what they found comes back as JSON.
+
+Torch built for GPUs starts threads when autograd is first used, on tensors without data as well,
+and refuses it in forks after that. So a process that will compute costs makes a fork before, which
+stands by and makes the ranks when it is asked to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from threading import BrokenBarrierError
@@ -17,10 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import RankError
+from shardwise.errors import RankError, ShardwiseError
 
 TIMEOUT_S = 120.0
 Found = TypeVar("Found")
+Ask = Callable[[Any], Any]
 _LEFT = "left by another"
 
 
@@ -48,6 +54,49 @@ def together(
         for worker in workers:
             worker.kill()
             worker.join(timeout)
+
+
+@contextlib.contextmanager
+def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iterator[Ask]:
+    """A fork of this process as it is now, which answers what it is asked, in JSON, by `serve`."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_stand_by, args=(serve, ours, theirs))
+    process.start()
+    theirs.close()
+
+    def ask(question: Any) -> Any:
+        ours.send_bytes(json.dumps(question).encode())
+        if not ours.poll(timeout):
+            raise RankError(f"there was no answer within {timeout:g} s")
+        answer = _answer(ours, 0)
+        if "failed" in answer:
+            raise RankError(answer["failed"], hint=_hint(answer["failed"]))
+        return answer["found"]
+
+    try:
+        yield ask
+    finally:
+        ours.close()  # it ends, with its ranks
+        process.join(1.0)
+        process.kill()
+        process.join(timeout)
+
+
+def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -> None:
+    other.close()
+    while True:
+        try:
+            question = json.loads(end.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = {"found": serve(question)}
+        except ShardwiseError as error:
+            answer = {"failed": error.message}
+        except Exception as error:  # a model's own operators may fail in any way
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        end.send_bytes(json.dumps(answer).encode())
 
 
 def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout: float) -> None:
@@ -91,8 +140,10 @@ def _answers(ends: list[Connection], timeout: float) -> list[Any]:
 
 
 def _hint(failed: str) -> str:
-    """With torch built for GPUs, forks of a process that used autograd cannot use it."""
-    return "a build of torch for processors" if "autograd's threading" in failed else ""
+    """Autograd was used here before the fork was made."""
+    return (
+        "shardwise plan --measure, or a fresh process" if "autograd's threading" in failed else ""
+    )
 
 
 def _answer(end: Connection, rank: int) -> dict[str, Any]:

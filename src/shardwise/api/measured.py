@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from shardwise.api.rehearsal import rehearse
+from shardwise.api.proving import ProvingGround
 from shardwise.cluster import Cluster, Device
 from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
 from shardwise.cost.calls import UPDATES, encode
@@ -56,12 +56,11 @@ def measure_plan(
     return found
 
 
-def rehearsed(
-    graph: Graph, plan: Plan, cluster: Cluster, table: OpTable
-) -> list[tuple[str, float, float]]:
+def rehearsed(ground: ProvingGround, plan: Plan, table: OpTable) -> list[tuple[str, float, float]]:
     """What the plan's programs take over the sum of their calls; noted where they cannot run."""
+    graph, cluster = ground.graph, ground.cluster
     try:
-        run = rehearse(graph, plan, cluster)
+        run = ground.rehearse(plan)
     except RankError as error:
         table.notes.append(f"plan {plan.name} was not rehearsed: {error.message}")
         return []

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.api.measured import measure_plan, rehearsed
-from shardwise.api.trials import can_try, fitting, try_plans
+from shardwise.api.proving import ProvingGround, proving_ground
+from shardwise.api.trials import can_try, fitting
 from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import InfeasiblePlan, RankError
@@ -55,17 +56,18 @@ def tune(
     """
     found = OpTable()
     found.merge(table or OpTable())
-    tuning = _Tuning(graph, cluster, options, report)
-    for kind in KINDS:
-        if not all(options.get(name, value) == value for name, value in kind.items()):
-            continue
-        try:
-            found = tuning.rounds(found, kind)
-        except InfeasiblePlan:
-            if kind:  # more kinds of parallelism may fit
+    with proving_ground(graph, cluster) as ground:
+        tuning = _Tuning(ground, options, report)
+        for kind in KINDS:
+            if not all(options.get(name, value) == value for name, value in kind.items()):
                 continue
-            raise
-    best = tuning.tried_out(found) or tuning.predicted()
+            try:
+                found = tuning.rounds(found, kind)
+            except InfeasiblePlan:
+                if kind:  # more kinds of parallelism may fit
+                    continue
+                raise
+        best = tuning.tried_out(found) or tuning.predicted()
     table = found.with_programs(best.programs)
     return tuning.reported(best.plan, table), table
 
@@ -93,12 +95,12 @@ class _Tuning:
 
     def __init__(
         self,
-        graph: Graph,
-        cluster: Cluster,
+        ground: ProvingGround,
         options: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        self.graph, self.cluster, self.options, self.report = graph, cluster, options, report
+        self.ground, self.options, self.report = ground, options, report
+        self.graph, self.cluster = ground.graph, ground.cluster
         self.candidates: list[_Candidate] = []
 
     def rounds(self, table: OpTable, kind: Mapping[str, int]) -> OpTable:
@@ -113,7 +115,7 @@ class _Tuning:
 
     def _add(self, made: Plan, table: OpTable) -> _Candidate:
         told = len(table.notes)
-        programs = rehearsed(self.graph, made, self.cluster, table)
+        programs = rehearsed(self.ground, made, table)
         own = simulate(self.graph, made, self.cluster, table=table.with_programs(programs))
         candidate = _Candidate(plan=made, seconds=own.step_time_s, programs=programs)
         self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms predicted")
@@ -163,7 +165,7 @@ class _Tuning:
         if len(plans) < 2:
             return None
         try:
-            seconds = try_plans(self.graph, plans, self.cluster)
+            seconds = self.ground.try_plans(plans)
         except RankError as error:
             self.report(f"plans were not tried: {error.message}")
             return None

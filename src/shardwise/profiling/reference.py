@@ -9,6 +9,7 @@ are trained here, on all ranks at once and without communication, to see what th
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,6 +71,7 @@ def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda not
     `report` is told why one did not run.
     """
     from shardwise.api.measured import rehearsed
+    from shardwise.api.proving import proving_ground
     from shardwise.cost import OpTable
     from shardwise.frontend import capture
     from shardwise.planner.strategies import ddp
@@ -80,9 +82,11 @@ def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda not
         (_Convolutions(), torch.zeros(rows, 3, PIXELS, PIXELS)),
     ]
     found, table = [], OpTable()
-    for model, batch in batches:
-        graph = capture(model, (batch,))
-        found += rehearsed(graph, ddp(graph, cluster), cluster, table)
+    graphs = [capture(model, (batch,)) for model, batch in batches]
+    with contextlib.ExitStack() as stack:
+        grounds = [stack.enter_context(proving_ground(graph, cluster)) for graph in graphs]
+        for ground in grounds:
+            found += rehearsed(ground, ddp(ground.graph, cluster), table)
     for note in table.notes:
         report(note)
     if not found:

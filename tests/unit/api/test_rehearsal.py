@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.api import measured, tuning
+from shardwise.api import proving, tuning
 from shardwise.api.alone import Alone
 from shardwise.api.measured import rehearsed
+from shardwise.api.proving import ProvingGround
 from shardwise.api.rehearsal import (
     WEIGHT,
     Rehearsal,
@@ -66,7 +67,7 @@ def test_a_program_that_fails_is_a_note() -> None:
     with pytest.raises(RankError, match="rank 0 cannot run here: IndexError"):
         rehearse(graph, plan, cluster)
     table = OpTable()
-    assert rehearsed(graph, plan, cluster, table) == []
+    assert rehearsed(ProvingGround(graph, cluster), plan, table) == []
     assert "was not rehearsed" in table.notes[0]
 
 
@@ -109,9 +110,9 @@ def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> No
     cluster = Cluster.local(2)
     plan = sw.strategies.ddp(graph, cluster)
     monkeypatch.setattr(
-        measured, "rehearse", lambda *_: Rehearsal(training_s={0: 3.0}, update_s={0: 1.0})
+        proving, "rehearse", lambda *_: Rehearsal(training_s={0: 3.0}, update_s={0: 1.0})
     )
-    table = OpTable().with_programs(rehearsed(graph, plan, cluster, OpTable()))
+    table = OpTable().with_programs(rehearsed(ProvingGround(graph, cluster), plan, OpTable()))
     estimate = sw.simulate(graph, plan, cluster, table=OpTable.from_json(table.to_json()))
     computing = sum(plan.microbatches * stage.computing for stage in estimate.stages)
     assert computing == pytest.approx(3.0)
@@ -153,7 +154,7 @@ def test_a_plan_that_cannot_run_is_not_taken_for_a_quick_one(
     monkeypatch.setattr(tuning, "can_try", lambda _: False)
     made: list[sw.Plan] = []
 
-    def failing(_: object, plan: sw.Plan, __: object, table: OpTable) -> list[Any]:
+    def failing(_: object, plan: sw.Plan, table: OpTable) -> list[Any]:
         made.append(plan)
         if plan.mesh.names == ("dp",):
             table.notes.append("plan was not rehearsed: rank 1 cannot run here")

@@ -11,6 +11,7 @@ import pytest
 import shardwise as sw
 from shardwise.api import tuning
 from shardwise.api.forks import together
+from shardwise.api.proving import ProvingGround, proving_ground
 from shardwise.api.trials import can_try, try_plans
 from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
@@ -33,6 +34,18 @@ def test_where_plans_can_be_tried() -> None:
     assert not can_try(Cluster.local(1))
     assert not can_try(Cluster.preset("h100", nodes=1, devices_per_node=2))
     assert not can_try(Cluster.preset("cpu", nodes=2, devices_per_node=2))
+
+
+def test_a_fork_that_stands_by_answers_and_fails() -> None:
+    graph = sw.capture(*training.make("fused_gpt"))
+    cluster = Cluster.local(2)
+    plan = sw.strategies.ddp(graph, cluster)
+    with proving_ground(graph, cluster) as ground:
+        assert set(ground.rehearse(plan).training_s) == {0}
+        assert len(ground.try_plans([plan])) == 1
+        with pytest.raises(RankError, match="rank"):
+            ground.try_plans([sw.strategies.ddp(graph, Cluster.local(4))])
+        assert len(ground.try_plans([plan])) == 1
 
 
 @pytest.mark.parametrize("meets", [True, False])
@@ -76,10 +89,10 @@ def test_the_quickest_that_ran_is_taken(
 ) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
 
-    def run(_: object, plans: Sequence[sw.Plan], __: object) -> list[float]:
+    def run(_: object, plans: Sequence[sw.Plan]) -> list[float]:
         return [0.9 if _zero(plan) == quickest else 1.0 for plan in plans]
 
-    monkeypatch.setattr(tuning, "try_plans", run)
+    monkeypatch.setattr(ProvingGround, "try_plans", run)
     said: list[str] = []
     plan, _ = tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
     assert _zero(plan) == quickest
@@ -92,7 +105,7 @@ def test_plans_that_cannot_run_are_told_and_predicted(
     def fail(*_: object) -> list[float]:
         raise RankError("rank 1 died while it ran here")
 
-    monkeypatch.setattr(tuning, "try_plans", fail)
+    monkeypatch.setattr(ProvingGround, "try_plans", fail)
     said: list[str] = []
     graph = sw.capture(*training.make("fused_gpt"))
     tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
@@ -102,7 +115,7 @@ def test_plans_that_cannot_run_are_told_and_predicted(
 def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     made = {z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)}
-    found = tuning._Tuning(graph, Cluster.local(2), {}, lambda _: None)
+    found = tuning._Tuning(ProvingGround(graph, Cluster.local(2)), {}, lambda _: None)
     found.candidates = [
         tuning._Candidate(plan=made[0], seconds=0.5, programs=[]),
         tuning._Candidate(plan=made[1], seconds=1.0, programs=[("cpu", 1.2, 1.1)]),
