@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from shardwise.planner.collectives import choose_collectives
     from shardwise.planner.search import plan
     from shardwise.plans import Plan, Precision, Stage
-    from shardwise.report.build import report
-    from shardwise.report.document import Report
+    from shardwise.reporting.build import report
+    from shardwise.reporting.document import Report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
     from shardwise.simulation import Estimate, Timeline, simulate
@@ -98,7 +98,7 @@ _HOME = {
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
     "Program": "shardwise.api",
-    "Report": "shardwise.report.document",
+    "Report": "shardwise.reporting.document",
     "Stage": "shardwise.plans",
     "Timeline": "shardwise.simulation",
     "Trainer": "shardwise.training.trainer",
@@ -116,6 +116,7 @@ _HOME = {
     "plan": "shardwise.planner.search",
     "predict_memory": "shardwise.api",
     "register_rule": "shardwise.sharding",
+    "report": "shardwise.reporting.build",
     "save_checkpoint": "shardwise.training.checkpoint",
     "simulate": "shardwise.simulation",
     "tune": "shardwise.api.tuning",
@@ -124,7 +125,6 @@ _HOME = {
 }
 _MODULES = {
     "errors": "shardwise.errors",
-    "report": "shardwise.report",  # a package that can be called
     "schedules": "shardwise.schedules",
     "strategies": "shardwise.planner.strategies",
 }

@@ -102,7 +102,7 @@ def wide() -> tuple[nn.Module, dict[str, Tensor]]:
 def mixed() -> tuple[list[float], dict[str, Any], dict[str, dict[str, str]]]:
     """Losses of three steps, and how the plan cuts parameters and nodes."""
     model, batch = wide()
-    fixed = {"far.*": "whole", "up.weight": "0"}
+    fixed = {"near.*": "whole", "far.*": "whole", "up.weight": "0"}
     plan = auto(model, batch, (1.0, 1.0), {"tp": 2, "microbatches": 1, "constraints": fixed})
     pm = sw.parallelize(model, batch, plan=plan)
     opt = sw.optimizer(pm, torch.optim.AdamW, lr=0.01)

@@ -81,7 +81,7 @@ def plan(
     _, graph = _capture(target, wanted)
     made = wanted.plan(graph) if measure is None else wanted.measured_plan(graph, measure)
     if out is not None:
-        from shardwise.report.code import with_code_if_quick
+        from shardwise.reporting.code import with_code_if_quick
 
         made = with_code_if_quick(made, graph, target)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
     """From the plan's file alone."""
     from shardwise.cli.verdict import explain_json, explain_text
     from shardwise.plans import Plan
-    from shardwise.report.build import reading
+    from shardwise.reporting.build import reading
 
     if node is not None:
         raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")

@@ -18,7 +18,7 @@ from shardwise.cli.target import AsJson
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
-    from shardwise.report.diff import Change, Cost, Difference
+    from shardwise.reporting.diff import Change, Cost, Difference
 
 MOST_CHANGES = 12  # of a kind
 WORTH = 1e-4  # of the step or the peak: smaller differences are not listed
@@ -33,7 +33,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two plans, and what it costs."""
-    from shardwise.report.diff import diff as compare
+    from shardwise.reporting.diff import diff as compare
 
     plans = [load_plan(path) for path in (before, after)]
     found = compare(*plans)
@@ -49,8 +49,8 @@ def diff(
 
 def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
     from shardwise.planner.search.replay import replay
-    from shardwise.report.files import write_whole
-    from shardwise.report.traces import side_by_side
+    from shardwise.reporting.files import write_whole
+    from shardwise.reporting.traces import side_by_side
 
     named = [(f.stem, plan, replay(plan)) for f, plan in zip(files, plans, strict=True)]
     write_whole(path, json.dumps(side_by_side(named)))

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.report.words import amount, seconds, size
+from shardwise.reporting.words import amount, seconds, size
 
 __all__ = ["Column", "amount", "bar", "seconds", "size", "table", "terminal_width", "wrapped"]
 

@@ -56,7 +56,7 @@ def report(
 ) -> None:
     """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
     import shardwise
-    from shardwise.report.files import write_whole
+    from shardwise.reporting.files import write_whole
 
     with about(plan_file):
         plan = _filled(load_plan(plan_file), target, cluster, table)
@@ -89,8 +89,8 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
             )
         return plan
     from shardwise.cost import OpTable
-    from shardwise.report.build import with_figures
-    from shardwise.report.code import with_code
+    from shardwise.reporting.build import with_figures
+    from shardwise.reporting.code import with_code
 
     machines = None if cluster is None else cluster_of(cluster)
     _, graph = capture_target(target, plan=plan)
@@ -101,8 +101,8 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
 
 def _timelines(plan: Plan, trace: Path | None) -> object:
     from shardwise.planner.search.replay import replay
-    from shardwise.report.measured import compare
-    from shardwise.report.overlay import both_traces
+    from shardwise.reporting.measured import compare
+    from shardwise.reporting.overlay import both_traces
 
     estimate = replay(plan)
     return both_traces(plan, estimate, None if trace is None else compare(trace, plan, estimate))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.figures import Column, amount, bar, seconds, size, table, wrapped
 from shardwise.errors import PlanError
-from shardwise.report.compared import differences, why_not
+from shardwise.reporting.compared import differences, why_not
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def plan_html(plan: Plan) -> str:
     """The verdict and the report of a plan that was searched for; else its text."""
-    make = import_module("shardwise.report.build").report  # made in a layer above this one
+    make = import_module("shardwise.reporting.build").report  # made in a layer above this one
     try:
         report = make(plan)
         verdict = report.verdict

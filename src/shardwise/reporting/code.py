@@ -15,8 +15,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks, parse_ranks
-from shardwise.report.document import Code, CodeFile
-from shardwise.report.sections import source_row
+from shardwise.reporting.document import Code, CodeFile
+from shardwise.reporting.sections import source_row
 
 QUICKLY = 3_000  # nodes up to which a plan's code is made in a few seconds
 MOST_CHARACTERS = 400_000  # of code in a plan's file

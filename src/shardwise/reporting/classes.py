@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
-from shardwise.report.document import RankClass, RankGroup
+from shardwise.reporting.document import RankClass, RankGroup
 from shardwise.simulation import Estimate
 
 MOST_CLASSES = 32

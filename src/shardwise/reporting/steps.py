@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import TraceError
-from shardwise.report.recorded import Recording
+from shardwise.reporting.recorded import Recording
 
 __all__ = ["PASSES", "RankStep", "RecordedStep", "Spans", "recorded_step"]
 

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from shardwise.plans.execution import format_ranks
-from shardwise.report.expected import predicted_passes
-from shardwise.report.steps import RankStep, RecordedStep
+from shardwise.reporting.expected import predicted_passes
+from shardwise.reporting.steps import RankStep, RecordedStep
 from shardwise.simulation import Estimate
 
 __all__ = ["Disagreement", "disagreements"]

@@ -16,11 +16,11 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.planner.search.replay import decisions, replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import Plan
-from shardwise.report.classes import classes_of, groups_of
-from shardwise.report.compared import plans_of
-from shardwise.report.document import Cause, Headroom, Report, Verdict
-from shardwise.report.sections import machines_of, memory_of, modules_of, what_if_of
-from shardwise.report.timeline import Step
+from shardwise.reporting.classes import classes_of, groups_of
+from shardwise.reporting.compared import plans_of
+from shardwise.reporting.document import Cause, Headroom, Report, Verdict
+from shardwise.reporting.sections import machines_of, memory_of, modules_of, what_if_of
+from shardwise.reporting.timeline import Step
 from shardwise.simulation import Estimate
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def report(
     """
     plan = with_figures(plan, graph, cluster, table)
     if graph is not None:
-        from shardwise.report.code import with_code
+        from shardwise.reporting.code import with_code
 
         plan = with_code(plan, graph)
     with reading(plan):
@@ -148,7 +148,7 @@ def _collective(choice: CollectiveChoice) -> dict[str, Any]:
 
 
 def _code(details: Mapping[str, Any]) -> Any:
-    from shardwise.report.code import read_code
+    from shardwise.reporting.code import read_code
 
     return read_code(details)
 
@@ -195,7 +195,7 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
 
 def _measured(made: Report, trace: str | Path, plan: Plan, estimate: Estimate) -> Report:
     """The report with a recorded run laid over it."""
-    from shardwise.report.measured import compare
+    from shardwise.reporting.measured import compare
 
     found = compare(trace, plan, estimate)
     beyond = found.ratio - 1

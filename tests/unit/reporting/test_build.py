@@ -17,8 +17,8 @@ import shardwise as sw
 from shardwise.cli.verdict import explain_json
 from shardwise.errors import PlanError
 from shardwise.planner.search.replay import replay
-from shardwise.report.code import with_code
-from shardwise.report.critical import critical_chain
+from shardwise.reporting.code import with_code
+from shardwise.reporting.critical import critical_chain
 from tests.support.reported import HOSTILE, LAYERS
 
 PLANS = ("staged", "flat")

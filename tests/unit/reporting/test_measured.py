@@ -20,11 +20,11 @@ import shardwise as sw
 from shardwise.api.parallel import trace_labels
 from shardwise.cluster import Cluster
 from shardwise.errors import TraceError
-from shardwise.report import recorded
-from shardwise.report.expected import predicted_causes
-from shardwise.report.measured import MOST_ROWS, Measured, compare
-from shardwise.report.overlay import both_traces
-from shardwise.report.recorded import read_trace
+from shardwise.reporting import recorded
+from shardwise.reporting.expected import predicted_causes
+from shardwise.reporting.measured import MOST_ROWS, Measured, compare
+from shardwise.reporting.overlay import both_traces
+from shardwise.reporting.recorded import read_trace
 from shardwise.runtime.recorder import Event
 from shardwise.runtime.trace import merge, write_trace
 from shardwise.simulation import Estimate

@@ -14,7 +14,7 @@ from shardwise.planner.search.replay import decisions, replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import ParameterEntry, Plan
 from shardwise.plans.execution import format_ranks
-from shardwise.report.build import reading
+from shardwise.reporting.build import reading
 from shardwise.simulation import Estimate
 
 Pair = tuple[Any, Any]

@@ -10,7 +10,7 @@ import pytest
 import shardwise as sw
 from shardwise import cli
 from shardwise.cli.diff import difference_text
-from shardwise.report.diff import diff
+from shardwise.reporting.diff import diff
 from tests.support.reported import HOSTILE
 
 

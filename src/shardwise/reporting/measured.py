@@ -18,10 +18,10 @@ from shardwise.api.parallel import trace_labels
 from shardwise.errors import TraceError
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
-from shardwise.report.disagreements import Disagreement, disagreements
-from shardwise.report.expected import predicted_causes
-from shardwise.report.recorded import Recording, read_trace
-from shardwise.report.steps import PASSES, RankStep, RecordedStep, Spans, recorded_step
+from shardwise.reporting.disagreements import Disagreement, disagreements
+from shardwise.reporting.expected import predicted_causes
+from shardwise.reporting.recorded import Recording, read_trace
+from shardwise.reporting.steps import PASSES, RankStep, RecordedStep, Spans, recorded_step
 from shardwise.simulation import Estimate
 
 __all__ = ["CAUSES", "Cause", "Measured", "compare"]

@@ -17,8 +17,8 @@ from shardwise.planner.search.details.tree import FIGURES
 from shardwise.planner.search.replay import moments
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
-from shardwise.report.document import Machines, MemoryBar, Modules, RankClass, WhatIf
-from shardwise.report.timeline import short
+from shardwise.reporting.document import Machines, MemoryBar, Modules, RankClass, WhatIf
+from shardwise.reporting.timeline import short
 from shardwise.simulation import Estimate, MemoryUse
 
 ROW = ("parent", "name", "path", "kind", "count", "stages", "layout", *FIGURES)

@@ -10,8 +10,8 @@ import pytest
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.report import files
-from shardwise.report.files import write_whole
+from shardwise.reporting import files
+from shardwise.reporting.files import write_whole
 
 SOURCE = """
 import torch
@@ -105,7 +105,7 @@ def test_damaged_figures_name_the_file(
     path.write_text(json.dumps(data))
     code, _, err = run(capsys, "report", path, "-o", tmp_path / "r.html")
     assert code == 1
-    assert f"{path}: search" in err
+    assert f"{path}: search" in " ".join(err.split())
     assert not (tmp_path / "r.html").exists()
 
 

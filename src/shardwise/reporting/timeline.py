@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.plans import Plan
-from shardwise.report.critical import Chain, critical_chain
-from shardwise.report.document import RankClass, ScheduleGrid, TimelineChart, TimelineRow
+from shardwise.reporting.critical import Chain, critical_chain
+from shardwise.reporting.document import RankClass, ScheduleGrid, TimelineChart, TimelineRow
 from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import levels_of
 from shardwise.simulation import Estimate

@@ -9,9 +9,9 @@ import pytest
 import shardwise as sw
 from shardwise.planner.search.details.tree import FIGURES, Folder, Module
 from shardwise.planner.search.replay import replay
-from shardwise.report import timeline
-from shardwise.report.classes import MOST_CLASSES, classes_of
-from shardwise.report.timeline import Step
+from shardwise.reporting import timeline
+from shardwise.reporting.classes import MOST_CLASSES, classes_of
+from shardwise.reporting.timeline import Step
 
 
 def test_a_long_step_keeps_its_ends(staged: sw.Plan, monkeypatch: pytest.MonkeyPatch) -> None:

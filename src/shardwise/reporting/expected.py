@@ -5,7 +5,7 @@ Enters: an `Estimate`. Leaves: seconds by cause, with computing by kind of pass;
 
 from __future__ import annotations
 
-from shardwise.report.steps import PASSES
+from shardwise.reporting.steps import PASSES
 from shardwise.simulation import Estimate
 
 __all__ = ["predicted_causes", "predicted_passes"]

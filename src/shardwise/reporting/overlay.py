@@ -14,8 +14,8 @@ import numpy as np
 
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
-from shardwise.report.measured import Measured
-from shardwise.report.steps import RankStep, Spans
+from shardwise.reporting.measured import Measured
+from shardwise.reporting.steps import RankStep, Spans
 from shardwise.simulation import Estimate
 
 __all__ = ["both_traces"]

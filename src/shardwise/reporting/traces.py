@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.plans import Plan
-from shardwise.report.classes import ranks_label
+from shardwise.reporting.classes import ranks_label
 from shardwise.simulation import Estimate
 
 

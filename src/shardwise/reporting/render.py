@@ -82,7 +82,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _read(name: str) -> str:
-    return (files("shardwise.report") / "page" / name).read_text(encoding="utf-8")
+    return (files("shardwise.reporting") / "page" / name).read_text(encoding="utf-8")
 
 
 @cache
