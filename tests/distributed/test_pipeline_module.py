@@ -156,6 +156,7 @@ def test_every_action_and_transfer_is_recorded(pool: Callable[[int], Pool], tmp_
     assert 0 <= bubble_fraction(trace).overall < 1
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_mid_step_is_named() -> None:
     port = str(29500 + os.getpid() % 4000)
     command = [sys.executable, __file__]

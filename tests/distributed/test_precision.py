@@ -74,7 +74,10 @@ def overflow(strategy: str, options: dict[str, object]) -> tuple[list[float], in
     return scales, optimizer.skipped_steps, kept
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("pipeline", PIPELINE), ("fsdp", {})])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [pytest.param("pipeline", PIPELINE, marks=pytest.mark.slow), ("fsdp", {})],
+)
 def test_an_infinite_gradient_skips_the_step(
     pool: Callable[[int], Pool], strategy: str, options: dict[str, object]
 ) -> None:

@@ -23,9 +23,9 @@ EVERYDAY = [
     ("odd", "ddp", 3, {"shared": True}),
     ("odd", "ddp", 3, {}),
     ("fused_gpt", "zero2", 3, {}),
-    ("fused_gpt", "tensor", 3, {}),
 ]
 THOROUGH = [
+    ("fused_gpt", "tensor", 3, {}),
     ("odd", "ddp", 2, {}),
     ("fused_gpt", "ddp", 4, {}),
     ("odd", "zero1", 5, {}),
@@ -155,6 +155,7 @@ def tuned() -> list[tuple[str, int, bool]]:
     ]
 
 
+@pytest.mark.slow
 def test_chunks_are_tuned_by_measurement(pool: Callable[[int], Pool]) -> None:
     runs = pool(3).run(tuned, timeout=120)
     assert runs[0] == runs[1] == runs[2]

@@ -34,7 +34,9 @@ def predicted(strategy: str, ranks: int, rank: int = 0, **options: Any) -> Memor
     return sw.predict_memory(graph, plan, rank)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "recompute", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"]
+)
 def test_prediction_holds_on_one_rank(recompute: str) -> None:
     job = ("ddp", 1, {"recompute": recompute}, SIZES, BATCH)
     found, (said,) = measure(*job), predict(*job)

@@ -83,7 +83,7 @@ def _zero(plan: sw.Plan) -> int:
     return int(search["best"]["point"]["zero"])
 
 
-@pytest.mark.parametrize("quickest", [0, 2])
+@pytest.mark.parametrize("quickest", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_quickest_that_ran_is_taken(
     quickest: int, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +99,7 @@ def test_the_quickest_that_ran_is_taken(
     assert any("900 ms measured" in line for line in said)
 
 
+@pytest.mark.slow
 def test_plans_that_cannot_run_are_told_and_predicted(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

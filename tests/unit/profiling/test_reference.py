@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.api import measured
+from shardwise.api.proving import ProvingGround
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
-from shardwise.ir import Graph
+from shardwise.plans import Plan
 from shardwise.profiling.reference import training_factor
 
 
@@ -16,13 +16,13 @@ from shardwise.profiling.reference import training_factor
 def test_a_model_that_does_not_run_is_told(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def rehearse(graph: Graph, *_: object) -> Rehearsal:
-        tried.append(graph.name)
+    def rehearse(ground: ProvingGround, _: Plan) -> Rehearsal:
+        tried.append(ground.graph.name)
         if len(tried) <= failing:
             raise RankError("rank 1 cannot run here: no room")
         return Rehearsal(training_s={0: 1.0}, update_s={0: 1.0})
 
-    monkeypatch.setattr(measured, "rehearse", rehearse)
+    monkeypatch.setattr(ProvingGround, "rehearse", rehearse)
     told: list[str] = []
     factor = training_factor(Cluster.local(2), told.append)
     assert len(tried) == 2

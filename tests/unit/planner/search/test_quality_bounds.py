@@ -20,7 +20,9 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(
+    "name", ["slow links", pytest.param("quick links", marks=pytest.mark.slow)]
+)
 def test_bounds_are_below_what_is_simulated(name: str) -> None:
     cluster = CLUSTERS[name]
     with torch.device("meta"):
