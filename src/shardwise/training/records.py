@@ -112,7 +112,8 @@ class Records:
         found = everyone.all_gather(flat, [len(mine)] * everyone.size).wait()
         self._sampled_at = time.monotonic()
         if self._log is not None:
-            groups = module.mesh.groups or [tuple(range(everyone.size))]
+            groups: list[tuple[int, ...]] = list(module.mesh.groups)
+            groups = groups or [tuple(range(everyone.size))]
             self._log.write_row(ranks_row(step, found.view(-1, len(mine)).tolist(), groups))
 
 
