@@ -17,9 +17,9 @@ ShardwiseError
 ├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
 ├── TraceError        a recorded trace is damaged, or not of this plan
 ├── WatchError        a run's folder cannot be watched
-├── LaunchError       a node cannot be reached, or cannot start its ranks
-└── RankError         ranks disagree, are missing, or died
-    └── LinkError     a message between two ranks did not come; it names them
+├── RankError         ranks disagree, are missing, or died
+│   └── LinkError     a message between two ranks did not come; it names them
+└── LaunchError       a node cannot be reached, or cannot start its ranks
 
 A message has numbers, the place (user's file:line or parameter name) and a hint one can type.
 """
