@@ -41,18 +41,7 @@ def train(name: str, speeds: tuple[float, ...], options: dict[str, Any]) -> tupl
     plan = auto(model, inputs, speeds, options)
     with KeepDouble():
         pm = sw.parallelize(model, inputs, plan=plan)
-        opt = sw.optimizer(pm, torch.optim.AdamW, lr=training.LEARNING_RATE)
-        losses, norms, gradients = [], [], {}
-        for step in range(training.STEPS):
-            losses.append(pm.train_step(inputs).item())
-            if step == 0:
-                gradients = pm.gather_gradients()
-            norms.append(sw.clip_grad_norm_(pm, training.MAX_NORM).item())
-            opt.step()
-            opt.zero_grad()
-    run = training.Run(
-        losses=losses, norms=norms, gradients=gradients, state=pm.gather_state_dict()
-    )
+        run = training.trained(pm, inputs)
     return run, str(plan.mesh), next(iter(pm.local_batch(inputs).values())).shape[0]
 
 

@@ -62,18 +62,9 @@ def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> trai
     with KeepDouble():
         plan = way(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
         pm = sw.parallelize(model, inputs, plan=plan)
-        opt = sw.optimizer(pm, torch.optim.AdamW, lr=training.LEARNING_RATE)
-        losses, norms, gradients = [], [], {}
-        for step in range(training.STEPS):
-            losses.append(pm.train_step(inputs).item())
-            if step == 0:
-                gradients = pm.gather_gradients()
-            norms.append(sw.clip_grad_norm_(pm, training.MAX_NORM).item())
-            opt.step()
-            opt.zero_grad()
+        run = training.trained(pm, inputs)
     assert pm.mesh.transport.ways.started > 0
-    state = pm.gather_state_dict()
-    return training.Run(losses=losses, norms=norms, gradients=gradients, state=state)
+    return run
 
 
 def check(pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: Any) -> None:

@@ -121,15 +121,20 @@ def parallel(name: str, strategy: str, ranks: int, options: dict[str, Any], batc
         plan = plan_for(model, inputs, strategy, ranks, **options)
         pm = sw.parallelize(model, inputs, plan=plan)
         del model
-        opt = sw.optimizer(pm, torch.optim.AdamW, lr=LEARNING_RATE)
-        losses, norms, gradients = [], [], {}
-        for step in range(STEPS):
-            losses.append(pm.train_step(inputs).item())
-            if step == 0:
-                gradients = pm.gather_gradients()
-            norms.append(sw.clip_grad_norm_(pm, MAX_NORM).item())
-            opt.step()
-            opt.zero_grad()
+        return trained(pm, inputs)
+
+
+def trained(pm: Any, inputs: Any) -> Run:
+    """Steps of a parallel module with AdamW and clipping."""
+    opt = sw.optimizer(pm, torch.optim.AdamW, lr=LEARNING_RATE)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        losses.append(pm.train_step(inputs).item())
+        if step == 0:
+            gradients = pm.gather_gradients()
+        norms.append(sw.clip_grad_norm_(pm, MAX_NORM).item())
+        opt.step()
+        opt.zero_grad()
     return Run(losses=losses, norms=norms, gradients=gradients, state=pm.gather_state_dict())
 
 

@@ -14,6 +14,7 @@ from shardwise.cost.selection import chooser
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.messages.choice import OPERATIONS, WAYS, Chooser, CollectiveChoice
 from shardwise.plans import Plan
+from shardwise.simulation.simulate import check_cluster
 from shardwise.simulation.times import Group
 
 MOST_RANKS = 64  # of a group that is solved on request: some seconds for that many unequal ones
@@ -32,12 +33,7 @@ def choose_collectives(
     """
     if use and use not in WAYS:
         raise PlanError(f"no way {use!r}{did_you_mean(use, WAYS)}", hint=", ".join(WAYS))
-    if plan.num_ranks != cluster.num_ranks:
-        raise PlanError(
-            f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
-            f"{cluster.num_ranks}",
-            hint="a cluster file of as many devices, or a new plan",
-        )
+    check_cluster(plan, cluster)
     return with_choices(plan, chooser(cluster, most_ranks, use))
 
 

@@ -36,6 +36,7 @@ from shardwise.plans.fields import (
     read_fields,
 )
 from shardwise.plans.files import plan_file_text
+from shardwise.plans.fingerprint import model_fingerprint
 
 FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
@@ -387,16 +388,3 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
                 f"{what} {glob!r} of the plan matches none of the model's {len(names)}"
                 f"{did_you_mean(glob, names)}"
             )
-
-
-def model_fingerprint(graph: Graph) -> str:
-    """Identifies a model by its class, parameters and buffers; batch and dtype are left out."""
-    import hashlib
-
-    lines = [graph.name]
-    for parameter in graph.parameters:
-        kind = "trained" if parameter.requires_grad else "frozen"
-        names = " ".join((parameter.name, *parameter.aliases))
-        lines.append(f"{names} {graph.values[parameter.value].shape} {kind}")
-    lines += [f"{b.name} {graph.values[b.value].shape}" for b in graph.buffers]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

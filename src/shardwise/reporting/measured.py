@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.api.parallel import trace_labels
 from shardwise.errors import TraceError
+from shardwise.planner.search.report import CAUSES as PREDICTED
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
 from shardwise.reporting.disagreements import Disagreement, disagreements
@@ -33,13 +34,7 @@ CAUSES = {
     "forward": "computing forward",
     "backward": "computing backward",
     "weight": "computing weight gradients",
-    "recompute": "computing activations again",
-    "collectives": "waiting for collectives between nodes of the graph",
-    "parameters": "waiting for parameters to be gathered",
-    "bubble": "waiting for other stages",
-    "gradients": "waiting for sums of gradients",
-    "optimizer": "the optimizer's step",
-    "update": "gathering new parameters",
+    **{name: text for name, text in PREDICTED.items() if name != "compute"},
     "other": "what is not simulated: the host between actions, clipping",
 }
 KINDS = (

@@ -37,16 +37,26 @@ def simulate(
     `table` holds measured times of operators, which replace computed ones. Collectives take the
     times of the ways that the plan chooses for them.
     """
+    check_plan(graph, plan, cluster)
+    fold, works = works_of(graph, plan)
+    evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
+    return evaluator.estimate(works, setting_of(plan, fold))
+
+
+def check_plan(graph: Graph, plan: Plan, cluster: Cluster) -> None:
+    """Raise unless the plan is for this model and as many ranks as the cluster has."""
     plan.check(graph)
+    check_cluster(plan, cluster)
+
+
+def check_cluster(plan: Plan, cluster: Cluster) -> None:
+    """Raise unless the cluster has as many ranks as the plan."""
     if plan.num_ranks != cluster.num_ranks:
         raise PlanError(
             f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
             f"{cluster.num_ranks}",
             hint="a cluster file of as many devices, or a new plan: shardwise plan",
         )
-    fold, works = works_of(graph, plan)
-    evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
-    return evaluator.estimate(works, setting_of(plan, fold))
 
 
 def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple[Signature, ...]]:

@@ -15,7 +15,6 @@ import yaml
 from shardwise.cluster import Cluster
 from shardwise.cluster.cluster import AS_HERE
 from shardwise.cost import OpTable
-from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.messages.choice import chosen
 from shardwise.planner.search.details.memory import memory_curves
@@ -28,7 +27,7 @@ from shardwise.planner.search.report import batch_sizes, binding, price_per_hour
 from shardwise.plans import Plan
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.simulate import as_run, setting_of, works_of
+from shardwise.simulation.simulate import as_run, check_plan, setting_of, works_of
 
 GIB = 2**30
 
@@ -61,13 +60,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 
 def figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | None = None) -> Plan:
     """The plan with a `search` of its own figures, simulated anew on `cluster`."""
-    plan.check(graph)
-    if plan.num_ranks != cluster.num_ranks:
-        raise PlanError(
-            f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
-            f"{cluster.num_ranks}",
-            hint="a cluster file of as many devices, or a new plan: shardwise plan",
-        )
+    check_plan(graph, plan, cluster)
     fold, works = works_of(graph, plan)
     setting = setting_of(plan, fold)
     evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))

@@ -1,0 +1,293 @@
+"""The sections of reports made by hand.
+
+Enters: sizes. Leaves: the JSON of each section in the form of `shardwise.reporting.document`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.browser.timelines import label
+
+Json = dict[str, Any]
+GIB = 2**30
+
+
+def group(i: int, ranks: int, classes: int) -> Json:
+    text = label(i, ranks, classes)[6:]
+    return {
+        "id": i,
+        "ranks": text,
+        "num_ranks": ranks // classes,
+        "stages": [i],
+        "mesh": "dp=1, tp=2",
+        "class": i,
+    }
+
+
+def verdict(ranks: int, step: float, measured: bool) -> Json:
+    text = "waiting for other stages: 31% of the step"
+    against = {"step_time_s": step * 1.07, "difference": 0.07, "text": "slower than predicted"}
+    return {
+        "model": "GPT",
+        "plan_name": "auto",
+        "plan": "dp=1, tp=2, pp=4, zb_h1",
+        "cluster": f"h100-{ranks}",
+        "num_ranks": ranks,
+        "step_time_s": step,
+        "rows_per_s": 64 / step,
+        "tokens_per_s": 64 * 2048 / step,
+        "fits": True,
+        "memory": {
+            "group": 0,
+            "peak_bytes": 61.4 * GIB,
+            "limit_bytes": 74 * GIB,
+            "free_bytes": 12.6 * GIB,
+        },
+        "limit": {"what": "bubble", "text": text},
+        "price": {"per_hour": 55.2, "per_million_rows": 3.25},
+        "notes": ["times of kernels are modelled: no measurement of this device was found"],
+        "measured": against if measured else None,
+    }
+
+
+def causes(step: float) -> list[Json]:
+    shares = {
+        "compute": ("computing", 0.46),
+        "recompute": ("computing activations again", 0.06),
+        "collectives": ("collectives of layers", 0.08),
+        "parameters": ("gathering parameters", 0.02),
+        "bubble": ("waiting for other stages", 0.31),
+        "gradients": ("summing gradients", 0.04),
+        "optimizer": ("optimizer", 0.03),
+    }
+    return [
+        {"name": name, "text": text, "seconds": share * step, "share": share}
+        for name, (text, share) in shares.items()
+    ]
+
+
+def modules(layers: int, operations: int) -> Json:
+    """A model of an embedding, layers in two distinct halves of distinct blocks, and a head."""
+    rows: list[Json] = []
+    parameters: list[Json] = []
+    nodes: Json = {
+        key: []
+        for key in (
+            "module", "name", "op", "layout", "forward_s", "backward_s", "communication_s",
+            "bytes", "source",
+        )
+    }  # fmt: skip
+    sources = [
+        {"file": "model.py", "line": 10 + i, "text": f"x = self.part_{i}(x)"} for i in range(40)
+    ]
+
+    def add(parent: int | None, name: str, kind: str, size: float) -> int:
+        rows.append(
+            {
+                "id": len(rows),
+                "parent": parent,
+                "name": name,
+                "path": name if parent is None else f"{rows[parent]['path']}.{name}",
+                "kind": kind,
+                "count": 1,
+                "stages": [0] if parent else [0, 1, 2, 3],
+                "forward_s": 1e-3 * size,
+                "backward_s": 2e-3 * size,
+                "communication_s": 4e-4 * size,
+                "sync_s": 0.0,
+                "parameters": int(1e6 * size),
+                "parameter_bytes": 2e6 * size,
+                "activation_bytes": 5e6 * size,
+                "layout": "tp: cut out" if size < layers else "",
+            }
+        )
+        return len(rows) - 1
+
+    root = add(None, "GPT", "GPT", 2 + layers)
+    for name in ("embedding", *(f"layers.{i}" for i in range(layers)), "head"):
+        made = add(root, name, "Linear" if "." not in name else "Block", 1)
+        leaves = [made]
+        if "." in name:
+            leaves = [add(made, "attention", "Attention", 0.4), add(made, "mlp", "MLP", 0.6)]
+        for leaf in leaves:
+            parameters.append(
+                {
+                    "module": leaf,
+                    "name": "weight",
+                    "path": f"{rows[leaf]['path']}.weight",
+                    "shape": [4096, 4096],
+                    "dtype": "bfloat16",
+                    "layout": "tp: cut dim 0",
+                    "zero": 1,
+                    "bytes": 2 * 4096**2,
+                    "local_bytes": 4096**2,
+                }
+            )
+            for i in range(operations // len(leaves)):
+                nodes["module"].append(leaf)
+                nodes["name"].append(f"linear_{len(nodes['name'])}")
+                nodes["op"].append("aten.linear" if i % 2 else "aten.add.Tensor")
+                nodes["layout"].append("tp: cut n")
+                nodes["forward_s"].append(1e-5)
+                nodes["backward_s"].append(2e-5)
+                nodes["communication_s"].append(0.0)
+                nodes["bytes"].append(2**20)
+                nodes["source"].append(i % len(sources))
+    return {"rows": rows, "parameters": parameters, "nodes": nodes, "sources": sources}
+
+
+def cluster(ranks: int, classes: int) -> Json:
+    many = max(1, ranks // 8)
+    shown = min(many, 4)
+    nodes = [
+        {
+            "name": f"node-{n}",
+            "copies": many // shown,
+            "kind": "h100",
+            "first": n,
+            "devices": [
+                {
+                    "name": "h100",
+                    "kind": "cuda",
+                    "memory_bytes": 80 * GIB,
+                    "ranks": str(n * 8 + d),
+                    "group": (n * 8 + d) * classes // max(ranks, shown * 8) % classes,
+                    "peak_bytes": (60 - 4 * d) * GIB,
+                }
+                for d in range(min(8, ranks))
+            ],
+        }
+        for n in range(shown)
+    ]
+    inside = [
+        {
+            "name": f"nvlink of node-{n}",
+            "kind": "inside",
+            "nodes": [f"node-{n}"],
+            "count": 1,
+            "bytes_per_s": 4.5e11,
+            "traffic_bytes": 3.2e9,
+            "total_bytes": 3.2e9,
+            "busy_s": 0.011,
+            "share": 0.14,
+            "what": {"collectives": 3e9, "gradients": 2e8},
+        }
+        for n in range(shown)
+    ]
+    between = {
+        "name": "infiniband",
+        "kind": "between",
+        "nodes": [n["name"] for n in nodes],
+        "count": many,
+        "busiest": "node-0 to node-1",
+        "bytes_per_s": 5e10,
+        "traffic_bytes": 2.1e9,
+        "total_bytes": 8e9,
+        "busy_s": 0.034,
+        "share": 0.43,
+        "what": {"send": 1.4e9, "gradients": 0.7e9},
+    }
+    return {"name": f"h100-{ranks}", "nodes": nodes, "links": [*inside, between]}
+
+
+def memory(i: int, ranks: int, classes: int, step: float) -> Json:
+    peak = (61.4 - 20 * i / classes) * GIB
+    steps = 40
+    shape = [0.4 + 0.6 * min(k, steps - k) / (steps / 2) for k in range(steps)]
+    parts = {"parameters": 0.2, "gradients": 0.15, "optimizer": 0.3, "activations": 0.25}
+    return {
+        "group": i,
+        "ranks": label(i, ranks, classes)[6:],
+        "peak_bytes": peak,
+        "limit_bytes": 74 * GIB,
+        "when": f"{i}I0",
+        "parts": {name: share * peak for name, share in parts.items()} | {"temporary": 0.06 * peak},
+        "others": {"process": 0.04 * peak},
+        "host_bytes": 0,
+        "over_time": [peak * s for s in shape],
+        "times": [step * k / steps for k in range(steps)],
+    }
+
+
+def plans(step: float) -> list[Json]:
+    base = {c["name"]: c["seconds"] for c in causes(step)}
+    found = [
+        {
+            "what": "dp=1, tp=2, pp=4, zb_h1",
+            "chosen": True,
+            "step_time_s": step,
+            "ratio": 1.0,
+            "causes": base,
+            "peak_bytes": 61.4 * GIB,
+            "limit_bytes": 74 * GIB,
+            "changed": {},
+            "differences_s": {},
+            "memory_difference_bytes": 0,
+            "text": "",
+        }
+    ]
+    for i, what in enumerate(("dp=2, tp=4, pp=1", "dp=8, zero 3", "dp=1, tp=8, pp=1")):
+        other = base | {
+            "collectives": base["collectives"] * (2 + i),
+            "bubble": base["bubble"] * (0.9 - 0.2 * i),
+        }
+        total = sum(other.values())
+        found.append(
+            {
+                "what": what,
+                "chosen": False,
+                "step_time_s": total,
+                "ratio": total / step,
+                "causes": other,
+                "peak_bytes": (70 - 10 * i) * GIB,
+                "limit_bytes": 74 * GIB,
+                "changed": {"tp": [2, 4 + i], "schedule": ["zb_h1", None]},
+                "differences_s": {k: other[k] - base[k] for k in base},
+                "memory_difference_bytes": (8.6 - 10 * i) * GIB,
+                "text": "collectives take longer than the bubble that it saves",
+            }
+        )
+    return found
+
+
+def what_if(step: float) -> list[Json]:
+    def line(kind: str, change: str, value: float, ratio: float | None, note: str = "") -> Json:
+        return {
+            "kind": kind,
+            "change": change,
+            "value": value,
+            "step_time_s": None if ratio is None else step * ratio,
+            "ratio": ratio,
+            "feasible": ratio is not None,
+            "note": note,
+        }
+
+    return [
+        line("memory", "half the memory", 0.5, None, "needs 41.0 GiB, 37.0 GiB are there"),
+        line("memory", "twice the memory", 2, 0.93, "no recomputation"),
+        line("bandwidth", "links half as fast", 0.5, 1.21),
+        line("bandwidth", "links twice as fast", 2, 0.91),
+        line("devices", "half as many devices", 0.5, 1.88),
+        line("devices", "twice as many devices", 2, 0.56, "dp=2 instead of dp=1"),
+        line("compute", "devices twice as fast", 2, 0.62),
+    ]
+
+
+def code(lines: int) -> Json:
+    sources = [
+        {"file": "model.py", "line": 10 + 3 * i, "text": f"    x = self.part_{i}(x)  # layer {i}"}
+        for i in range(40)
+    ]
+    text = ['"""What rank 0 computes.', "", 'Two lines."""', "import torch", ""]
+    links = [-1] * len(text)
+    for i in range(lines):
+        source = sources[i % len(sources)]
+        text.append(f'    v{i} = F.linear(v{i - 1}, p["layers.{i}.weight"])  # {source["text"]}')
+        links.append(i % len(sources))
+    files = [
+        {"name": f"rank_{r}.py", "ranks": f"{r}", "lines": text, "sources": links} for r in (0, 1)
+    ]
+    files[1]["lines"] = text[:20]
+    files[1]["sources"] = links[:20]
+    return {"files": files, "sources": sources}
