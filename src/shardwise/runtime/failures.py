@@ -123,7 +123,7 @@ class _Watch:
 
     def report(self, what: str) -> None:
         self._reported = True
-        self._store.set(f"shardwise/reporting/{self.rank}", what)
+        self._store.set(f"shardwise/report/{self.rank}", what)
 
     def settle(self, cause: _Cause) -> _Cause:
         """Write the cause down, unless there is one; the one that is there then."""
@@ -138,7 +138,7 @@ class _Watch:
         if not self._reported:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"shardwise/reporting/{self.rank}", "")
+            self._store.set(f"shardwise/report/{self.rank}", "")
             if self._settled:
                 self._store.compare_set("shardwise/cause", self._settled, "")
         self._reported, self._settled = False, ""

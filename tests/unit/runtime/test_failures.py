@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwise.runtime.failures import _is_communication, naming_failures, show_life
+from shardwise.runtime.failures import _is_communication, _Watch, naming_failures, show_life
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
@@ -43,3 +43,17 @@ def test_failures_of_communication_are_known(error: Exception) -> None:
 )
 def test_other_failures_are_a_ranks_own(error: BaseException) -> None:
     assert not _is_communication(error)
+
+
+def test_a_report_is_found_until_it_is_taken_back() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        watch = _Watch()
+        assert watch.reported(0) is None
+        watch.report("Connection closed by peer")
+        assert watch.reported(0) == "Connection closed by peer"
+        watch.retract()
+        assert watch.reported(0) is None
+        watch._leave()
+    finally:
+        dist.destroy_process_group()
