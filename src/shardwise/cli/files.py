@@ -27,7 +27,9 @@ def about(path: Path) -> Iterator[None]:
         place = error.where or ""
         if str(path) not in f"{place} {error.message}":
             place = f"{path}: {place}" if place else str(path)
-        hint = (error.hint or WRITES.format("plan.json")).replace("plan.json", str(path))
+        hint = error.hint or WRITES.format("plan.json")
+        if str(path) not in hint:
+            hint = hint.replace("plan.json", str(path))
         raise type(error)(error.message, where=place or None, hint=hint) from error
 
 

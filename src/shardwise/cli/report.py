@@ -19,6 +19,7 @@ from shardwise.cli.target import AsJson, capture_target
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
+    from shardwise.reporting.recorded import Recording
 
 
 def report(
@@ -57,13 +58,15 @@ def report(
     """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
     import shardwise
     from shardwise.reporting.files import write_whole
+    from shardwise.reporting.recorded import read_trace
 
     with about(plan_file):
         plan = _filled(load_plan(plan_file), target, cluster, table)
-        made = shardwise.report(plan, trace=trace)
+        recording = None if trace is None else read_trace(trace)
+        made = shardwise.report(plan, trace=recording)
     page = None if as_json and out == Path("report.html") else made.html
     if perfetto is not None:
-        write_whole(perfetto, json.dumps(_timelines(plan, trace)))
+        write_whole(perfetto, json.dumps(_timelines(plan, recording)))
     if plan_out is not None:
         plan.save(plan_out)
     if page is not None:
@@ -99,10 +102,11 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
     return with_code(with_figures(plan, graph, machines, measured), graph)
 
 
-def _timelines(plan: Plan, trace: Path | None) -> object:
+def _timelines(plan: Plan, recording: Recording | None) -> object:
     from shardwise.planner.search.replay import replay
     from shardwise.reporting.measured import compare
     from shardwise.reporting.overlay import both_traces
 
     estimate = replay(plan)
-    return both_traces(plan, estimate, None if trace is None else compare(trace, plan, estimate))
+    measured = None if recording is None else compare(recording, plan, estimate)
+    return both_traces(plan, estimate, measured)

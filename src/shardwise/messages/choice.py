@@ -54,7 +54,7 @@ class CollectiveChoice:
                     f"{name} {value!r}{did_you_mean(value, known)}", hint=", ".join(known)
                 )
         sizes = {len(group) for group in self.groups}
-        if len(sizes) != 1 or sizes < {2} or any(len(set(g)) != len(g) for g in self.groups):
+        if len(sizes) != 1 or min(sizes) < 2 or any(len(set(g)) != len(g) for g in self.groups):
             raise PlanError(f"groups {self.groups} are not all of as many ranks, two or more")
         if not all(0 <= s < math.inf for s in (self.latency_s, self.s_per_byte)):
             raise PlanError(f"{self.latency_s} s and {self.s_per_byte} s for each byte")
@@ -144,14 +144,20 @@ class CollectiveChoice:
         except (TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"malformed: {error}", where=where) from None
 
-    def __str__(self) -> str:
-        times = ", ".join(f"{way} {_time(s)}" for way, s in self.predicted_s.items())
-        told = f"{self.operation} on ranks {format_groups(self.groups)}: {self.uses}"
+    @property
+    def way(self) -> str:
+        """What is used, in words: `solved from 64 KiB on, 2 trees, chunks of 1 MiB`."""
+        told = self.uses
         if not self.is_library and self.min_bytes:
             told += f" from {_size(self.min_bytes)} on"
         if self.has_trees:
             trees = max(len(forest.trees) for forest in self.forests)
             told += f", {trees} trees, chunks of {_size(self.chunk_bytes)}"
+        return told
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{way} {_time(s)}" for way, s in self.predicted_s.items())
+        told = f"{self.operation} on ranks {format_groups(self.groups)}: {self.way}"
         return told + (f" ({_size(REFERENCE_BYTES)}: {times})" if times else "")
 
 

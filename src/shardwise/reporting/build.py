@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.cost import OpTable
     from shardwise.ir import Graph
     from shardwise.messages.choice import CollectiveChoice
+    from shardwise.reporting.recorded import Recording
 
 ANEW = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
 MISSING = {
@@ -46,7 +47,7 @@ def report(
     plan: Plan,
     graph: Graph | None = None,
     cluster: Cluster | None = None,
-    trace: str | Path | None = None,
+    trace: Recording | str | Path | None = None,
     *,
     table: OpTable | None = None,
 ) -> Report:
@@ -54,7 +55,7 @@ def report(
 
     A plan that `sw.plan` made has all figures; with a `graph` the generated code is shown, too. A
     named or edited plan is simulated: it needs a `graph` and a `cluster`. `trace` is a recorded
-    run, laid over the prediction; `table` holds measured times of operators.
+    run, as a file or read, laid over the prediction; `table` holds measured times of operators.
     """
     plan = with_figures(plan, graph, cluster, table)
     if graph is not None:
@@ -87,7 +88,9 @@ def with_figures(
     from shardwise.planner.search.details import figures
 
     plan.check(graph)
-    if own and plan.search["cluster"].get("fingerprint") == cluster.fingerprint and table is None:
+    with reading(plan):
+        same = own and plan.search["cluster"].get("fingerprint") == cluster.fingerprint
+    if same and table is None:
         return plan
     return figures(graph, plan, cluster, table)
 
@@ -193,7 +196,9 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
     )
 
 
-def _measured(made: Report, trace: str | Path, plan: Plan, estimate: Estimate) -> Report:
+def _measured(
+    made: Report, trace: Recording | str | Path, plan: Plan, estimate: Estimate
+) -> Report:
     """The report with a recorded run laid over it."""
     from shardwise.reporting.measured import compare
 

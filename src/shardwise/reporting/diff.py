@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.messages.choice import format_groups
 from shardwise.planner.search.replay import decisions, replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import ParameterEntry, Plan
@@ -179,7 +180,7 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
         "offload": pair(lambda p: _listed(p.offload) or "none"),
         "precision": pair(lambda p: _listed(f"{k} {v}" for k, v in p.precision.to_json().items())
                           or "as the model's"),
-        "units": pair(lambda p: len(p.units)),
+        "units": pair(lambda p: _listed(p.units) or "none"),
         "random numbers": pair(lambda p: f"{p.rng}, seed {p.seed}"),
     }  # fmt: skip
 
@@ -192,7 +193,9 @@ def _cluster(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    return plan.schedule or "none" if isinstance(plan.schedule, str) else "own lists"
+    if isinstance(plan.schedule, str):
+        return plan.schedule or "none"
+    return "own lists: " + "; ".join(" ".join(actions) for actions in plan.schedule)
 
 
 def _zero(plan: Plan) -> str:
@@ -205,7 +208,7 @@ def _listed(items: Any) -> str:
 
 
 def _mesh(mesh: Any) -> str:
-    return ", ".join(f"{axis}={int(size)}" for axis, size in mesh.axes) or "one rank"
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.axes) or "one rank"
 
 
 def _stages(before: Plan, after: Plan) -> Iterator[Change]:
@@ -235,7 +238,7 @@ def _dim(dim: int | None) -> str:
 
 def _ways(plan: Plan) -> dict[str, str]:
     return {
-        f"{c.operation} of {'; '.join(map(format_ranks, c.groups[:4]))}": c.uses
+        f"{c.operation} of {format_groups(c.groups, most=len(c.groups))}": c.way
         for c in plan.collectives
     }
 

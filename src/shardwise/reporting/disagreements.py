@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.plans.execution import format_ranks
+from shardwise.reporting.classes import ranks_label
 from shardwise.reporting.expected import predicted_passes
 from shardwise.reporting.steps import RankStep, RecordedStep
 from shardwise.simulation import Estimate
@@ -135,7 +136,7 @@ def _stage(cause: str, shown: RankStep, group: int, estimate: Estimate) -> int |
 
 
 def _place(ranks: Sequence[int], stage: int | None) -> str:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(tuple(ranks))}"
+    who = ranks_label(tuple(ranks))
     return who if stage is None else f"{who}, stage {stage}"
 
 

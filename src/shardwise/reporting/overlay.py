@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.plans import Plan
-from shardwise.plans.execution import format_ranks
+from shardwise.reporting.classes import ranks_label
 from shardwise.reporting.measured import Measured
 from shardwise.reporting.steps import RankStep, Spans
 from shardwise.simulation import Estimate
@@ -41,8 +41,8 @@ def both_traces(plan: Plan, estimate: Estimate, measured: Measured | None) -> di
 def _predicted(plan: Plan, estimate: Estimate) -> Iterator[dict[str, Any]]:
     for event in estimate.timeline.trace()["traceEvents"]:  # type: ignore[attr-defined]
         if event["name"] == "process_name":
-            ranks = format_ranks(plan.groups[event["pid"]])
-            yield from _process(event["pid"], f"predicted, ranks {ranks}", event["pid"])
+            ranks = ranks_label(plan.groups[event["pid"]])
+            yield from _process(event["pid"], f"predicted, {ranks}", event["pid"])
         else:
             yield event
 

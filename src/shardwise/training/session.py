@@ -39,6 +39,7 @@ from shardwise.training.schedule import Schedule, from_plain, to_plain
 __all__ = ["Ingredients", "Session", "check", "gather"]
 
 MOST_TRACED = 100  # steps
+WRITTEN = ("config.json", "plan.json", "run.json", "metrics.jsonl", "ranks.jsonl")  # by `outputs`
 
 
 class Ingredients:
@@ -127,9 +128,11 @@ def _check_trace(config: TrainConfig) -> None:
             where="trace.steps",
             hint="trace: {steps: [10, 12]}",
         )
-    if Path(trace.file).name != trace.file or trace.file in ("", ".", ".."):
+    if Path(trace.file).name != trace.file or trace.file in ("", ".", "..", *WRITTEN):
         raise ConfigError(
-            f"{trace.file!r} is no file's name in the folder", where="trace.file", hint="trace.json"
+            f"{trace.file!r} is no file's name in the folder that the run does not use itself",
+            where="trace.file",
+            hint="trace.json",
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 import shardwise as sw
 from shardwise import cli
 from shardwise.cli.diff import difference_text
+from shardwise.messages import CollectiveChoice
 from shardwise.reporting.diff import diff
 from tests.support.reported import HOSTILE
 
@@ -36,6 +37,22 @@ def test_costs_are_those_of_the_plans_and_sum_up(flat: sw.Plan, staged: sw.Plan)
         parts = [c.difference for c in found.costs if c.kind == kind]
         assert sum(parts) == pytest.approx(total, rel=1e-6)
     assert any(c.kind == "traffic" for c in found.costs)
+
+
+def test_what_is_as_long_or_as_many_still_differs(flat: sw.Plan) -> None:
+    (axis, size), *rest = flat.mesh.axes
+    uneven = sw.Mesh.of(**{axis: (2, *[1] * (size - 1)), **dict(rest)})
+    ranks = (tuple(range(flat.num_ranks)),)
+    ways = [
+        CollectiveChoice(operation="all_reduce", groups=ranks, uses="shared", min_bytes=size)
+        for size in (1 << 10, 1 << 20)
+    ]
+    for kind, before, after in (
+        ("mesh", flat, flat.with_(mesh=uneven)),
+        ("units", flat.with_(units=("a",)), flat.with_(units=("b",))),
+        ("collectives", *(flat.with_(collectives=(way,)) for way in ways)),
+    ):
+        assert [change.kind for change in diff(before, after).changes] == [kind]
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])

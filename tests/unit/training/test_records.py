@@ -24,6 +24,7 @@ from tests.support import trainer
         ({"trace": {"steps": [1, 2, 3]}, "folder": "x"}, "no first and last"),
         ({"trace": {"steps": 0}, "folder": "x"}, "at least 1"),
         ({"trace": {"steps": 1, "file": "../x.json"}, "folder": "x"}, "no file's name"),
+        ({"trace": {"steps": 1, "file": "run.json"}, "folder": "x"}, "the run does not use"),
     ],
 )
 def test_traces_that_make_no_sense_are_refused(
