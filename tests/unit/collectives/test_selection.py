@@ -135,6 +135,7 @@ def test_errors_name_what_is_wrong() -> None:
         ({"uses": "magic"}, "uses 'magic'"),
         ({"color": 1}, "unknown field 'color'"),
         ({"groups": ["0-2", "3"]}, "as many ranks"),
+        ({"groups": ["0"], "uses": "shared", "forests": []}, "two or more"),
         ({"chunk_bytes": 0}, "chunks of 0 bytes"),
         ({"forests": []}, "0 forests"),
     ):
