@@ -55,9 +55,10 @@ def run_script(
     posted: dict[int, deque[Any]] = {peer: deque() for peer in script.peers}
     sends: list[tuple[Any, int] | None] = []
     limit = timedelta(seconds=timeout_s)
-    at = 0
+    at = begun = 0
     try:
-        for at, act in enumerate(script.acts):
+        for begun, act in enumerate(script.acts):
+            at = begun
             kind, _, peer, (where, start, stop), place, order = act
             if kind == "take":
                 posted[peer].popleft().wait(limit)
@@ -71,13 +72,13 @@ def run_script(
             elif (found := sends[order]) is not None:
                 found[0].wait(limit)
                 sends[order] = None
+        begun = len(script.acts)
         for found in sends:
             if found is not None:
                 work, at = found
                 work.wait(limit)
     except (RuntimeError, ValueError) as error:
-        ended = at if len(sends) < script.num_sends else len(script.acts)
-        raise _lost(script, rank, at, ended) from error
+        raise _lost(script, rank, at, begun) from error
 
 
 def _lost(script: Script, rank: int, at: int, ended: int) -> EdgeLost:

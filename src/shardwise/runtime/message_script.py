@@ -56,7 +56,6 @@ class Script:
 
     acts: tuple[Act, ...]
     peers: tuple[int, ...]
-    num_sends: int
     scratch_numel: int
 
 
@@ -68,7 +67,6 @@ def write_script(program: MessageProgram, rank: int) -> Script:
     return Script(
         acts=tuple(writer.acts),
         peers=tuple(sorted({step.peer for step in writer.steps})),
-        num_sends=writer.num_sends,
         scratch_numel=writer.scratch_numel,
     )
 
