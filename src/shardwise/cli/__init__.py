@@ -24,6 +24,7 @@ from shardwise.cli.collective import app as collective_app
 from shardwise.cli.diff import diff
 from shardwise.cli.export import export
 from shardwise.cli.figures import NARROWEST, terminal_width
+from shardwise.cli.files import about, load_plan
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
 from shardwise.cli.launch import launch
 from shardwise.cli.options import Wanted, with_plan_options
@@ -167,13 +168,12 @@ def explain(
 def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
     """From the plan's file alone."""
     from shardwise.cli.verdict import explain_json, explain_text
-    from shardwise.plans import Plan
     from shardwise.reporting.build import reading
 
     if node is not None:
         raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")
-    loaded = Plan.load(path)
-    with reading(loaded):
+    loaded = load_plan(path)
+    with about(path), reading(loaded):
         text = explain_json(loaded) if as_json else explain_text(loaded, terminal_width())
     typer.echo(json.dumps(text, indent=2) if as_json else text)
 

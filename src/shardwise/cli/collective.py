@@ -196,7 +196,8 @@ def _read(source: str) -> MessageProgram | None:
         data = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return MessageProgram.load(source)  # says what is wrong
-    return MessageProgram.from_json(data, source) if "operation" in data else None
+    is_program = isinstance(data, dict) and "operation" in data
+    return MessageProgram.from_json(data, source) if is_program else None
 
 
 def _solved(

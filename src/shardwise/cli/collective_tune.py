@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.files import load_plan
+
 
 def tune(
     plan_file: Annotated[
@@ -32,9 +34,8 @@ def tune(
 
     from shardwise.api.tuned_ways import tune_collectives
     from shardwise.cli.collective import bytes_of
-    from shardwise.plans import Plan
 
-    plan = Plan.load(plan_file)
+    plan = load_plan(plan_file)
     if "RANK" not in os.environ:
         raise typer.BadParameter(
             f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from shardwise.cli.files import load_plan
 from shardwise.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -101,9 +102,7 @@ class Wanted:
 
     def loaded_plan(self) -> Plan | None:
         """The plan of a file, if one was named."""
-        import shardwise
-
-        return None if self.plan_file is None else shardwise.Plan.load(self.plan_file)
+        return None if self.plan_file is None else load_plan(self.plan_file)
 
     def plan(self, graph: Graph) -> Plan:
         """The plan for a graph."""

@@ -15,6 +15,7 @@ import typer
 
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.figures import amount, seconds, size, terminal_width, wrapped
+from shardwise.cli.files import load_plan
 from shardwise.cli.target import AsJson, capture_target
 from shardwise.cli.verdict import cause_text, shares
 
@@ -48,9 +49,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's step: time, exposed communication, bubbles, memory."""
-    from shardwise.plans import Plan
-
-    plan = Plan.load(plan_file)
+    plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
     if trace is not None:
         write_trace(trace, estimate, plan)

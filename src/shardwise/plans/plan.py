@@ -227,13 +227,10 @@ class Plan:
             "recompute": listed(self.recompute),
             "precision": self.precision.to_json(),
             "offload": list(self.offload),
-            **(
-                {"collectives": [c.to_json() for c in self.collectives]} if self.collectives else {}
-            ),
+            **({"collectives": chosen} if chosen else {}),
             "rng": self.rng,
             "seed": self.seed,
             "notes": list(self.notes),
-            **({"collectives": chosen} if chosen else {}),
             **({"search": dict(self.search)} if self.search else {}),
         }
 

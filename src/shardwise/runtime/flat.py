@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,11 @@ from shardwise.runtime.parameters import ParameterSpec, torch_dtype
 from shardwise.runtime.transport import Pending
 from shardwise.shares import part
 
-__all__ = ["Entry", "FlatGroup", "group_key"]
+__all__ = ["Entry", "FlatGroup", "buckets", "group_key"]
+
+ALONE_BYTES = 4 << 20  # what is as large travels by itself
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
 
 
 class Entry:
@@ -195,3 +200,26 @@ def group_key(entry: Entry) -> Hashable:
     unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
     place = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
     return (*place, types, frozenset(entry.parts))
+
+
+def buckets(
+    entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Entries that travel together: large ones alone, others with their like until they are many.
+
+    The first ones travel soon, so that the others can follow while backward still runs.
+    """
+    formed: list[list[Entry]] = []
+    small: dict[Hashable, list[Entry]] = {}
+    filled: Counter[Hashable] = Counter()
+    for entry in entries:
+        if size(entry) >= ALONE_BYTES:
+            formed.append([entry])
+            continue
+        like = key(entry)
+        small.setdefault(like, []).append(entry)
+        filled[like] += size(entry)
+        if filled[like] >= (BUCKET_BYTES if formed else FIRST_BUCKET_BYTES):
+            formed.append(small.pop(like))
+            del filled[like]
+    return formed + list(small.values())

@@ -132,6 +132,7 @@ class Links:
 
     def give_up(self, reason: str, what: str = "", missing: Sequence[int] = ()) -> NoReturn:
         """Call the roll, and raise what all find: who is silent, or else the first reason."""
+        reason = reason.encode("ascii", "replace").decode()  # else JSON takes six bytes for each
         mine = {"reason": reason[:1000], "what": what[:200], "missing": list(missing)}
         with contextlib.suppress(RankError):
             self.tell(GAVE_UP, json.dumps(mine).encode())

@@ -16,7 +16,6 @@ with such parameters start at the same fixed points on all ranks instead of on a
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,20 +23,17 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
-from shardwise.runtime.flat import Entry, FlatGroup
+from shardwise.runtime.flat import Entry, FlatGroup, buckets
 from shardwise.runtime.guards import absent, guard, unguard
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.offload import host_empty
 from shardwise.runtime.transport import Pending
 
-__all__ = ["Reducer", "Reduction", "buckets", "sync_axis"]
+__all__ = ["Reducer", "Reduction", "sync_axis"]
 
-# A gradient of this size is reduced in place, without a bucket. With 1 MiB a step of `ddp` took 3%
-# longer where two ranks have two cores (the GPT of benchmarks.reality; not on record).
-ALONE_BYTES = 4 << 20
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
 OUTSTANDING_BYTES = 256 << 20  # more than this in flight: wait for the oldest
+
+Buckets = dict[tuple[Entry, ...], Tensor | None]
 
 
 def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:
@@ -46,9 +42,14 @@ def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:
 
 
 class Reduction:
-    """Gradients that are summed together, and divided by the scale of the loss."""
+    """Gradients that are summed together, and divided by the scale of the loss.
 
-    def __init__(self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None) -> None:
+    `buckets` are those of all programs: the same gradients have the same memory in each.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None, buckets: Buckets
+    ) -> None:
         self.entries, self.axis, self.group = tuple(entries), axis.about("gradients"), group
         first = self.entries[0]
         self.master = first.master
@@ -59,11 +60,11 @@ class Reduction:
         self.factor = 1.0
         self.bytes = sum(e.numel * self.wire.itemsize for e in self.entries)
         self._pending: Pending | None = None
-        operation, numel = "all_reduce", sum(e.numel for e in self.entries)
-        if group is not None:
-            operation, numel = "reduce_scatter", group.numel
-        on_host = first.leaf.device.type == "cpu"
-        self.bucket = axis.bucket(numel, self.wire, operation) if on_host else None
+        operation = "all_reduce" if group is None else "reduce_scatter"
+        joined = self.entries if group is None else group.entries
+        if joined not in buckets and first.leaf.device.type == "cpu":
+            buckets[joined] = axis.bucket(sum(e.numel for e in joined), self.wire, operation)
+        self.bucket = buckets.get(joined)
 
     @property
     def is_resident(self) -> bool:
@@ -162,6 +163,7 @@ class Reducer:
         self._factor = 1.0
         self._flying: list[Reduction] = []
         self._stash: dict[Entry, Tensor] = {}
+        self._memory: Buckets = {}
         self._resident: set[Entry] = set()  # whose gradients the next step writes over
         self.active = False
         for entry in self.entries:
@@ -335,8 +337,9 @@ class Reducer:
                 grouped.setdefault(entry.group, []).append(entry)
             else:
                 others.append(entry)
-        formed = [Reduction(b, sync_axis(b[0], self.mesh), None) for b in self._buckets(others)]
-        return formed + [Reduction(members, g.axis, g) for g, members in grouped.items()]
+        found = [(b, sync_axis(b[0], self.mesh), None) for b in self._buckets(others)]
+        whole = [(members, group.axis, group) for group, members in grouped.items()]
+        return [Reduction(*each, self._memory) for each in (*found, *whole)]
 
     def _buckets(self, entries: list[Entry]) -> list[list[Entry]]:
         def key(entry: Entry) -> Hashable:
@@ -344,29 +347,6 @@ class Reducer:
             return (entry.spec.sync, entry.gradient, entry.wire, entry.master, alone)
 
         return buckets(entries, key, _wire_bytes)
-
-
-def buckets(
-    entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
-) -> list[list[Entry]]:
-    """Entries that travel together: large ones alone, others with their like until they are many.
-
-    The first ones travel soon, so that the others can follow while backward still runs.
-    """
-    formed: list[list[Entry]] = []
-    small: dict[Hashable, list[Entry]] = {}
-    filled: Counter[Hashable] = Counter()
-    for entry in entries:
-        if size(entry) >= ALONE_BYTES:
-            formed.append([entry])
-            continue
-        like = key(entry)
-        small.setdefault(like, []).append(entry)
-        filled[like] += size(entry)
-        if filled[like] >= (BUCKET_BYTES if formed else FIRST_BUCKET_BYTES):
-            formed.append(small.pop(like))
-            del filled[like]
-    return formed + list(small.values())
 
 
 def _wire_bytes(entry: Entry) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanMismatch, ProgramError, did_you_mean
-from shardwise.runtime.flat import Entry, FlatGroup, group_key
+from shardwise.runtime.flat import Entry, FlatGroup, buckets, group_key
 from shardwise.runtime.fsdp import Units
 from shardwise.runtime.guards import unguard
 from shardwise.runtime.mesh import ProcessMesh, coordinates
@@ -27,7 +27,7 @@ from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.recorder import Recorder
-from shardwise.runtime.reducer import Reducer, buckets, sync_axis
+from shardwise.runtime.reducer import Reducer, sync_axis
 from shardwise.runtime.splits import assemble, local_shape, take_local
 
 __all__ = ["ParameterStore"]

@@ -115,8 +115,9 @@ class Ways:
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending | None:
         """Sum in place."""
-        found = self._find("all_reduce", group, flat.nbytes)
-        if found is None or op != "sum" or flat.dtype not in ADDED:
+        added = op == "sum" and flat.dtype in ADDED
+        found = self._find("all_reduce", group, flat.nbytes) if added else None
+        if found is None:
             return None
         choice, way = found
         host = flat.cpu() if flat.is_cuda and way.on_host else flat
@@ -125,8 +126,9 @@ class Ways:
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
         """This rank's part of the sum; `flat` stays as it is, unless it is a `bucket`."""
-        found = self._find("reduce_scatter", group, flat.nbytes)
-        if found is None or flat.dtype not in ADDED:
+        added = flat.dtype in ADDED
+        found = self._find("reduce_scatter", group, flat.nbytes) if added else None
+        if found is None:
             return None
         choice, way = found
         resident = isinstance(way, _Memory) and way.buckets.is_resident(flat)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import resource
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -122,18 +123,19 @@ def ranks_row(
 ) -> dict[str, Any]:
     """The figures of all ranks as one line: least, median, most; and the slowest by number.
 
-    A rank's `ratio` is its own time to the median of those that do the same; of a rank that nobody
-    is like, to the median of all.
+    A rank's `ratio` is its own time to the median of the others that do the same; of a rank that
+    nobody is like, to the median of all.
     """
     columns = dict(zip(FIGURES, zip(*rows, strict=True), strict=True))
     own = columns["own_s"]
     usual = [median(own)] * len(rows)
     group_of = [0] * len(rows)
     for number, ranks in enumerate(groups):
+        ordered = sorted(own[rank] for rank in ranks)
         for rank in ranks:
             group_of[rank] = number
             if len(ranks) > 1:
-                usual[rank] = median(own[other] for other in ranks)
+                usual[rank] = _median_without(ordered, own[rank])
     ratios = [mine / of if of > 0 else 1.0 for mine, of in zip(own, usual, strict=True)]
     slowest = sorted(range(len(rows)), key=lambda rank: (-ratios[rank], rank))[:SHOWN]
     found: dict[str, Any] = {"step": step, "ranks": len(rows)}
@@ -152,3 +154,14 @@ def ranks_row(
     if len(rows) <= EACH:
         found["each"] = {name: list(columns[name]) for name in ("own_s", "memory_bytes")}
     return found
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of all of them but this one.
+
+    >>> _median_without([1.0, 2.0, 6.0], 6.0), _median_without([3.0, 6.0], 6.0)
+    (1.5, 3.0)
+    """
+    mine, last = bisect_left(ordered, value), len(ordered) - 2
+    low, high = (ordered[at + (at >= mine)] for at in (last // 2, (last + 1) // 2))
+    return (low + high) / 2

@@ -243,7 +243,7 @@ INPUTS = {
 
 
 class Block(nn.Module):
-    """blocks.0 … blocks.1 (zoo.py)."""
+    """blocks.0 … blocks.1 (zoo_models.py)."""
 
     def __init__(self, mesh, rng, device, path):
         super().__init__()
@@ -263,12 +263,12 @@ class Block(nn.Module):
         rt.declare(self, "down.weight", (64, 128), "float64")
 
     def forward(self, x):
-        # n1 LayerNorm  (zoo.py)
+        # n1 LayerNorm  (zoo_models.py)
         n1 = F.layer_norm(x, (64,), self.n1.weight, self.n1.bias, 1e-05)
-        # qkv Linear  (zoo.py)
+        # qkv Linear  (zoo_models.py)
         n1 = rt.fanout(n1, self.tp)
         qkv = F.linear(n1, self.qkv.weight, self.qkv.bias)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         chunk, chunk2, chunk3 = qkv.chunk(3, -1)
         transpose = chunk.reshape(2, 16, 2, 16).transpose(1, 2)
         transpose2 = chunk2.reshape(2, 16, 2, 16).transpose(1, 2)
@@ -279,23 +279,23 @@ class Block(nn.Module):
             is_causal=True,
         )
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 32)
-        # o Linear  (zoo.py)
+        # o Linear  (zoo_models.py)
         bias = rt.as_partial(self.o.bias, self.tp)
         o = F.linear(reshape, self.o.weight, bias)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         o = rt.reduce(o, self.tp)
         add = x + o
-        # n2 LayerNorm  (zoo.py)
+        # n2 LayerNorm  (zoo_models.py)
         n2 = F.layer_norm(add, (64,), self.n2.weight, self.n2.bias, 1e-05)
-        # up Linear  (zoo.py)
+        # up Linear  (zoo_models.py)
         n2 = rt.fanout(n2, self.tp)
         up = F.linear(n2, self.up.weight, self.up.bias)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         gelu = F.gelu(up)
-        # down Linear  (zoo.py)
+        # down Linear  (zoo_models.py)
         bias = rt.as_partial(self.down.bias, self.tp)
         down = F.linear(gelu, self.down.weight, bias)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         down = rt.reduce(down, self.tp)
         add = add + down
         return add
@@ -317,23 +317,23 @@ class Model(nn.Module):
             rt.attach(self, f"blocks.{i}", Block(mesh, rng, device, f"blocks.{i}"))
 
     def forward(self, input_ids, labels, outputs=False):
-        # tok Embedding  (zoo.py)
+        # tok Embedding  (zoo_models.py)
         tok = rt.embedding_rows(self.tok.weight, input_ids, self.tp, 211)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         arange = torch.arange(16, device=self.device)
-        # pos Embedding  (zoo.py)
+        # pos Embedding  (zoo_models.py)
         pos = rt.embedding_rows(self.pos.weight, arange, self.tp, 32)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         add = tok + pos
         add = rt.reduce(add, self.tp)
         for block in self.blocks[:2]:
             add = block(add)
-        # norm LayerNorm  (zoo.py)
+        # norm LayerNorm  (zoo_models.py)
         norm = F.layer_norm(add, (64,), self.norm.weight, self.norm.bias, 1e-05)
-        # head Linear  (zoo.py)
+        # head Linear  (zoo_models.py)
         norm = rt.fanout(norm, self.tp)
         head = F.linear(norm, self.tok.weight)
-        # FusedGPT  (zoo.py)
+        # FusedGPT  (zoo_models.py)
         flatten = head.flatten(0, 1)
         flatten2 = labels.flatten()
         cross_entropy = rt.cross_entropy(

@@ -57,17 +57,17 @@ class Model(nn.Module):
         rt.declare(self, "layers.4.bias", (7,), "float64")
 
     def forward(self, x, y, outputs=False):
-        # layers.0 Linear  (zoo.py)
+        # layers.0 Linear  (zoo_models.py)
         linear = F.linear(x, self.layers[0].weight, self.layers[0].bias)
-        # layers.1 GELU  (zoo.py)
+        # layers.1 GELU  (zoo_models.py)
         gelu = F.gelu(linear)
-        # layers.2 Linear  (zoo.py)
+        # layers.2 Linear  (zoo_models.py)
         linear = F.linear(gelu, self.layers[2].weight, self.layers[2].bias)
-        # layers.3 GELU  (zoo.py)
+        # layers.3 GELU  (zoo_models.py)
         gelu = F.gelu(linear)
-        # layers.4 Linear  (zoo.py)
+        # layers.4 Linear  (zoo_models.py)
         linear = F.linear(gelu, self.layers[4].weight, self.layers[4].bias)
-        # MLP  (zoo.py)
+        # MLP  (zoo_models.py)
         partial_loss = rt.partial_loss("mse_loss", linear, y, reduction=0, count=84)
         partial_loss = rt.reduce(partial_loss, self.dp)
         if not outputs:

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.ir import Ref, map_refs
 from shardwise.program import Program, RankProgram, Step
-from shardwise.runtime import reducer, store
+from shardwise.runtime import flat, reducer, store
 from shardwise.runtime.splits import take_local
 from shardwise.sharding.placements import Layout, Shard
 
@@ -216,8 +216,8 @@ def skip_last_bucket(patch: pytest.MonkeyPatch) -> None:
             patch.setattr(last, "finish", lambda: None, raising=False)
         return found
 
-    patch.setattr(reducer, "FIRST_BUCKET_BYTES", 1 << 12)
-    patch.setattr(reducer, "BUCKET_BYTES", 1 << 12)
+    patch.setattr(flat, "FIRST_BUCKET_BYTES", 1 << 12)
+    patch.setattr(flat, "BUCKET_BYTES", 1 << 12)
     patch.setattr(reducer.Reducer, "_form", formed)
 
 

@@ -102,7 +102,7 @@ def test_a_wrong_plan_is_caught_on_the_twin() -> None:
         broken = m.drop_step(twin.program, m.find_step(twin.program, fn))
         certificate = check(broken, twin.reference, twin.inputs, scaled=twin.scaled)
         assert not certificate.ok
-        assert "zoo.py" in str(certificate.first_difference)
+        assert "zoo_models.py" in str(certificate.first_difference)
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,12 @@ def test_a_foreign_plan_leaves_no_page(
     assert page.read_text() == "before"
 
 
+@pytest.mark.parametrize("verb", ["report", "explain", "simulate"])
 def test_hints_name_the_file_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, err = run(capsys, "report", "runs/plan.json")
+    code, _, err = run(capsys, verb, "runs/plan.json")
     assert code == 1
     assert "-o runs/plan.json writes a plan" in " ".join(err.split())
 

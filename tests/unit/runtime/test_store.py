@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.errors import PlanMismatch
-from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.store import ParameterStore
 from tests.support import toy
 from tests.support.threads import on
@@ -127,3 +127,29 @@ def test_wrong_states_are_refused() -> None:
         store.load_full("norm.wieght", torch.ones(2, 2))
     with pytest.raises(PlanMismatch, match=r"has no .*norm.weight"):
         store.load_state_dict({"unused": torch.ones(3)})
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_programs_share_the_memory_of_their_sums(
+    zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def bucket(axis: Axis, numel: int, dtype: torch.dtype, operation: str) -> torch.Tensor:
+        made.append(numel)
+        return torch.zeros(numel, dtype=dtype)
+
+    def run(mesh: ProcessMesh) -> dict[str, torch.Tensor | None]:
+        model, store = toy.make(mesh, zero)
+        tokens, labels = toy.batch()
+        for key in ("short", "long", "short"):
+            with store.step(key):
+                model(tokens, labels).backward()
+        return store.gather_gradients()
+
+    monkeypatch.setattr(Axis, "bucket", bucket)
+    _, expected = toy.dense_step(toy.full_state(), *toy.batch())
+    for gradients in on({"dp": 2, "tp": 1}, run):
+        torch.testing.assert_close(gradients["embed.weight"], 3 * expected["embed.weight"])
+    trained = sum(math.prod(s) for n, s in toy.shapes().items() if not toy.is_frozen(n))
+    assert 0 < sum(made) <= 2 * trained  # of two ranks, for all programs
