@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.errors import LinkError, ProgramError, RankError
 from shardwise.runtime import links, segments
 from shardwise.runtime.shared import SharedBuckets
+from shardwise.runtime.shared_calls import Call
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -175,6 +176,31 @@ def test_ranks_that_disagree_are_told_so(pool: Callable[[int], Pool]):
         assert "of 9 float32" in size
         assert "broadcast of 8 float32 with root 0" in operation
         assert "404 bytes" in memory
+
+
+def failing() -> tuple[str, float]:
+    """What each rank is told when the work of rank 1 fails."""
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    shared, kept = opened(), Call.work
+    if dist.get_rank() == 1:
+        Call.work = fails
+    began = time.monotonic()
+    try:
+        shared.all_reduce(torch.ones(100)).wait()
+    except RankError as error:
+        return error.message, time.monotonic() - began
+    finally:
+        Call.work = kept
+    return "nothing", 0.0
+
+
+def test_a_rank_that_fails_says_why_to_all(pool: Callable[[int], Pool]):
+    for said, took in pool(3).run(f"{__name__}:failing", timeout=60):
+        assert said == "rank 1: MemoryError: no room"
+        assert took < links.ROLL_S
 
 
 def refused() -> None:

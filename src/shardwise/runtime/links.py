@@ -96,9 +96,11 @@ class Links:
         deadline = time.monotonic() + self.timeout_s
         while True:
             missing = [other for other, came in self._came.items() if not came]
+            if self._is_over(missing):
+                self.give_up("", what, missing)
             if not missing:
                 break
-            if self._is_over(missing) or not self._listen(deadline):
+            if not self._listen(deadline):
                 self.give_up("", what, missing)
         found = {other: came.popleft() for other, came in self._came.items()}
         for other, message in found.items():
@@ -107,7 +109,7 @@ class Links:
         return found
 
     def _is_over(self, missing: Sequence[int]) -> bool:
-        """Whether what is missing can never come: a rank has ended, or some rank has given up."""
+        """Whether it can go no further: a rank that is missing has ended, or some has given up."""
         gave_up = any(m.kind == GAVE_UP for came in self._came.values() for m in came)
         return gave_up or not self._ended.isdisjoint(missing)
 
