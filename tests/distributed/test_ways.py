@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.equivalence.precision import KeepDouble
+from shardwise.runtime import flat
+from shardwise.runtime.shared import SharedBuckets
 from tests.support import training
 from tests.support.clusters import measured, uneven
 from tests.support.pool import Pool
@@ -117,6 +120,46 @@ def test_gradients_that_stay_in_shared_buckets_add_up(
     for found, expected in zip(mine[0] + mine[1], theirs[0] + theirs[1], strict=True):
         for name, gradient in expected.items():
             training.assert_close(found[name], gradient, name)
+
+
+def interrupted() -> list[dict[str, torch.Tensor | None]]:
+    """Gradients of a step, and of the same one after one that failed when sums had begun."""
+    model, inputs = training.make("odd")
+    at_once, gate = SharedBuckets._do, threading.Event()
+
+    def later(self: SharedBuckets, *call: Any) -> None:
+        gate.wait(1.0)
+        gate.set()
+        at_once(self, *call)
+
+    def fails(_: torch.Tensor) -> None:
+        raise ValueError("a user's own hook")
+
+    with KeepDouble(), pytest.MonkeyPatch.context() as patch:
+        for name in ("FIRST_BUCKET_BYTES", "BUCKET_BYTES"):
+            patch.setattr(flat, name, 1)  # a sum for each gradient
+        plan = shared(training.plan_for(model, inputs, "ddp", 2), 2)
+        gradients = [replace(choice, min_bytes=64) for choice in plan.collectives]  # no loss
+        pm = sw.parallelize(model, inputs, plan=plan.with_(collectives=tuple(gradients)))
+        pm.train_step(inputs)
+        found = [pm.gather_gradients()]
+        pm.zero_grad()
+        last = next(e for e in pm.store.entries if e.spec.name == "embed.weight")
+        hook = last.leaf.register_hook(fails)
+        patch.setattr(SharedBuckets, "_do", later)
+        with pytest.raises(ValueError, match="own hook"):
+            pm.train_step(inputs)
+        hook.remove()
+        last.leaf.register_hook(lambda _: gate.set())
+        pm.train_step(inputs)
+        found.append(pm.gather_gradients())
+    return found
+
+
+def test_a_step_that_failed_leaves_nothing_in_shared_buckets(pool: Callable[[int], Pool]) -> None:
+    for before, after in pool(2).run(interrupted, timeout=120):
+        for name, gradient in before.items():
+            training.assert_close(after[name], gradient, name)
 
 
 def disagree() -> str:

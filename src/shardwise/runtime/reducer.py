@@ -33,7 +33,25 @@ __all__ = ["Reducer", "Reduction", "sync_axis"]
 
 OUTSTANDING_BYTES = 256 << 20  # more than this in flight: wait for the oldest
 
-Buckets = dict[tuple[Entry, ...], Tensor | None]
+
+@dataclass(slots=True)
+class Bucket:
+    """Memory that the ranks share, and the last sum in it."""
+
+    memory: Tensor
+    sum: Pending | None = None
+
+    def fill(self, grads: Sequence[Tensor]) -> Tensor:
+        """Put the gradients there, one after the other."""
+        if self.sum is not None:  # of a step that failed: other ranks may still write it here
+            self.sum.wait()
+        places = torch.split(self.memory, [grad.numel() for grad in grads])
+        for place, grad in zip(places, grads, strict=True):
+            place.copy_(grad.reshape(-1))
+        return self.memory
+
+
+Buckets = dict[tuple[Entry, ...], Bucket | None]
 
 
 def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:
@@ -63,7 +81,8 @@ class Reduction:
         operation = "all_reduce" if group is None else "reduce_scatter"
         joined = self.entries if group is None else group.entries
         if joined not in buckets and first.leaf.device.type == "cpu":
-            buckets[joined] = axis.bucket(sum(e.numel for e in joined), self.wire, operation)
+            memory = axis.bucket(sum(e.numel for e in joined), self.wire, operation)
+            buckets[joined] = None if memory is None else Bucket(memory)
         self.bucket = buckets.get(joined)
 
     @property
@@ -92,20 +111,21 @@ class Reduction:
         else:
             sent = self._sent([_taken(e) for e in self.entries])
             self._pending = self.axis.all_reduce(sent)
+        if self.bucket is not None:
+            self.bucket.sum = self._pending
 
     def _sent(self, grads: list[Tensor]) -> Tensor:
         """The gradients as one flat tensor: in the bucket, if there is one."""
         if self.bucket is None:
             return _joined(grads).to(self.wire)
-        places = torch.split(self.bucket, [grad.numel() for grad in grads])
-        for place, grad in zip(places, grads, strict=True):
-            place.copy_(grad.reshape(-1))
-        return self.bucket
+        return self.bucket.fill(grads)
 
     def finish(self) -> None:
         """Wait for the sum and put it where the optimizer finds it."""
         assert self._pending is not None
         result, self._pending = self._pending.wait().to(self.master), None
+        if self.bucket is not None:
+            self.bucket.sum = None
         if self.factor != 1.0:
             result.mul_(self.factor)
         if self.group is not None:
