@@ -222,6 +222,7 @@ def plans(step: float) -> list[Json]:
             "peak_bytes": 61.4 * GIB,
             "limit_bytes": 74 * GIB,
             "changed": {},
+            "words": {},
             "differences_s": {},
             "memory_difference_bytes": 0,
             "text": "",
@@ -243,6 +244,10 @@ def plans(step: float) -> list[Json]:
                 "peak_bytes": (70 - 10 * i) * GIB,
                 "limit_bytes": 74 * GIB,
                 "changed": {"tp": [2, 4 + i], "schedule": ["zb_h1", None]},
+                "words": {
+                    "tp": ["tp=2", f"tp={4 + i}"],
+                    "schedule": ["schedule zb_h1", "schedule none"],
+                },
                 "differences_s": {k: other[k] - base[k] for k in base},
                 "memory_difference_bytes": (8.6 - 10 * i) * GIB,
                 "text": "collectives take longer than the bubble that it saves",

@@ -25,8 +25,9 @@ WORDS = {
     "offload": "offload {}",
     "layout": "layouts {}",
     "grouping": "device order {}",
+    "cuts": "stages from nodes {}",
 }
-LAYOUTS = ("the quickest", "the leanest", "mixed")
+LAYOUTS = ("the quickest", "the leanest", "mixed", "polished")  # the last is of all others
 
 
 def differences(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,6 +66,10 @@ def _row(best: Mapping[str, Any], other: Mapping[str, Any]) -> Compared:
         peak_bytes=other["memory"]["peak_bytes"],
         limit_bytes=other["memory"]["limit_bytes"],
         changed=told["changed"],
+        words={
+            name: tuple(worded(name, value) for value in pair)
+            for name, pair in told["changed"].items()
+        },
         differences_s=told["causes_s"],
         memory_difference_bytes=told["memory_bytes"],
         text="the chosen plan" if other is best else why_not(best, other),
@@ -95,11 +100,15 @@ def _longer(delta: float, time: float) -> str:
 def worded(name: str, value: Any) -> str:
     """A decision in words.
 
-    >>> worded("microbatches", 8), worded("offload", [])
-    ('8 micro-batches', 'offload nothing')
+    >>> worded("microbatches", 8), worded("offload", []), worded("layout", 5)
+    ('8 micro-batches', 'offload nothing', 'layouts polished')
+    >>> worded("cuts", [0, 12]), worded("cuts", [])
+    ('stages from nodes 0, 12', 'stages of equal time')
     """
+    if name == "cuts" and not value:
+        return "stages of equal time"
     if isinstance(value, list | tuple):
-        value = "+".join(value) or "nothing"
-    if name == "layout" and value in (0, 1, 2):
-        value = LAYOUTS[value]
+        value = (", " if name == "cuts" else "+").join(map(str, value)) or "nothing"
+    if name == "layout" and isinstance(value, int):
+        value = LAYOUTS[min(max(value, 0), len(LAYOUTS) - 1)]
     return WORDS.get(name, name + " {}").format("none" if value in ("", None) else value)

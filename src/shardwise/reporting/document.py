@@ -172,6 +172,7 @@ class Compared:
     peak_bytes: float
     limit_bytes: float
     changed: Mapping[str, Any]
+    words: Mapping[str, tuple[str, ...]]  # what was changed, of the chosen plan and of this one
     differences_s: Mapping[str, float]
     memory_difference_bytes: float
     text: str

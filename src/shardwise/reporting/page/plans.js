@@ -173,25 +173,13 @@ function place(share, colour) {
   };
 }
 
-/** What the search changed, as pairs of before and after. */
+/** What the search changed: in the chosen plan, and in this one. */
 function different(p) {
   if (p.chosen) return [];
-  const changed = Object.entries(p.changed ?? {});
+  const changed = Object.values(p.words ?? {});
   if (!changed.length) return [el("span", { text: "only layouts" })];
-  return changed.map(([key, pair]) =>
-    el(
-      "span",
-      { class: "change" },
-      name(key),
-      " ",
-      el(
-        "b",
-        {},
-        ...(Array.isArray(pair)
-          ? [name(word(pair[0])), " → ", name(word(pair[1]))]
-          : [name(word(pair))]),
-      ),
-    ),
+  return changed.map(([mine, its]) =>
+    el("span", { class: "change" }, name(mine), " → ", el("b", {}, name(its))),
   );
 }
 
@@ -238,10 +226,6 @@ function details(p, { names, texts }) {
       el("tbody", {}, ...rows),
     ),
   );
-}
-
-function word(value) {
-  return value === null || value === undefined ? "none" : String(value);
 }
 
 function gap(g) {
