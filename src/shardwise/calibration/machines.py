@@ -9,10 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from shardwise.calibration import wires
 from shardwise.calibration.constants import REACHED, Reached
 from shardwise.calibration.rows import Row
 from shardwise.calibration.values import Unusable, is_empty
-from shardwise.cluster import Cluster, Link
+from shardwise.cluster import Cluster, Curve, Factor, Link
+from shardwise.cluster.links import OPERATIONS, Factors
 
 GIB = 2**30
 _GB = 1e9
@@ -47,10 +52,6 @@ _INSTANCES_GBIT = {
 # One port of an InfiniBand generation, in Gbit/s (infinibandta.org roadmap, 4 lanes).
 _PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
-# NVLinks of 25 GB/s one way that a V100 of a DGX-1 or p3.16xlarge has to the others of a group of
-# so many ranks: a hybrid cube mesh, without a switch (NVIDIA DGX-1 System Architecture, 2017).
-_CUBE_MESH = {2: 1, 4: 4, 8: 6}
-_NVLINK2_BYTES_PER_S = 25e9
 _CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests over the wires', 8 ranks
 _SAME_MEMORY = 0.06  # GB and GiB, and what error correction takes
 _PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
@@ -106,7 +107,7 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
     if row.dtype == "float8":
         cluster = _in_float8(cluster)
     if re.search(r"p3\.16xlarge|dgx-1\b", f"{row.gpu} {row.interconnect}".lower()):
-        cluster = _without_switch(cluster, row)
+        cluster = _without_switch(cluster, row, machine.reached.link)
     return cluster
 
 
@@ -121,19 +122,38 @@ def _in_float8(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=(replace(node, devices=(device,) * node.count),))
 
 
-def _without_switch(cluster: Cluster, row: Row) -> Cluster:
-    """A cube mesh: small groups have few wires, and the row's smallest one counts."""
+def _without_switch(cluster: Cluster, row: Row, reached: float) -> Cluster:
+    """A cube mesh: each of the row's groups has the wires between its own devices."""
     (node,) = cluster.nodes
-    sizes = [size for size in (row.tp, row.cp * row.dp, row.pp) if size > 1]
-    fitting = [count for count in _CUBE_MESH if count <= min(sizes, default=max(_CUBE_MESH))]
-    if node.link is None or not fitting:
+    if node.link is None or node.count > len(wires.CUBE_MESH):
         return cluster
     link = replace(
         node.link,
-        bandwidth_bytes_per_s=_CUBE_MESH[max(fitting)] * _NVLINK2_BYTES_PER_S,
-        efficiency=_CUBE_MESH_EFFICIENCY,
+        bandwidth_bytes_per_s=wires.WIRES * wires.WIRE_BYTES_PER_S,
+        efficiency=_CUBE_MESH_EFFICIENCY * reached,
+        collectives=_factors(row, node.count),
     )
     return replace(cluster, nodes=(replace(node, link=link),))
+
+
+def _factors(row: Row, per_node: int) -> Factors:
+    """How much longer collectives of groups in a node take than with all wires, by their size."""
+    grid = np.arange(row.gpus).reshape(row.pp, row.dp * row.cp, row.tp)
+    fewest: dict[int, float] = {}
+    for axis, size in enumerate(grid.shape):
+        groups = np.moveaxis(grid, axis, -1).reshape(-1, size)
+        if axis == 0:  # stages only send to the next
+            size = min(size, 2)
+            groups = sliding_window_view(groups, size, axis=-1).reshape(-1, size)
+        near = groups[groups[:, 0] // per_node == groups[:, -1] // per_node] % per_node
+        if size > 1 and near.size:
+            few = wires.slowest(map(tuple, np.unique(near, axis=0).tolist()))
+            fewest[size] = min(few, fewest.get(size, few))
+    found = tuple(
+        Factor(ranks=size, bytes=Curve.constant(wires.WIRES / few))
+        for size, few in sorted(fewest.items())
+    )
+    return tuple((operation, found) for operation in OPERATIONS) if found else ()
 
 
 def _changed(cluster: Cluster, machine: Machine) -> Cluster:

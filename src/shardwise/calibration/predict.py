@@ -45,6 +45,7 @@ def predict_entry(entry: Entry) -> Outcome:
         model=entry.model,
         device=entry.device,
         status=entry.reason,
+        row=entry.row,
         published_step_time_s=entry.step_time_s,
         published_memory_bytes=entry.memory_bytes,
     )

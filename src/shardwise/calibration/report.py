@@ -134,8 +134,9 @@ def _sweeps(summary: Summary) -> Table:
         pad_edge=False,
     )
     table.add_column("sweep", overflow="fold")
-    table.add_column("rows", justify="right")
-    table.add_column("correlation", justify="right")
+    for name in ("runs", "configurations", "correlation", "of runs"):
+        table.add_column(name, justify="right")
     for sweep in summary.sweeps:
-        table.add_row(sweep.name, str(sweep.count), f"{sweep.correlation:.3f}")
+        sizes = (str(sweep.count), str(sweep.configurations))
+        table.add_row(sweep.name, *sizes, f"{sweep.correlation:.3f}", f"{sweep.of_runs:.3f}")
     return table

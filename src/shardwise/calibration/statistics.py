@@ -1,18 +1,21 @@
 """How far predictions are from what was published.
 
 Enters: `Outcome`s. Leaves: `Summary`: errors of step time over all rows and by device, errors of
-memory, and the rank correlation within each model's sweep.
+memory, and the rank correlation within each model's sweep. Runs of one configuration count once
+there, with the mean of their times: nothing that knows only the configuration can order them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardwise.calibration.rows import Row
 
 MIN_SWEEP = 4  # rows; the order of fewer says little
 
@@ -25,6 +28,7 @@ class Outcome:
     model: str
     device: str
     status: str
+    row: Row | None = None
     step_time_s: float | None = None
     memory_bytes: int | None = None
     device_memory_bytes: int | None = None
@@ -35,6 +39,11 @@ class Outcome:
     def sweep(self) -> str:
         """The rows that it is compared with: of one model on one kind of device."""
         return f"{self.model} on {self.device}"
+
+    @property
+    def configuration(self) -> Row | None:
+        """All that the prediction is made of: equal for runs that were repeated."""
+        return None if self.row is None else replace(self.row, row_id="")
 
     @property
     def error(self) -> float | None:
@@ -62,12 +71,15 @@ class Errors:
 class Sweep:
     """Rows of one model on one kind of device, and how well their order is predicted.
 
-    `correlation` is Spearman's, of the time per step.
+    `correlation` is Spearman's, of the time per step of each configuration; `of_runs` is that of
+    single runs, which is lower the more alike configurations and the less alike repeated runs are.
     """
 
     name: str
     count: int
+    configurations: int
     correlation: float
+    of_runs: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +171,34 @@ def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
 
 def _sweeps(outcomes: Sequence[Outcome]) -> Iterable[Sweep]:
     for name in dict.fromkeys(o.sweep for o in outcomes):
-        rows = [o for o in outcomes if o.sweep == name]
-        mine = [(o.step_time_s, o.published_step_time_s) for o in rows if o.error is not None]
-        if len(mine) >= MIN_SWEEP:
-            correlation = rank_correlation([p or 0.0 for p, _ in mine], [q or 0.0 for _, q in mine])
-            if not math.isnan(correlation):
-                yield Sweep(name=name, count=len(mine), correlation=correlation)
+        runs = [o for o in outcomes if o.sweep == name and o.error is not None]
+        if len(runs) < MIN_SWEEP:
+            continue
+        alike: dict[object, list[Outcome]] = {}
+        for index, run in enumerate(runs):
+            alike.setdefault(run.configuration or index, []).append(run)
+        correlation = _correlation(alike.values())
+        if not math.isnan(correlation):
+            yield Sweep(
+                name=name,
+                count=len(runs),
+                configurations=len(alike),
+                correlation=correlation,
+                of_runs=_correlation([run] for run in runs),
+            )
+
+
+def _correlation(groups: Iterable[Sequence[Outcome]]) -> float:
+    """Of the mean times of groups of runs."""
+    means = [
+        (_mean(o.step_time_s for o in group), _mean(o.published_step_time_s for o in group))
+        for group in groups
+    ]
+    return rank_correlation([p for p, _ in means], [q for _, q in means])
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return float(np.mean([value or 0.0 for value in values]))
 
 
 def _relative(predicted: float | None, published: float | None) -> float | None:

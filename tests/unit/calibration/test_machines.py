@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.calibration.machines import read_device, read_machine
+from shardwise.calibration.machines import cluster_of, read_device, read_machine
 from shardwise.calibration.values import Unusable
+from shardwise.cost.collectives import collective_model
+from tests.unit.calibration.test_models import ROW
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,22 @@ def test_links(
 @given(st.text(max_size=40))
 def test_no_text_stops_the_reading(text: str) -> None:
     read_machine("H100", text)
+
+
+def rate(tp: int, dp: int, along: str) -> float:
+    """Bytes per second and rank of all-gathers of a row's groups on a p3.16xlarge."""
+    row = replace(ROW, gpu="V100 (AWS p3.16xlarge)", gpus=tp * dp, gpus_per_node=tp * dp)
+    cluster = cluster_of(replace(row, tp=tp, dp=dp, pp=1, cp=1))
+    grid = np.arange(tp * dp).reshape(dp, tp)
+    groups = grid if along == "tp" else grid.T
+    model = collective_model(cluster, "all_gather", groups)
+    size = groups.shape[1]
+    return (size - 1) / size / min(line.s_per_byte * line.factor.best for line in model.lines)
+
+
+def test_groups_of_a_cube_mesh_have_the_wires_between_their_devices() -> None:
+    whole = rate(8, 1, "tp")
+    assert rate(4, 2, "tp") == pytest.approx(whole * 4 / 6)  # one half of the cube
+    assert rate(4, 2, "dp") == pytest.approx(whole * 1 / 6)  # pairs across
+    assert rate(2, 4, "dp") == pytest.approx(whole * 2 / 6)  # every other device
+    assert rate(2, 4, "tp") == pytest.approx(whole * 1 / 6)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
+from shardwise.calibration import Row
 from shardwise.calibration.statistics import Outcome, rank_correlation, summarize
+from tests.unit.calibration.test_models import ROW
 
 FEW = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12)
 
 
-def outcome(predicted: float | None, published: float | None) -> Outcome:
+def outcome(predicted: float | None, published: float | None, row: Row | None = None) -> Outcome:
     return Outcome(
         row_id="r",
+        row=row,
         model="m",
         device="d",
         status="ok",
@@ -44,6 +48,28 @@ def test_summary() -> None:
     assert found.step_time.count == 2
     assert found.step_time.median == pytest.approx(0.1)
     assert found.sweeps == ()
+
+
+def test_repeated_runs_count_once() -> None:
+    """Two series of one sweep, the second on slower software: its order is that of the means."""
+    sizes = (8, 16, 32, 64)
+    rows = [replace(ROW, row_id=f"{series}:{n}", gpus=n) for series in "ab" for n in sizes]
+    slower = [1.0] * 4 + [1.1] * 4
+    published = [s * (1 + row.gpus / 1e4) for s, row in zip(slower, rows, strict=True)]
+    runs = [outcome(1 + r.gpus / 1e4, t, r) for r, t in zip(rows, published, strict=True)]
+    (sweep,) = summarize(runs).sweeps
+    assert (sweep.count, sweep.configurations, sweep.correlation) == (8, 4, 1.0)
+    assert sweep.of_runs < 0.6
+    (told,) = summarize([replace(run, row=None) for run in runs]).sweeps
+    assert (told.configurations, told.correlation) == (8, told.of_runs)
+
+
+def test_equal_predictions_of_different_rows_stay_apart() -> None:
+    rows = [replace(ROW, gpus=n) for n in (8, 16, 32, 64)]
+    runs = [outcome(float(min(n, 2)), float(n), row) for n, row in enumerate(rows, start=1)]
+    (sweep,) = summarize(runs).sweeps
+    assert sweep.configurations == 4
+    assert sweep.correlation < 0.9
 
 
 def test_nothing_to_compare() -> None:
