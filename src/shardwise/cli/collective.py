@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,17 +19,18 @@ import typer
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.collective_tune import tune
 from shardwise.cli.target import AsJson
-from shardwise.errors import did_you_mean
+from shardwise.errors import ProgramError, did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.collectives import Network, Solution
-    from shardwise.messages import MessageProgram
+    from shardwise.messages import Facts, MessageProgram
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
 app.command()(tune)
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+MOST_BYTES, MOST_RANKS = 2**60, 2**20  # what is more was mistyped
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1}
 MOST_CHUNKS = 40  # that `show` lists unless a rank is asked for
@@ -67,7 +69,7 @@ def solve(
     if as_json:
         typer.echo(json.dumps(solution.to_json(), indent=2))
         return
-    typer.echo(str(solution))
+    _say(str(solution))
     if out is not None:
         typer.echo(f"{out}: shardwise collective show {out}")
 
@@ -92,19 +94,22 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
-    from shardwise.messages import svg
+    from shardwise.messages import check, svg
+    from shardwise.messages.program import placed
 
     program = _read(source)
     if program is None:
         program = _solved(source, operation, num_bytes, dtype, root, ranks).program
     if rank is not None and not 0 <= rank < program.num_ranks:
         raise typer.BadParameter(f"--rank {rank}: the program has {program.num_ranks} ranks")
+    with placed(source):
+        facts = check(program)
     if picture is not None:
-        picture.write_text(svg(program), encoding="utf-8")
+        _write(picture, svg(program))
     if as_json:
         typer.echo(json.dumps(program.to_json(), indent=2))
         return
-    typer.echo("\n".join(_shown(program, rank)))
+    _say("\n".join(_shown(program, facts, rank)))
     if picture is not None:
         typer.echo(f"{picture}")
 
@@ -168,10 +173,22 @@ def bench(
     typer.echo("\n".join(benches.table(rows)))
 
 
-def _shown(program: MessageProgram, rank: int | None) -> Iterable[str]:
-    from shardwise.messages import check, trees_text
+def _say(text: str) -> None:
+    from shardwise.cli import fit
 
-    facts = check(program)
+    typer.echo(fit(text))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ProgramError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _shown(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[str]:
+    from shardwise.messages import trees_text
+
     if rank is not None or len(program.chunks) <= MOST_CHUNKS:
         yield from program.lines(None if rank is None else [rank])
     else:
@@ -233,7 +250,12 @@ def bytes_of(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in UNITS:
         raise typer.BadParameter(f"--bytes {text!r} is no size, as 64MB, 16MiB or 4096")
-    return round(float(found[1]) * UNITS[found[2].upper()])
+    size = Decimal(found[1]) * UNITS[found[2].upper()]
+    if size != int(size):
+        raise typer.BadParameter(f"--bytes {text!r} is {size} bytes, which is no whole number")
+    if size > MOST_BYTES:
+        raise typer.BadParameter(f"--bytes {text!r} is more than {MOST_BYTES >> 60} EiB")
+    return int(size)
 
 
 def ranks_of(text: str) -> list[int]:
@@ -249,5 +271,7 @@ def ranks_of(text: str) -> list[int]:
             raise typer.BadParameter(f"--ranks {text!r} is no list of ranks, as 0-3,8")
         if dash and int(high) < int(low):
             raise typer.BadParameter(f"--ranks {text!r}: {part} is empty, {high}-{low} is not")
+        if len(high or low) > len(str(MOST_RANKS)):
+            raise typer.BadParameter(f"--ranks {text!r}: there is no rank {high or low}")
         found += range(int(low), int(high or low) + 1)
     return found

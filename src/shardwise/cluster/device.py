@@ -162,6 +162,13 @@ def require_positive(name: str, value: Any, where: str) -> None:
         raise ClusterError(f"{name} is {value!r}, must be a number above 0", where=where)
 
 
+def require_finite(name: str, value: Any, where: str) -> None:
+    """Refuse what is not a finite number above 0."""
+    require_positive(name, value, where)
+    if value == math.inf:
+        raise ClusterError(f"{name} is inf, must be a finite number", where=where)
+
+
 def require_not_negative(name: str, value: Any, where: str) -> None:
     """Refuse what is not a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

@@ -17,6 +17,8 @@ import yaml
 
 from shardwise.errors import ClusterError, did_you_mean
 
+HUGE_DIGITS = 1000
+
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -72,6 +74,8 @@ class Entry:
         for name in required:
             if name not in found:
                 self.fail(f"field {name!r} is missing", hint=f"{name}: …")
+            if found[name].is_null:
+                found[name].fail(f"field {name!r} is empty", hint=f"{name}: …")
         return {name: entry for name, entry in found.items() if not entry.is_null}
 
     def items(self) -> list[Entry]:
@@ -107,7 +111,8 @@ class Entry:
             value = Decimal(-1)
         if not value.is_finite() or value < 0 or (value == 0 and not zero):
             self.fail(f"{name} is {text!r}, must be a number {bound}", hint=f"{name}: 1.5")
-        return float(value * Decimal(unit))
+        # Beyond what decimals or floats hold, a number is infinite.
+        return float(value * Decimal(unit)) if value.adjusted() < HUGE_DIGITS else math.inf
 
     def whole(self, *, zero: bool = False, unit: str = "1") -> int:
         """A whole number, once it is in its unit."""

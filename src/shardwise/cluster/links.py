@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.cluster.device import Curve, require_not_negative, require_positive
+from shardwise.cluster.device import Curve, require_finite, require_not_negative, require_positive
 from shardwise.cluster.names import expand_all
 from shardwise.errors import ClusterError, did_you_mean
 
@@ -84,7 +84,7 @@ class Link:
     def __post_init__(self) -> None:
         require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "link")
         require_positive("bus_bytes_per_s", self.bus_bytes_per_s, "link")
-        require_positive("efficiency", self.efficiency, "link")
+        require_finite("efficiency", self.efficiency, "link")
         require_not_negative("latency_s", self.latency_s, "link")
         require_not_negative("message_s", self.message_s, "link")
         check_operations(self.collectives, "link.collectives")
@@ -102,7 +102,7 @@ class Nic:
 
     def __post_init__(self) -> None:
         require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "nic")
-        require_positive("efficiency", self.efficiency, "nic")
+        require_finite("efficiency", self.efficiency, "nic")
         require_positive("count", self.count, "nic")
         require_not_negative("latency_s", self.latency_s, "nic")
 
@@ -137,7 +137,7 @@ class Switch:
 
     def __post_init__(self) -> None:
         where = f"switch {self.name}"
-        require_positive("oversubscription", self.oversubscription, where)
+        require_finite("oversubscription", self.oversubscription, where)
         if self.uplink_bytes_per_s is not None:
             require_positive("uplink_bytes_per_s", self.uplink_bytes_per_s, where)
             if self.oversubscription != 1:

@@ -71,15 +71,16 @@ def read(text: str, file: str) -> Cluster:
             )
     top = whole.fields(known, ("version", "devices", "nodes"))
     devices = {name: read_device(entry, name) for name, entry in top["devices"].pairs().items()}
-    nodes = tuple(_node(entry, devices) for entry in top["nodes"].items())
+    make = partial(
+        Cluster,
+        name=top["name"].text() if "name" in top else "cluster",
+        nodes=tuple(_node(entry, devices) for entry in top["nodes"].items()),
+        network=read_network(top["network"]) if "network" in top else Network(),
+        port=top["port"].whole() if "port" in top else DEFAULT_PORT,
+        start=_start(top["start"]) if "start" in top else AS_HERE,
+    )
     try:
-        return Cluster(
-            name=top["name"].text() if "name" in top else "cluster",
-            nodes=nodes,
-            network=read_network(top["network"]) if "network" in top else Network(),
-            port=top["port"].whole() if "port" in top else DEFAULT_PORT,
-            start=_start(top["start"]) if "start" in top else AS_HERE,
-        )
+        return make()
     except ClusterError as error:
         place = f"{file} ({error.where})" if error.where else file
         raise ClusterError(error.message, where=place, hint=error.hint) from None

@@ -55,19 +55,28 @@ class _Run(Generic[V]):
                     ready.append(peer)
         stuck = [r for r in range(len(self.at)) if self.at[r] < len(self.program.instructions[r])]
         if stuck:
-            raise ProgramError(
-                f"{len(stuck)} ranks wait for each other",
-                where="; ".join(
-                    f"rank {r}, instruction {self.at[r]}: "
-                    f"{self.program.instructions[r][self.at[r]]}"
-                    for r in stuck[:4]
-                ),
-                hint=f"another order, or a window of more than {self.program.window}",
-            )
+            raise self._stuck(stuck)
         for (a, b), left in self.under_way.items():
             if left:
                 raise ProgramError(f"{left[0][0]} of rank {a} is never received by rank {b}")
         return Played(values=tuple(self.values), most_passing=self.most_passing)
+
+    def _stuck(self, stuck: list[int]) -> ProgramError:
+        """Of ranks that cannot go on: one whose peer has no answer left, or all of them."""
+        lists = self.program.instructions
+        places = {r: f"rank {r}, instruction {self.at[r]}: {lists[r][self.at[r]]}" for r in stuck}
+        for rank, place in places.items():
+            step = lists[rank][self.at[rank]]
+            sends = step.kind == "send"
+            rest = lists[step.peer][self.at[step.peer] :]
+            if not any(s.peer == rank and (s.kind == "send") != sends for s in rest):
+                lacks = "never receives this" if sends else f"sends nothing more to rank {rank}"
+                return ProgramError(f"rank {step.peer} {lacks}", where=place)
+        return ProgramError(
+            f"{len(stuck)} ranks wait for each other",
+            where="; ".join(list(places.values())[:4]),
+            hint=f"another order, or a window of more than {self.program.window}",
+        )
 
     def step(self, rank: int, step: Instruction) -> bool:
         """Whether the instruction could be done now; it is, then."""

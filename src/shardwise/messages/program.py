@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +28,17 @@ from shardwise.errors import ProgramError, did_you_mean
 FORMAT_VERSION = 1
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
 KINDS = ("send", "receive", "reduce")
+FIELDS = (
+    "version",
+    "operation",
+    "num_ranks",
+    "numel",
+    "counts",
+    "root",
+    "window",
+    "chunks",
+    "ranks",
+)
 _INSTRUCTION = re.compile(r"(send|receive|reduce) (\d+)(?::(\d+))? (->|<-) (\d+)")
 
 
@@ -61,9 +73,9 @@ class Instruction(NamedTuple):
         return f"{self.kind} {chunks} {'->' if self.kind == 'send' else '<-'} {self.peer}"
 
     @staticmethod
-    def parse(text: str, where: str) -> Instruction:
+    def parse(text: object, where: str) -> Instruction:
         """The instruction that `str` wrote."""
-        found = _INSTRUCTION.fullmatch(text.strip())
+        found = _INSTRUCTION.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or (found[1] == "send") != (found[4] == "->"):
             raise ProgramError(
                 f"{text!r} is no instruction", where=where, hint="send 3 -> 1, reduce 3:5 <- 1"
@@ -98,8 +110,12 @@ class MessageProgram:
             raise ProgramError(f"{len(self.instructions)} lists for {self.num_ranks} ranks")
         if self.window < 1:
             raise ProgramError(f"a window of {self.window} messages", hint="window: 1")
-        if (self.operation in ("broadcast", "reduce")) != (0 <= self.root < self.num_ranks):
-            raise ProgramError(f"{self.operation} with root {self.root}")
+        rooted = self.operation in ("broadcast", "reduce")
+        if not (0 <= self.root < self.num_ranks if rooted else self.root == -1):
+            raise ProgramError(
+                f"{self.operation} of {self.num_ranks} ranks with root {self.root}",
+                hint="root: 0" if rooted else "root: -1",
+            )
         self._check_counts()
         ranks, chunks = self.num_ranks, len(self.chunks)
         for rank, mine in enumerate(self.instructions):
@@ -178,39 +194,22 @@ class MessageProgram:
             "counts": list(self.counts),
             "root": self.root,
             "window": self.window,
-            "chunks": [list(c[:2] if c.source < 0 else c) for c in self.chunks],
+            "chunks": [list(c if self.operation == "all_to_all" else c[:2]) for c in self.chunks],
             "ranks": [[str(step) for step in mine] for mine in self.instructions],
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str = "the program") -> MessageProgram:
         """The program that `to_json` wrote."""
-        known = ("operation", "num_ranks", "numel", "counts", "root", "window", "chunks", "ranks")
-        if not isinstance(data, Mapping) or data.get("version") != FORMAT_VERSION:
-            raise ProgramError(f"no program of version {FORMAT_VERSION}", where=where)
-        for name in known:
-            if name not in data:
-                raise ProgramError(f"field {name!r} is missing", where=where)
-        try:
-            return MessageProgram(
-                operation=str(data["operation"]),
-                num_ranks=int(data["num_ranks"]),
-                numel=int(data["numel"]),
-                counts=tuple(map(int, data["counts"])),
-                root=int(data["root"]),
-                window=int(data["window"]),
-                chunks=tuple(Chunk(*map(int, chunk)) for chunk in data["chunks"]),
-                instructions=tuple(
-                    tuple(Instruction.parse(step, f"{where}, rank {rank}") for step in mine)
-                    for rank, mine in enumerate(data["ranks"])
-                ),
-            )
-        except (TypeError, ValueError) as error:
-            raise ProgramError(f"malformed: {error}", where=where) from None
+        with placed(where):
+            return _from_json(data)
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        try:
+            Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ProgramError(f"cannot write {path}: {error.strerror}") from None
 
     @staticmethod
     def load(path: str | Path) -> MessageProgram:
@@ -237,3 +236,81 @@ class MessageProgram:
             found.append(f"rank {rank}:")
             found += [f"  {step}" for step in self.instructions[rank]]
         return found
+
+
+# ------------------------------------------------------------ reading
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Errors of a program are of this place, as a file."""
+    try:
+        yield
+    except ProgramError as error:
+        place = f"{where}: {error.where}" if error.where else where
+        raise ProgramError(error.message, where=place, hint=error.hint) from None
+
+
+def _from_json(data: object) -> MessageProgram:
+    if not isinstance(data, Mapping) or _is_other(data.get("version")):
+        raise ProgramError(
+            f"no program of version {FORMAT_VERSION}",
+            hint="shardwise collective solve CLUSTER -o FILE writes one",
+        )
+    for name in data:
+        if name not in FIELDS:
+            raise ProgramError(
+                f"unknown field {name!r}{did_you_mean(str(name), FIELDS)}", hint=", ".join(FIELDS)
+            )
+    for name in FIELDS:
+        if name not in data:
+            raise ProgramError(f"field {name!r} is missing", hint=", ".join(FIELDS))
+    return MessageProgram(
+        operation=str(data["operation"]),
+        num_ranks=_whole(data["num_ranks"], "num_ranks"),
+        numel=_whole(data["numel"], "numel"),
+        counts=tuple(_wholes(data["counts"], "counts")),
+        root=_whole(data["root"], "root"),
+        window=_whole(data["window"], "window"),
+        chunks=tuple(
+            _chunk(chunk, f"chunks[{i}]", data["operation"])
+            for i, chunk in enumerate(_list(data["chunks"], "chunks"))
+        ),
+        instructions=tuple(
+            tuple(
+                Instruction.parse(step, f"rank {rank}, instruction {number}")
+                for number, step in enumerate(_list(mine, f"rank {rank}"))
+            )
+            for rank, mine in enumerate(_list(data["ranks"], "ranks"))
+        ),
+    )
+
+
+def _is_other(version: object) -> bool:
+    return isinstance(version, bool) or version != FORMAT_VERSION
+
+
+def _chunk(value: object, place: str, operation: object) -> Chunk:
+    ends = _wholes(value, place)
+    names = Chunk._fields if operation == "all_to_all" else Chunk._fields[:2]
+    if len(ends) != len(names):
+        raise ProgramError(
+            f"a chunk of {len(ends)} numbers", where=place, hint=f"[{', '.join(names)}]"
+        )
+    return Chunk(*ends)
+
+
+def _wholes(value: object, place: str) -> list[int]:
+    return [_whole(item, f"{place}[{i}]") for i, item in enumerate(_list(value, place))]
+
+
+def _list(value: object, place: str) -> list[object]:
+    if not isinstance(value, list):
+        raise ProgramError(f"{value!r} is no list", where=place, hint="[…]")
+    return value
+
+
+def _whole(value: object, place: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ProgramError(f"{value!r} is no whole number", where=place)
+    return value

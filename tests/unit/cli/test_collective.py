@@ -66,6 +66,10 @@ def test_solve_in_json(capsys, cluster):
         (["--op", "all_reduc"], "did you mean 'all_reduce'"),
         (["--bytes", "64 parsec"], "is no size"),
         (["--bytes", "7"], "no whole float32s"),
+        (["--bytes", "1.5"], "is 1.5 bytes, which is no whole number"),
+        (["--bytes", "99999999999GB"], "is more than 1 EiB"),
+        (["--ranks", "0-99999999999"], "there is no rank 99999999999"),
+        (["-o", "none/p.json"], "cannot write none/p.json"),
         (["--dtype", "float23"], "--dtype 'float23'"),
         (["--ranks", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
         (["--ranks", "a"], "no list of ranks"),
@@ -94,6 +98,16 @@ HOST = "devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 1}"
         ('  - {name: "h[0-1]", devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: -2}}', "is '-2'"),
         (f"  - {{name: h, {HOST}}}\n  - {{name: h, {HOST}}}", "2 nodes are named 'h'"),
         (f"  - {{name: a, {HOST}}}\n  - {{name: b, devices: {{cpu: 1}}}}", "has no nic"),
+        ('  - {name: "h[0-1]", devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: }}', "is empty"),
+        (
+            f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{switches: [{{name: s, nodes: "h[0-1]", '
+            "oversubscription: .inf}]}",
+            "oversubscription is inf",
+        ),
+        (
+            f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{latency_us: 1.0e+999999999}}',
+            "latency_s is inf",
+        ),
         (
             f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{trunks: [{{name: t, between: [h0, h7], '
             "bandwidth_gbit_per_s: 1}]}",
@@ -107,8 +121,8 @@ def test_wrong_links_are_told(capsys, tmp_path, text, message):
     code, _, err = run(capsys, "solve", str(path))
     assert code == 1
     assert message in err
-    assert "try:" in err or "did you mean" in err
-    assert "cluster.yaml" in err
+    assert "try:" in err or "did you mean" in err or " is inf" in err
+    assert err.count("cluster.yaml") == 1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,29 @@ def test_what_cannot_be_timed_is_told(capsys, cluster, arguments, message):
     assert message in err
 
 
+def test_a_wrong_program_is_refused_however_it_is_shown(capsys, cluster, tmp_path):
+    file, picture = tmp_path / "p.json", tmp_path / "p.svg"
+    assert run(capsys, "solve", cluster, "--bytes", "4KB", "-o", str(file))[0] == 0
+    data = json.loads(file.read_text())
+    data["ranks"][0].pop()
+    file.write_text(json.dumps(data))
+    for options in ([], ["--json"], ["--svg", str(picture)], ["--rank", "0"]):
+        code, out, err = run(capsys, "show", str(file), *options)
+        assert (code, out) == (1, "")
+        assert str(file) in err.replace("\n      ", "")
+    assert not picture.exists()
+
+
+def test_lines_fit_a_narrow_terminal(capsys, cluster, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    for verb in ("solve", "show"):
+        code, out, _ = run(capsys, verb, cluster, "--bytes", "40KB")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 50
+
+
 def test_sizes_and_ranks():
+    assert bytes_of("0.000001TB") == 1_000_000
     assert bytes_of("64MB") == 64_000_000
     assert bytes_of("16 MiB") == 2**24
     assert ranks_of("0-2,5") == [0, 1, 2, 5]

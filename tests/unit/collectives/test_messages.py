@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +49,11 @@ def test_a_right_program():
         (["", ""], "rank 0's chunk 0 lacks the part of rank 1"),
         (["send 0 -> 1", "reduce 0 <- 0"], "rank 0's chunk 0 lacks the part of rank 1"),
         (["send 0 -> 1", ""], "never received by rank 1"),
-        (["receive 0 <- 1", "receive 0 <- 0"], "2 ranks wait for each other"),
+        (["receive 0 <- 1", "receive 0 <- 0"], "rank 1 sends nothing more to rank 0"),
+        (
+            ["reduce 0 <- 1; send 0 -> 1", "reduce 0 <- 0; send 0 -> 0"],
+            "2 ranks wait for each other",
+        ),
         (
             ["send 0 -> 1; send 0 -> 1", "reduce 0 <- 0; reduce 0 <- 0"],
             "part of rank 0 is added twice",
@@ -144,6 +150,41 @@ def test_files_and_text(tmp_path: Path):
         MessageProgram.from_json({"version": 9})
     with pytest.raises(ProgramError, match="cannot read"):
         MessageProgram.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "place"),
+    [
+        ({"numel": math.inf}, "inf is no whole number", "p.json: numel"),
+        ({"num_ranks": "3"}, "'3' is no whole number", "p.json: num_ranks"),
+        ({"window": True}, "True is no whole number", "p.json: window"),
+        ({"version": True}, "no program of version 1", "p.json"),
+        ({"root": 7}, "all_reduce of 3 ranks with root 7", "p.json"),
+        ({"operation": "allreduce"}, "did you mean 'all_reduce'", "p.json"),
+        ({"counts": 4}, "4 is no list", "p.json: counts"),
+        ({"windw": 3}, "unknown field 'windw'; did you mean 'window'?", "p.json"),
+        ({"chunks": [[0, 10, 1, 2, 0]]}, "a chunk of 5 numbers", "p.json: chunks[0]"),
+        ({"chunks": [[0, None]]}, "None is no whole number", "p.json: chunks[0][1]"),
+        ({"chunks": []}, "0 chunks, 3 ranks", "p.json: rank 0, instruction 0"),
+        ({"ranks": {}}, "{} is no list", "p.json: ranks"),
+        ({"ranks": [[5], [], []]}, "5 is no instruction", "p.json: rank 0, instruction 0"),
+        ({"ranks": [[], ["sned 0 -> 1"], []]}, "is no instruction", "rank 1, instruction 0"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_place(change, message, place):
+    data = solve(Network.of_cards([1e9] * 3), "all_reduce", 10).program.to_json()
+    with pytest.raises(ProgramError, match=re.escape(message)) as error:
+        MessageProgram.from_json({**data, **change}, "p.json")
+    assert place in (error.value.where or "")
+
+
+def test_a_message_that_is_never_sent_is_no_deadlock():
+    right = solve(Network.of_cards([1e9] * 2), "broadcast", 10).program
+    with pytest.raises(ProgramError, match="rank 0 sends nothing more to rank 1"):
+        check(replace(right, instructions=((), right.instructions[1])))
+    twice = right.instructions[0] * (right.window + 2)
+    with pytest.raises(ProgramError, match="rank 1 never receives this"):
+        check(replace(right, instructions=(twice, right.instructions[1])))
 
 
 def test_pictures_show_the_trees():
