@@ -11,6 +11,7 @@ from tests.browser.sections import (
     causes,
     cluster,
     code,
+    collectives,
     group,
     memory,
     modules,
@@ -64,7 +65,7 @@ def report(
         "gap": {"layouts": 0.012, "search": 0.0, "points": 468, "simulated": 64},
         "what_if": what_if(step),
         "code": code(lines),
-        "collectives": None,
+        "collectives": collectives(),
         "measured": recorded(rows, step) if measured else None,
     }
 
@@ -97,6 +98,8 @@ def hostile() -> Json:
         node |= {"name": names[i % 5], "kind": names[0]}
     for i, link in enumerate(made["cluster"]["links"]):
         link |= {"name": names[i % 5], "what": {names[0]: 1.0}}
+    for i, way in enumerate(made["collectives"]):
+        way |= {"operation": names[i], "groups": names[i + 1], "way": names[i + 2]}
     made["timeline"]["names"] = [names[i % 5] for i in range(len(made["timeline"]["names"]))]
     for place in ("timeline", "schedule"):
         for i, row in enumerate(made[place]["rows"]):
@@ -114,7 +117,8 @@ def hostile() -> Json:
 def sparse() -> Json:
     """A plan that does not fit, of which little more than the verdict is known."""
     made = report(classes=1, ranks=1, microbatches=1)
-    for key in ("modules", "cluster", "schedule", "plans", "gap", "what_if", "code", "price"):
+    for key in ("modules", "cluster", "schedule", "plans", "gap", "what_if", "code", "price",
+                "collectives"):  # fmt: skip
         made[key] = None
     made["missing"] = {}
     made["verdict"] |= {"tokens_per_s": None, "fits": False, "price": None, "notes": []}

@@ -144,6 +144,17 @@ def test_other_sections_answer(show: Show) -> None:
     assert page.locator("#measured .chart-label.measured").count() == 4
 
 
+def test_ways_of_collectives_stand_with_the_cluster(show: Show) -> None:
+    rows = show(report()).locator("#cluster .ways tbody tr")
+    cells = rows.evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
+    assert cells[0][:3] == ["all_reduce", "0-7\n8 ranks", "solved from 64 KiB on"]
+    assert cells[0][3:] == ["16.0 MiB", "3.00 ms", "4.00 ms", "25%"]
+    assert cells[1][1] == "0-1 | 2-3 | 4-5 | 6-7 | … 60 more\n64 groups of 2 ranks"
+    assert cells[2][4:6] == ["not known", "not known"]  # of a plan that was edited
+    cluster = show(report() | {"collectives": None}).locator("#cluster")
+    assert cluster.get_by_text("All collectives are the library's").is_visible()
+
+
 def test_a_line_of_code_finds_its_source_and_back(show: Show) -> None:
     page = show(report())
     left, right = page.locator("#code .lines").first, page.locator("#code .lines").last

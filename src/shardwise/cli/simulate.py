@@ -139,9 +139,10 @@ def _memory(plan: Plan, estimate: Estimate, width: int) -> list[list[str]]:
         use = estimate.memory[numbers[0]]
         ranks = tuple(sorted(rank for n in numbers for rank in plan.groups[n]))
         shown = sorted(((v, k) for k, v in use.parts.items() if v > 0), reverse=True)
+        whose = f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
         found.append(
             [
-                f"memory over a step, ranks {format_ranks(ranks)}: {size(use.peak_bytes)} of "
+                f"memory over a step, {whose}: {size(use.peak_bytes)} of "
                 f"{size(use.limit_bytes)}{'' if use.fits else ': DOES NOT FIT'}",
                 "  " + ", ".join(f"{k} {size(v)}" for v, k in shown),
                 *chart(moments(use), use.limit_bytes, min(COLUMNS, width - 12)),

@@ -19,7 +19,7 @@ from shardwise.plans import Plan
 from shardwise.reporting.classes import classes_of, groups_of
 from shardwise.reporting.compared import plans_of
 from shardwise.reporting.document import Cause, Headroom, Report, Verdict
-from shardwise.reporting.sections import machines_of, memory_of, modules_of, what_if_of
+from shardwise.reporting.sections import machines_of, memory_of, modules_of, ways_of, what_if_of
 from shardwise.reporting.timeline import Step
 from shardwise.simulation import Estimate
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.cost import OpTable
     from shardwise.ir import Graph
-    from shardwise.messages.choice import CollectiveChoice
     from shardwise.reporting.recorded import Recording
 
 ANEW = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
@@ -140,14 +139,9 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         timeline=step.chart(),
         schedule=step.grid(),
         gap=search.get("gap"),
-        collectives=tuple(_collective(c) for c in plan.collectives) or None,
+        collectives=ways_of(plan),
         **sections,
     )
-
-
-def _collective(choice: CollectiveChoice) -> dict[str, Any]:
-    """Which way a collective takes, without its trees."""
-    return {key: value for key, value in choice.to_json().items() if key != "forests"}
 
 
 def _code(details: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 
 FORMAT = "shardwise-report"
 VERSION = 1
-NUMERIC = ("_s", "_bytes", ".count", ".ratio", ".share")  # how names of numbers end
+NUMERIC = ("_s", "_bytes", ".count", ".ratio", "share")  # how names of numbers end
 CLOSE = 1e-6  # relative difference up to which sums agree
 
 Columns = Mapping[str, Sequence[Any]]
@@ -192,6 +192,22 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveWay:
+    """What an operation of some groups uses in place of the library, and the times that decided."""
+
+    operation: str
+    groups: str
+    num_groups: int
+    group_ranks: int
+    uses: str
+    way: str
+    min_bytes: int
+    reference_bytes: int
+    predicted_s: Mapping[str, float]  # by way, for data of the reference size
+    saved_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
     """A generated file; of every line the number of the user's line that it came from, or -1."""
 
@@ -228,7 +244,7 @@ class Report:
     gap: Mapping[str, float] | None
     what_if: tuple[WhatIf, ...] | None
     code: Code | None
-    collectives: tuple[Mapping[str, Any], ...] | None
+    collectives: tuple[CollectiveWay, ...] | None
     measured: Mapping[str, Any] | None = None
     format: str = field(default=FORMAT, init=False)
     version: int = field(default=VERSION, init=False)

@@ -1,4 +1,4 @@
-"""Sections that a plan's details hold: modules, machines, links, what-if; and memory over time.
+"""Sections of a plan's details: modules, machines, links, collectives, memory, what-if.
 
 Enters: `search` of a plan. Leaves: sections of a `Report`. Texts that a plan's file numbers are
 texts again.
@@ -12,12 +12,20 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.names import expand
+from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
 from shardwise.planner.search.details.modules import parameter_fields
 from shardwise.planner.search.details.tree import FIGURES
 from shardwise.planner.search.replay import moments
 from shardwise.plans import Plan
 from shardwise.plans.execution import format_ranks
-from shardwise.reporting.document import Machines, MemoryBar, Modules, RankClass, WhatIf
+from shardwise.reporting.document import (
+    CollectiveWay,
+    Machines,
+    MemoryBar,
+    Modules,
+    RankClass,
+    WhatIf,
+)
 from shardwise.reporting.timeline import short
 from shardwise.simulation import Estimate, MemoryUse
 
@@ -27,6 +35,7 @@ LINK = (
     "name", "kind", "nodes", "count", "busiest", "bytes_per_s", "traffic_bytes", "total_bytes",
     "busy_s", "share", "what",
 )  # fmt: skip
+STATE = ("parameters", "optimizer")  # parts of memory that stay between steps
 MOST_RANKS = 12  # of a device, listed one by one
 
 
@@ -158,6 +167,26 @@ def listed_ranks(ranks: Sequence[int]) -> str:
     return f"{', '.join(map(str, ranks[:3]))}, … {ranks[-1]}; {len(ranks)} in all"
 
 
+def ways_of(plan: Plan) -> tuple[CollectiveWay, ...] | None:
+    """Collectives that do not use the library; None where all do."""
+    return tuple(_way(choice) for choice in plan.collectives) or None
+
+
+def _way(choice: CollectiveChoice) -> CollectiveWay:
+    return CollectiveWay(
+        operation=choice.operation,
+        groups=format_groups(choice.groups),
+        num_groups=len(choice.groups),
+        group_ranks=len(choice.groups[0]),
+        uses=choice.uses,
+        way=choice.way,
+        min_bytes=choice.min_bytes,
+        reference_bytes=REFERENCE_BYTES,
+        predicted_s=dict(choice.predicted_s),
+        saved_share=choice.gain,
+    )
+
+
 # ------------------------------------------------------------ memory, what-if
 
 
@@ -172,6 +201,7 @@ def memory_of(
         use, data = estimate.memory[one.shown], rows[one.shown]["memory"]
         curve = curves.get(one.shown)
         times, sizes = (curve["times"], curve["bytes"]) if curve else _moments(use, estimate)
+        times, sizes = _from_the_start(times, sizes, data["parts"])
         found.append(
             MemoryBar(
                 class_=one.id,
@@ -188,6 +218,16 @@ def memory_of(
             )
         )
     return tuple(found)
+
+
+def _from_the_start(
+    times: Sequence[float], sizes: Sequence[float], parts: Mapping[str, float]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """A group that begins later holds its state all the while."""
+    if not times or times[0] <= 0:
+        return times, sizes
+    state = sum(parts.get(name, 0.0) for name in STATE)
+    return [0.0, *times], [min(state, sizes[0]), *sizes]
 
 
 def _moments(use: MemoryUse, estimate: Estimate) -> tuple[list[float], list[float]]:

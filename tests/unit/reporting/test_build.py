@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,43 @@ def test_every_rank_has_its_place(staged: sw.Plan) -> None:
     assert {"gradients", "between stages"} <= purposes
     for link in data["cluster"]["links"]:
         assert sum(link["what"].values()) == pytest.approx(link["traffic_bytes"])
+
+
+def test_memory_over_time_is_that_of_the_whole_step(plan: sw.Plan) -> None:
+    made = sw.report(plan)
+    for bar in made.memory:
+        assert bar.times[0] == 0  # a later stage holds its parameters while it waits, too
+        state = bar.parts["parameters"] + bar.parts["optimizer"]
+        assert bar.over_time[0] == pytest.approx(state) or bar.group == 0
+        assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-6)
+
+
+def test_no_size_of_a_what_if_is_rounded_to_nothing(plan: sw.Plan) -> None:
+    notes = [row.note for row in sw.report(plan).what_if or ()]
+    assert any("GiB" in note for note in notes)
+    assert not any(re.search(r"\b0\.0 (of|GiB)", note) for note in notes)
+
+
+def test_ways_of_collectives_are_those_of_the_plan(graph: sw.Graph) -> None:
+    cluster = sw.Cluster.from_yaml("""
+version: 2
+name: two
+devices: {a: {preset: a100-80}}
+nodes:
+  - {name: n0, devices: {a: 2}, link: {bandwidth_gb_per_s: 300, latency_us: 2},
+     nic: {count: 2, bandwidth_gbit_per_s: 200, latency_us: 1}}
+  - {name: n1, devices: {a: 2}, link: {bandwidth_gb_per_s: 100, latency_us: 2},
+     nic: {count: 1, bandwidth_gbit_per_s: 100, latency_us: 1}}
+network: {latency_us: 5}
+""")
+    plan = sw.choose_collectives(sw.strategies.zero2(graph, cluster), cluster, use="hierarchical")
+    made = sw.report(plan, graph, cluster)
+    assert made.collectives
+    for way, choice in zip(made.collectives, plan.collectives, strict=True):
+        assert (way.operation, way.uses, way.way) == (choice.operation, choice.uses, choice.way)
+        assert way.predicted_s == choice.predicted_s
+        assert way.saved_share == choice.gain
+    assert sw.report(plan.with_(collectives=()), graph, cluster).collectives is None
 
 
 def test_what_if_speaks_of_memory_links_compute_and_devices(plan: sw.Plan) -> None:

@@ -1,5 +1,6 @@
-// The cluster: nodes with their devices, the ranks on them, and the traffic on the links.
+// The cluster: nodes with their devices, the ranks on them, the traffic on the links, collectives.
 
+import { drawCollectives } from "./collectives.js";
 import { el, figure, name, plain, table } from "./dom.js";
 import { percent, plural, seconds, size } from "./format.js";
 import { explain } from "./hint.js";
@@ -21,6 +22,7 @@ export function drawCluster(body, report) {
   if (between.length)
     body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
   body.append(linkTable(links));
+  drawCollectives(body, report);
 }
 
 /** All ranks in their order, as wide as there are many, in the colours of their stages. */

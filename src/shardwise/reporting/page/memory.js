@@ -147,7 +147,7 @@ function overTime(use, whole, report) {
   const end = report.timeline?.step_time_s ?? times.at(-1);
   const x = (t) => ((t / (end || 1)) * WIDTH).toFixed(1);
   const y = (v) => (HEIGHT - (v / whole) * (HEIGHT - 2)).toFixed(1);
-  let path = `M0,${HEIGHT}`;
+  let path = `M${x(times[0])},${HEIGHT}`;
   values.forEach((v, i) => (path += `L${x(times[i] ?? 0)},${y(v)}H${x(times[i + 1] ?? end)}`));
   const limit =
     use.limit_bytes <= whole

@@ -13,11 +13,11 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.planner.search.details.sizes import resized, stretched
 from shardwise.planner.search.details.subject import Subject
+from shardwise.planner.search.infeasible import gib
 from shardwise.planner.search.relax import faster_devices, faster_links
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
-GIB = 2**30
 KINDS = {"links": "bandwidth"}  # what relaxations call otherwise
 LESS_MEMORY = (0.75, 0.5)
 LINKS = {0.5: "links half as fast", 2.0: "links twice as fast"}
@@ -69,7 +69,7 @@ def _less_memory(estimate: Estimate) -> Iterator[dict[str, Any]]:
     for part in LESS_MEMORY:
         limit = peak.limit_bytes * part
         fits = peak.peak_bytes <= limit
-        needs = f"{peak.peak_bytes / GIB:.1f} of {limit / GIB:.1f} GiB"
+        needs = f"{gib(peak.peak_bytes)} of {gib(limit)}"
         yield {
             "kind": "memory",
             "change": f"{part:.0%} of the memory per device",
@@ -143,12 +143,12 @@ def _counted(
     peak = peak_of(estimate.memory)
     limit = _limit(peak, memory_limit)
     if peak.peak_bytes > limit:
-        return {"note": f"needs {peak.peak_bytes / GIB:.1f} of {limit / GIB:.1f} GiB; {ANOTHER}"}
+        return {"note": f"needs {gib(peak.peak_bytes)} of {gib(limit)}; {ANOTHER}"}
     return {
         "step_time_s": estimate.step_time_s,
         "ratio": estimate.step_time_s / time,
         "feasible": True,
-        "note": f"the same batch with dp={int(most)}, {peak.peak_bytes / GIB:.1f} GiB per device",
+        "note": f"the same batch with dp={int(most)}, {gib(peak.peak_bytes)} per device",
     }
 
 
