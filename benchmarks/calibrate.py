@@ -26,7 +26,8 @@ from scipy.optimize import least_squares
 
 from shardwise.calibration import Entry, read_entries
 from shardwise.calibration.constants import REACHED, Reached
-from shardwise.calibration.machines import cluster_of, read_device
+from shardwise.calibration.devices import read_device
+from shardwise.calibration.machines import cluster_of
 from shardwise.calibration.predict import predict_row
 from shardwise.calibration.statistics import Errors, errors_of
 
@@ -108,7 +109,7 @@ def _reached(logs: NDArray[np.float64], overlap_loss: float) -> Reached:
 
 def _kind(entry: Entry) -> str:
     assert entry.row is not None
-    return read_device(entry.row.gpu)[1]
+    return read_device(entry.row.gpu).name
 
 
 def _source(entry: Entry) -> str:

@@ -32,6 +32,13 @@ class Reached:
     link: float
     overlap_loss: float = 0.5
 
+    def times(self, matmul: float, memory: float) -> Reached:
+        """What is reached of the same rates by a device with such parts of them."""
+        attention = self.attention * matmul
+        return replace(
+            self, matmul=self.matmul * matmul, attention=attention, memory=self.memory * memory
+        )
+
     def on(self, device: Device) -> Device:
         """The device with these rates."""
         return replace(

@@ -1,7 +1,7 @@
 """The machines that a row names.
 
-Enters: a device label such as "H100-80GB (DGX-H100)" and text such as "8x400Gb/s IB per node".
-Leaves: `Machine`: the preset, and the figures that the text changes; and the `Cluster` of a row.
+Enters: a device label (`devices.py`) and text such as "8x400Gb/s IB per node". Leaves: `Machine`:
+the kind of device and the links that the text names; and the `Cluster` of a row.
 """
 
 from __future__ import annotations
@@ -13,57 +13,41 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from shardwise.calibration import wires
-from shardwise.calibration.constants import REACHED, Reached
+from shardwise.calibration.constants import Reached
+from shardwise.calibration.devices import PCIE_BYTES_PER_S, Kind, read_device
 from shardwise.calibration.rows import Row
 from shardwise.calibration.values import Unusable, is_empty
 from shardwise.cluster import Cluster, Curve, Factor, Link
 from shardwise.cluster.links import OPERATIONS, Factors
 
-GIB = 2**30
 _GB = 1e9
-
-# Name in a label -> preset, and the entry of `REACHED` for it; most specific first. DGX-A100 was
-# first sold with 40 GB.
-_LABELS = (
-    (r"GB200|GB300", "gb200", "dgx"),
-    (r"B300", "b300", "dgx"),
-    (r"B200", "b200", "dgx"),
-    (r"H200", "h200", "dgx"),
-    (r"DGX[\s_-]?H100|H100.*DGX", "h100", "dgx"),
-    (r"H100|H800", "h100", "h100"),
-    (r"A100.*80\s*G|A800", "a100-80", "a100"),
-    (r"A100.*40\s*G|DGX[\s_-]?A100", "a100-40", "a100"),
-    (r"A100", "a100-80", "a100"),
-    (r"V100.*16\s*G|V100.*P3\.16XLARGE", "v100-16", "v100"),
-    (r"V100", "v100", "v100"),
-    (r"MI300X?", "mi300x", "dgx"),
-)
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*-?\s*G(?:i?B)?\b", re.IGNORECASE)
 
 # Network of a whole instance, in Gbit/s (aws.amazon.com/ec2/instance-types).
 _INSTANCES_GBIT = {
+    "p3.8xlarge": 10,
     "p3.16xlarge": 25,
     "p3dn.24xlarge": 100,
     "p4d.24xlarge": 400,
     "p4de.24xlarge": 400,
     "p5.48xlarge": 3200,
     "p5e.48xlarge": 3200,
+    "p5en.48xlarge": 3200,
+    "p6-b200.48xlarge": 3200,
 }
 # One port of an InfiniBand generation, in Gbit/s (infinibandta.org roadmap, 4 lanes).
 _PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
+# Machines of V100s without a switch.
+_CUBES = re.compile(r"p3\.(8|16)xlarge|p3dn\.24xlarge|dgx-1\b", re.IGNORECASE)
 _CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests over the wires', 8 ranks
-_SAME_MEMORY = 0.06  # GB and GiB, and what error correction takes
-_PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A preset by name, and what a row's text says otherwise (None: as the preset has it)."""
+    """A kind of device, and what a row's text says of links (None: as the preset has them)."""
 
-    preset: str
+    kind: Kind
     reached: Reached
-    memory_bytes: int | None = None
     node_network_bytes_per_s: float | None = None
     device_network_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
@@ -71,17 +55,15 @@ class Machine:
 
 def read_machine(gpu: str, interconnect: str) -> Machine:
     """The machine of a device label and a text about its links."""
-    preset, kind = read_device(gpu)
-    sizes = [float(size) for size in _MEMORY.findall(gpu)]
+    kind = read_device(gpu)
     text = "" if is_empty(interconnect) else interconnect
     node, device = _network(gpu, text)
     return Machine(
-        preset=preset,
-        reached=REACHED[kind],
-        memory_bytes=round(sizes[0] * GIB) if sizes else None,
+        kind=kind,
+        reached=kind.reached,
         node_network_bytes_per_s=node,
         device_network_bytes_per_s=device,
-        link_bytes_per_s=_link(text),
+        link_bytes_per_s=kind.variant.link_bytes_per_s or _link(text),
     )
 
 
@@ -90,15 +72,16 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
     machine = read_machine(row.gpu, row.interconnect)
     if reached is not None:
         machine = replace(machine, reached=reached)
-    usual = Cluster.preset(machine.preset).nodes[0].count
-    per_node = row.gpus_per_node or usual
+    usual = Cluster.preset(machine.kind.preset).nodes[0].count
+    is_cube = _CUBES.search(f"{row.gpu} {row.interconnect}") is not None
+    per_node = row.gpus_per_node or (min(usual, len(wires.CUBE_MESH)) if is_cube else usual)
     while row.gpus % per_node:  # the largest equal nodes
         per_node -= 1
     network = machine.node_network_bytes_per_s
     if machine.device_network_bytes_per_s is not None:
         network = machine.device_network_bytes_per_s * per_node
     cluster = Cluster.preset(
-        machine.preset,
+        machine.kind.preset,
         nodes=row.gpus // per_node,
         devices_per_node=per_node,
         nic_gbit_per_s=None if network is None else network * 8 / _GB,
@@ -106,7 +89,7 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
     cluster = _changed(cluster, machine)
     if row.dtype == "float8":
         cluster = _in_float8(cluster)
-    if re.search(r"p3\.16xlarge|dgx-1\b", f"{row.gpu} {row.interconnect}".lower()):
+    if is_cube:
         cluster = _without_switch(cluster, row, machine.reached.link)
     return cluster
 
@@ -159,37 +142,35 @@ def _factors(row: Row, per_node: int) -> Factors:
 def _changed(cluster: Cluster, machine: Machine) -> Cluster:
     """With what training steps reach, and another memory or link where a row says so."""
     (node,) = cluster.nodes
-    device, link = machine.reached.on(node.device), node.link
-    memory = machine.memory_bytes
-    if memory is not None and abs(memory / device.memory_bytes - 1) > _SAME_MEMORY:
-        device = replace(device, memory_bytes=memory)
+    variant, link = machine.kind.variant, node.link
+    device = machine.reached.times(variant.matmul, variant.memory).on(node.device)
+    device = replace(device, memory_bytes=machine.kind.memory_bytes(device.memory_bytes))
     network = cluster.network
     if link is not None:
         link = _link_of(link, machine)
     else:
-        domains = tuple(replace(d, link=_link_of(d.link, machine)) for d in network.domains)
+        every = _equal(cluster.num_nodes, network.domains[0].every) if network.domains else 0
+        domains = tuple(
+            replace(d, link=_link_of(d.link, machine), every=every) for d in network.domains
+        )
         network = replace(network, domains=domains)
     node = replace(node, devices=(device,) * node.count, link=link)
     return replace(cluster, nodes=(node,), network=network)
+
+
+def _equal(nodes: int, most: int) -> int:
+    """How many nodes of each domain a run takes: equally many, as schedulers give them.
+
+    512 devices of racks of 72 are 8 times 64. Runs that leave half of a domain empty are none.
+    """
+    equal = max((n for n in range(1, most + 1) if nodes % n == 0), default=most)
+    return equal if 2 * equal >= most or nodes <= most else most
 
 
 def _link_of(link: Link, machine: Machine) -> Link:
     bandwidth = machine.link_bytes_per_s or link.bandwidth_bytes_per_s
     efficiency = link.efficiency * machine.reached.link
     return replace(link, bandwidth_bytes_per_s=bandwidth, efficiency=efficiency)
-
-
-def read_device(label: str) -> tuple[str, str]:
-    """The preset for a device label, and the entry of `REACHED`.
-
-    >>> read_device("H100-80GB (DGX-H100)")
-    ('h100', 'dgx')
-    """
-    for pattern, preset, kind in _LABELS:
-        if re.search(rf"(?<![A-Z0-9])(?:{pattern})", label.upper()):
-            return preset, kind
-    known = "V100, A100, H100, H200, B200, B300, GB200, MI300X"
-    raise Unusable(f"unknown device {label!r}; known are {known}")
 
 
 def _network(label: str, text: str) -> tuple[float | None, float | None]:
@@ -237,5 +218,5 @@ def _link(text: str) -> float | None:
         if ("nvlink" in low or "nvswitch" in low) and rate is not None and "B/s" in part:
             return rate / 2
         if "pcie" in low and "nvlink" not in text.lower():
-            return _PCIE_BYTES_PER_S
+            return PCIE_BYTES_PER_S
     return None

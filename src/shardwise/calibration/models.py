@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.calibration.devices import read_device
 from shardwise.calibration.rows import Row
 
 
@@ -87,10 +88,11 @@ def _is_fused(row: Row) -> bool:
     """Whether attention is one kernel, which no column says.
 
     It is not where softmax is recomputed by itself, nor in float16: V100 has no such kernel, and
-    the stacks that trained in float16 are older than it (flash attention appeared in May 2022).
+    the stacks that trained so are older than it (flash attention appeared in May 2022), as no
+    device after A100 is.
     """
     old = row.dtype == "float16" or row.recompute == "selective"
-    return not old or row.kv_heads != row.heads
+    return not old or row.kv_heads != row.heads or not read_device(row.gpu).is_old
 
 
 class Block(nn.Module):

@@ -6,6 +6,7 @@ reason why there is none. A row that needs more memory than its device has says 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from shardwise.calibration.constants import waiting
 from shardwise.calibration.layouts import Prepared, prepare
 from shardwise.calibration.machines import cluster_of
+from shardwise.calibration.models import shape_of
 from shardwise.calibration.rows import Entry, Row, read_entries
 from shardwise.calibration.statistics import Outcome
 from shardwise.calibration.values import Unusable
@@ -79,6 +81,8 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
     A few micro-batches are played; in steady state each further one takes as long as the slowest
     group of ranks computes.
     """
+    if row.sharding.level >= 2 and row.is_grouped:
+        return _in_replicas(row, cluster)
     each = row.sharding.level >= 2 and row.pp == 1  # scatters after every micro-batch, as FSDP does
     played = 1 if each else min(row.num_microbatches, 2 * row.pp)
     prepared = prepare(row, microbatches=played)
@@ -89,6 +93,35 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
         peak_bytes = _peak_in_groups(row, cluster, prepared, estimate)
     seconds += (row.num_microbatches - played) * _micro_batch_s(estimate, each)
     return seconds * waiting(max(1, row.gpus // cluster.nodes[0].count)), peak_bytes
+
+
+def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
+    """A row whose groups of ranks share everything, and sum gradients with the other groups.
+
+    One group's step, and for each micro-batch what computing loses to the sums of its shards.
+    """
+    assert row.sharding.group is not None
+    inner = row.sharding.group // math.gcd(row.sharding.group, row.cp)
+    outer = row.dp // inner
+    ranks = row.gpus // outer
+    one = replace(
+        row,
+        dp=inner,
+        gpus=ranks,
+        global_batch=row.global_batch // outer,
+        sharding=replace(row.sharding, group=None),
+    )
+    seconds, peak_bytes = predict_row(one, cluster)
+    group = Group(
+        mesh=Mesh(axes=(("outer", outer), ("inner", ranks))), ranks=tuple(range(row.gpus))
+    )
+    shape = replace(shape_of(row), layers=-(-row.layers // row.pp))
+    shard = shape.num_parameters / row.tp / inner * _ITEMSIZE[row.compute_dtype]
+    summing = Clock(cluster).talk("all_reduce", group, ("outer",), shard)
+    seconds += row.num_microbatches * summing * cluster.nodes[0].device.overlap_loss
+    nodes = (ranks, row.gpus)
+    first, last = (waiting(max(1, n // cluster.nodes[0].count)) for n in nodes)
+    return seconds * last / first, peak_bytes
 
 
 def _micro_batch_s(estimate: Estimate, each: bool) -> float:

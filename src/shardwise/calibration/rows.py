@@ -7,6 +7,7 @@ or the reason why it cannot. Unknown columns are ignored; no row stops the other
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,10 @@ _NEEDED = (
     "global_batch",
     "recompute",
 )
+# Columns that make a model a mixture of experts, where a table has one of them.
+_EXPERTS = ("experts", "num_experts", "n_experts", "moe_experts", "num_moe_experts")
+# Names of such models: Mixtral-8x7B, Qwen3-235B-A22B, GPT-MoE.
+_MIXTURE = re.compile(r"\bmoe\b|mixtral|experts?\b|\d+x\d+(\.\d+)?b|\d+b-a\d", re.IGNORECASE)
 _MAX_FILE_BYTES = 256 * 2**20
 
 
@@ -145,14 +150,18 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
     missing = [name for name in _NEEDED if is_empty(line.get(name))]
     if missing:
         raise Unusable(f"lacks {', '.join(missing)}")
-    sizes = {axis: _or_one(line, axis) for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    if sizes["ep"] > 1:
-        raise Unusable(f"ep is {sizes['ep']}: a row does not say what the experts are")
+    sizes = {axis: _or_one(line, axis) for axis in ("tp", "pp", "vpp", "cp")}
+    for name in ("ep", *_EXPERTS):
+        if not is_empty(line.get(name)) and line[name].strip() not in ("0", "0.0", "1", "1.0"):
+            raise Unusable(f"{name} is {line[name].strip()}: only dense models are predicted")
+    model = line.get("model", "").strip()
+    if _MIXTURE.search(model):
+        raise Unusable(f"{model} is a mixture of experts: only dense models are predicted")
     gpus, dp = _ranks(line, sizes)
     heads = whole("heads", line["heads"])
     row = Row(
         row_id=row_id,
-        model=line.get("model", "").strip(),
+        model=model,
         params_b=_optional_number(line, "params_b"),
         params_tolerance_b=rounding(line.get("params_b", "")),
         layers=whole("layers", line["layers"]),
@@ -216,8 +225,10 @@ def _check(row: Row) -> None:
         raise Unusable(f"{row.layers} layers are fewer than pp {row.pp} x vpp {row.vpp} stages")
     if row.seq_len % row.cp:
         raise Unusable(f"seq_len {row.seq_len} cannot be divided by cp {row.cp}")
-    if row.sharding.group is not None and row.dp % min(row.dp, row.sharding.group):
-        raise Unusable(f"dp {row.dp} cannot be divided into groups of {row.sharding.group}")
+    if row.is_grouped and row.dp * row.cp % (row.sharding.group or 1):
+        raise Unusable(
+            f"dp {row.dp} x cp {row.cp} cannot be divided into groups of {row.sharding.group}"
+        )
 
 
 def _or_one(line: Mapping[str, str], name: str) -> int:

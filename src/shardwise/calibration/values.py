@@ -13,7 +13,20 @@ from dataclasses import dataclass
 # Cells that say nothing.
 _EMPTY = {"", "-", "--", "?", "n/a", "na", "nan", "none given", "unknown", "null", "unspecified"}
 _NONE = {"none", "no", "false", "0", "0.0", "off", "disabled"}
-_FULL = {"full", "yes", "true", "1", "1.0", "on", "all", "every_layer", "block", "uniform", "layer"}
+_FULL = {
+    "full",
+    "yes",
+    "true",
+    "1",
+    "1.0",
+    "on",
+    "all",
+    "every_layer",
+    "block",
+    "uniform",
+    "layer",
+    "every",
+}
 _SELECTIVE = {"selective", "attention", "core_attn", "core-attention", "core_attention"}
 _DTYPES = {
     "bf16": "bfloat16",
@@ -23,10 +36,13 @@ _DTYPES = {
     "half": "float16",
     "fp32": "float32",
     "float32": "float32",
-    "tf32": "float32",
 }
-_GROUP = re.compile(r"group[s]? of (\d+)|(?:within|over|across) (\d+)")
-_STAGE = re.compile(r"(?:zero|stage)[\s_-]*([0-3])")
+# Beyond what any run has had, ten times or more: a cell in another unit, or of another column.
+_MOST = {"layers": 10_000, "gpus_per_node": 1_024, "heads": 16_384, "gpus": 1 << 20}
+_MOST_OF_ANY = 1 << 28
+_GROUP = re.compile(r"(?:group[s]? of|within|over|across|shard)\s*=?\s*(\d+)")
+_STAGE = re.compile(r"(?:zero|stage)[\s_-]*([0-3])|^([0-3])$")
+_NODE = 8  # ranks of a hybrid's group, unless it says otherwise: a node's devices
 
 
 class Unusable(ValueError):
@@ -66,6 +82,9 @@ def whole(name: str, text: str) -> int:
     value = number(name, text)
     if value != round(value):
         raise Unusable(f"{name} is {text.strip()}, not a whole number")
+    most = _MOST.get(name, _MOST_OF_ANY)
+    if value > most:
+        raise Unusable(f"{name} is {text.strip()}, more than {most:,}: not a training run")
     return round(value)
 
 
@@ -89,10 +108,12 @@ def read_sharding(text: str) -> Sharding:
     # Megatron's: gathers are overlapped (its --overlap-param-gather, on in NVIDIA's recipes).
     prefetch = any(w in low for w in ("distributed optimizer", "distributed_optimizer", "distopt"))
     found = _GROUP.search(low)
-    group = int(found[1] or found[2]) if found else None
+    group = int(found[1]) if found else None
     stage = _STAGE.search(low)
+    if any(word in low for word in ("hsdp", "hybrid", "mics")):
+        return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE)
     if stage:
-        return Sharding(level=int(stage[1]), group=group, prefetch=prefetch)
+        return Sharding(level=int(stage[1] or stage[2]), group=group, prefetch=prefetch)
     if "no_shard" in low:
         return Sharding(level=0)
     if "grad_op" in low:
@@ -103,18 +124,24 @@ def read_sharding(text: str) -> Sharding:
         return Sharding(level=2, group=group)
     if any(word in low for word in ("fsdp", "full_shard", "fully_shard", "fully shard")):
         return Sharding(level=3, group=group)
-    if prefetch:
-        return Sharding(level=1, group=group, prefetch=True)
-    if low in _NONE or "ddp" in low or "data parallel" in low or "replicat" in low:
+    if prefetch or "optimizer state" in low:
+        return Sharding(level=1, group=group, prefetch=prefetch)
+    if low in _NONE or low == "dp" or "ddp" in low or "data parallel" in low or "replicat" in low:
         return Sharding(level=0)
     raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is not known")
 
 
 def read_recompute(text: str) -> str:
-    """One of "none", "full" and "selective"."""
+    """One of "none", "full" and "selective", by the first word; some layers alone are not known.
+
+    >>> read_recompute("full (uniform, 1 layer)")
+    'full'
+    """
     low = text.lower().strip()
+    first, *rest = re.findall(r"[a-z0-9._-]+", low) or [""]
+    some = any(word[0].isdigit() and word != "1" for word in rest)
     for mode, words in (("none", _NONE), ("full", _FULL), ("selective", _SELECTIVE)):
-        if low in words:
+        if first in words and not some:
             return mode
     raise Unusable(f"recompute is {text.strip()!r}: none, full and selective are known")
 
@@ -130,4 +157,4 @@ def read_precision(text: str) -> str:
     for word in words:
         if word in _DTYPES:
             return _DTYPES[word]
-    raise Unusable(f"precision is {text.strip()!r}: bf16, fp16 and fp32 are known")
+    raise Unusable(f"precision is {text.strip()!r}: bf16, fp16, fp32 and fp8 are known")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.calibration.machines import cluster_of, read_device, read_machine
+from shardwise.calibration.devices import read_device
+from shardwise.calibration.machines import cluster_of, read_machine
 from shardwise.calibration.values import Unusable
 from shardwise.cost.collectives import collective_model
 from tests.unit.calibration.test_models import ROW
@@ -29,13 +30,46 @@ from tests.unit.calibration.test_models import ROW
         ("B200", "b200"),
         ("GB200", "gb200"),
         ("GB200 NVL72", "gb200"),
+        ("GB200-186GB (DGX GB200)", "gb200"),
+        ("h100-sxm5-80gb", "h100"),
+        ("H100 SXM", "h100"),
+        ("DGX-H100", "h100"),
+        ("MI300X", "mi300x"),
     ],
 )
 def test_devices(label: str, preset: str) -> None:
-    assert read_device(label)[0] == preset
+    assert read_device(label).preset == preset
 
 
-@pytest.mark.parametrize("label", ["TPU v4", "RTX 4090", "GA100X", "unknown thing"])
+def test_variants_of_a_device_differ_from_its_preset() -> None:
+    def device(label: str) -> tuple[float, float, float]:
+        (node,) = cluster_of(replace(ROW, gpu=label)).nodes
+        assert node.link is not None
+        rates = (
+            node.device.matmul_rate("bfloat16", 4096, 4096, 4096),
+            node.device.memory_rate(2**28),
+        )
+        return *rates, node.link.bandwidth_bytes_per_s
+
+    sxm, pcie, old = (device(f"H100{name}") for name in ("-SXM", " PCIe", "-96GB-HBM2e-500W"))
+    assert all(ours < theirs for ours, theirs in zip(pcie, sxm, strict=True))
+    assert (old[0], old[2]) == (sxm[0], sxm[2])
+    assert old[1] < sxm[1]
+    assert device("A800")[2] < device("A100-80GB")[2]
+    gib = cluster_of(replace(ROW, gpu="H100-96GB-HBM2e-500W")).nodes[0].device.memory_bytes / 2**30
+    assert gib == 96
+
+
+@pytest.mark.parametrize(
+    ("gpus", "domain"), [(8, 8), (128, 64), (512, 64), (576, 72), (2304, 72), (76, 72)]
+)
+def test_racks_are_used_equally(gpus: int, domain: int) -> None:
+    row = replace(ROW, gpu="GB200", gpus=gpus, gpus_per_node=None, dp=gpus, global_batch=gpus)
+    islands = cluster_of(row).topology.island
+    assert np.bincount(islands).max() == domain
+
+
+@pytest.mark.parametrize("label", ["TPU v4", "RTX A1000", "GA100X", "H20", "nan"])
 def test_unknown_devices(label: str) -> None:
     with pytest.raises(Unusable, match="unknown device"):
         read_device(label)

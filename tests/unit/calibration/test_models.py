@@ -110,7 +110,8 @@ def test_is_captured(change: dict[str, bool]) -> None:
 
 
 def test_attention_of_old_stacks_is_not_one_kernel() -> None:
-    row = replace(ROW, dtype="float16", kv_heads=32)
+    row = replace(ROW, dtype="float16", kv_heads=32, gpu="A100")
+    assert shape_of(replace(row, gpu="H100")).fused
     shape = replace(shape_of(row), layers=1, hidden=32, ffn_hidden=64, heads=4, kv_heads=4)
     graph = sw.capture(*build(shape, batch=2, seq_len=16, dtype=torch.float16))
     assert not any("attention" in node.op for node in graph.nodes)

@@ -58,6 +58,15 @@ def test_sharing_saves_memory() -> None:
     assert found[0] > needed[0] > needed[1] > found[1]
 
 
+def test_hybrid_sharding_is_between_its_parts() -> None:
+    """Groups hold what they would hold alone; sums between them cost time."""
+    many = {"dp": 16, "gpus": 16, "global_batch": 64}
+    alone = times(sharding=Sharding(level=3), dp=8, gpus=8)
+    hybrid = times(sharding=Sharding(level=3, group=8), **many)
+    assert hybrid[1] == alone[1] > times(sharding=Sharding(level=3), **many)[1]
+    assert alone[0] < hybrid[0] < 1.2 * alone[0]
+
+
 def test_layouts_of_one_model() -> None:
     pipeline = times(pp=4, dp=2, micro_batch=1)
     interleaved = times(pp=4, vpp=2, dp=2, micro_batch=1)

@@ -87,7 +87,11 @@ def test_row(tmp_path: Path) -> None:
         ({"dp": "", "gpus": ""}, "lacks gpus, dp"),
         ({"global_batch": "60"}, "cannot be divided by dp 8 x micro_batch 4 = 32"),
         ({"hidden": "2049"}, "cannot be divided by 16 heads"),
-        ({"ep": "8"}, "ep is 8"),
+        ({"ep": "8"}, "ep is 8: only dense models"),
+        ({"model": "Mixtral-8x7B"}, "Mixtral-8x7B is a mixture of experts"),
+        ({"layers": "1e18"}, "layers is 1e18, more than 10,000"),
+        ({"gpus": "1e400"}, "gpus is 1e400"),
+        ({"zero_stage_or_sharding": "ZeRO-3 within group of 3"}, "into groups of 3"),
         ({"recompute": "sometimes"}, "recompute is 'sometimes'"),
         ({"zero_stage_or_sharding": "magic"}, "'magic', which is not known"),
         ({"precision": "int3"}, "precision is 'int3'"),
@@ -151,6 +155,10 @@ def test_no_cell_stops_the_reading(
         ("ZeRO-1 within group of 8", Sharding(level=1, group=8)),
         ("ZeRO-1 over all DP", Sharding(level=1)),
         ("zero2", Sharding(level=2)),
+        ("3", Sharding(level=3)),
+        ("optimizer states", Sharding(level=1)),
+        ("HSDP (shard 4, replicate 8)", Sharding(level=3, group=4)),
+        ("FSDP HYBRID_SHARD", Sharding(level=3, group=8)),
         ("none", Sharding(level=0)),
         ("DDP", Sharding(level=0)),
         ("auto-sharding on logical mesh (dp,tp), reduce-scatter preferred", Sharding(level=2)),
@@ -172,6 +180,10 @@ def test_values() -> None:
         "full",
         "selective",
     ]
+    assert [read_recompute(t) for t in ("full (uniform, 1 layer)", "every layer")] == ["full"] * 2
+    for some in ("full, 12 of 40 layers", "3 layers", ""):
+        with pytest.raises(Unusable, match="recompute"):
+            read_recompute(some)
     assert rounding("12.853955") == 0.5e-6
     with pytest.raises(Unusable):
         whole("tp", "0")
