@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
@@ -66,8 +68,13 @@ def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iter
     theirs.close()
 
     def ask(question: Any) -> Any:
-        ours.send_bytes(json.dumps(question).encode())
+        asked = json.dumps(question).encode()
+        try:
+            ours.send_bytes(asked)
+        except OSError:
+            raise RankError("the process in which plans run has ended") from None
         if not ours.poll(timeout):
+            ours.close()  # what comes later would be taken for the next answer
             raise RankError(f"there was no answer within {timeout:g} s")
         answer = _answer(ours, 0)
         if "failed" in answer:
@@ -77,13 +84,17 @@ def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iter
     try:
         yield ask
     finally:
-        ours.close()  # it ends, with its ranks
-        process.join(1.0)
+        ours.close()  # it ends
+        assert process.pid is not None
+        wait_for([process.sentinel], 1.0)  # until it is joined, its number is nobody else's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with ranks that it may have left
         process.kill()
         process.join(timeout)
 
 
 def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -> None:
+    os.setpgrp()
     other.close()
     while True:
         try:
@@ -96,7 +107,10 @@ def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -
             answer = {"failed": error.message}
         except Exception as error:  # a model's own operators may fail in any way
             answer = {"failed": f"{type(error).__name__}: {error}"}
-        end.send_bytes(json.dumps(answer).encode())
+        try:
+            end.send_bytes(json.dumps(answer).encode())
+        except OSError:  # nobody waits for it
+            return
 
 
 def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout: float) -> None:
@@ -149,6 +163,6 @@ def _hint(failed: str) -> str:
 def _answer(end: Connection, rank: int) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(end.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):
         raise RankError(f"rank {rank} died while it ran here") from None
     return answer

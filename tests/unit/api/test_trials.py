@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.api import tuning
-from shardwise.api.forks import together
+from shardwise.api.forks import standby, together
 from shardwise.api.proving import ProvingGround, proving_ground
 from shardwise.api.trials import can_try, try_plans
 from shardwise.api.tuning import tune
@@ -46,6 +50,56 @@ def test_a_fork_that_stands_by_answers_and_fails() -> None:
         with pytest.raises(RankError, match="rank"):
             ground.try_plans([sw.strategies.ddp(graph, Cluster.local(4))])
         assert len(ground.try_plans([plan])) == 1
+
+
+def test_a_late_answer_is_not_that_to_the_next_question() -> None:
+    def serve(question: str) -> str:
+        time.sleep(1.0 if question == "late" else 0.0)
+        return question
+
+    with standby(serve, timeout=0.2) as ask:
+        with pytest.raises(RankError, match="no answer within"):
+            ask("late")
+        time.sleep(1.0)
+        with pytest.raises(RankError, match="has ended"):
+            ask("next")
+
+
+def test_a_fork_that_died_is_an_error_of_ranks_again_and_again() -> None:
+    def serve(question: str) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return question
+
+    with standby(serve, timeout=20.0) as ask:
+        for said in ("died", "has ended"):
+            with pytest.raises(RankError, match=said):
+                ask("anything")
+
+
+def test_no_rank_outlives_the_fork_that_made_it(tmp_path: Path) -> None:
+    def work(rank: int, meet: Callable[[], object]) -> None:
+        (tmp_path / f"{rank}.part").write_text(str(os.getpid()))
+        (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
+        time.sleep(60)
+
+    with standby(lambda question: together(work, 2), timeout=0.1) as ask:
+        with pytest.raises(RankError, match="no answer within"):
+            ask("anything")
+        until = time.monotonic() + 20
+        while len([*tmp_path.glob("[01]")]) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    for path in [tmp_path / "0", tmp_path / "1"]:
+        while _runs(int(path.read_text())) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not _runs(int(path.read_text()))
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("meets", [True, False])
