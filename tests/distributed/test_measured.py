@@ -129,6 +129,7 @@ def test_a_trainer_records_steps_and_the_times_of_its_ranks(
     assert found.step.number in (5, 6, 7)
     slow = next(d for d in found.disagreements if d.cause == "slow rank")
     assert (found.slowest, slow.where) == (1, "rank 1")
+    assert sw.report(plan, trace=run / "trace.json").measured is not None  # of files alone
     both = both_traces(plan, estimate, found)
     names = [e["args"]["name"] for e in both["traceEvents"] if e["name"] == "process_name"]
     assert [name.partition(",")[0] for name in names] == ["predicted"] + ["measured"] * 2

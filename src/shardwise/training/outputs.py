@@ -10,10 +10,14 @@ import json
 from pathlib import Path
 from types import TracebackType
 
+from shardwise.errors import ShardwiseError
+from shardwise.planner.search.details import figures
+from shardwise.plans import Plan
 from shardwise.training.config import config_to_json
 from shardwise.training.logs import Log, make_console, make_logs
 from shardwise.training.logs.files import JsonlLog
-from shardwise.training.run_file import RunFile
+from shardwise.training.planning import Planned
+from shardwise.training.run_file import RunFile, predicted_step_s
 from shardwise.training.session import Session
 
 __all__ = ["RunOutputs"]
@@ -63,4 +67,15 @@ def _write_settings(session: Session, folder: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(config_to_json(session.config), indent=2) + "\n", "utf-8"
     )
-    session.planned.plan.save(folder / "plan.json")
+    plan = session.planned.plan
+    if session.config.trace is not None and predicted_step_s(plan) is None:
+        plan = _with_figures(session.planned)
+    plan.save(folder / "plan.json")
+
+
+def _with_figures(planned: Planned) -> Plan:
+    """The plan with a prediction that its trace can be laid over, where one can be made."""
+    try:
+        return figures(planned.graph, planned.plan, planned.cluster)
+    except ShardwiseError:
+        return planned.plan

@@ -18,7 +18,7 @@ from shardwise.planner.search.replay import replay
 from shardwise.plans import Plan
 from shardwise.training.session import Session
 
-__all__ = ["FORMAT", "NAME", "VERSION", "RunFile"]
+__all__ = ["FORMAT", "NAME", "VERSION", "RunFile", "predicted_step_s"]
 
 FORMAT, VERSION, NAME = "shardwise-run", 1, "run.json"
 
