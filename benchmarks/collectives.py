@@ -26,8 +26,7 @@ from benchmarks.pipeline import machine
 from shardwise.cli.collective import bytes_of
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network
-from shardwise.cost.selection import select
-from shardwise.measuring.bench import Bench, Row, on_emulated_hosts, table
+from shardwise.measuring.bench import Bench, Row, chosen, on_emulated_hosts, table
 from shardwise.measuring.namespaces import FRAME
 
 RESULTS = Path(__file__).parent / "results" / "collectives.json"
@@ -110,12 +109,6 @@ CASES = {
 def measured(case: Case, sizes: list[int], rounds: int) -> list[Row]:
     """The rows of a case."""
     cluster = Cluster.from_yaml(case.cluster())
-    choice = select(cluster, "all_reduce", [case.ranks])
-
-    def uses(num_bytes: int) -> str:
-        kept = choice is None or choice.is_library or num_bytes < choice.min_bytes
-        return "library" if kept else "solved"
-
     network = Network.of_cluster(cluster, case.ranks)
     bench = Bench(
         network=network,
@@ -123,7 +116,7 @@ def measured(case: Case, sizes: list[int], rounds: int) -> list[Row]:
         sizes=sizes,
         rounds=rounds,
         timeout_s=1_800,
-        uses=uses,
+        uses=chosen(cluster, "all_reduce", case.ranks),
     )
     return on_emulated_hosts(bench)
 

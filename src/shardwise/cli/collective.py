@@ -22,7 +22,9 @@ from shardwise.cli.target import AsJson
 from shardwise.errors import ProgramError, did_you_mean
 
 if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
     from shardwise.collectives import Network, Solution
+    from shardwise.measuring.bench import Bench, Row
     from shardwise.messages import Facts, MessageProgram
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
@@ -128,17 +130,22 @@ def bench(
     emulate: Annotated[
         bool, typer.Option("--emulate", help="On hosts emulated with the cluster's rates (root).")
     ] = False,
+    use: Annotated[
+        str, typer.Option("--use", help="solved or library; what a plan would take if empty.")
+    ] = "",
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for all.")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Time the solved program next to the library's collective, by turns.
+    """Time what a plan takes, the solved program or the library's, next to the library, by turns.
 
     Under torchrun, on its processes; with --emulate, on network namespaces of this machine that
     have the cluster's rates; else on processes of this machine.
     """
     from shardwise.measuring import bench as benches
 
-    network, item = _network(machines, dtype, ranks)
+    if use not in ("", benches.SOLVED, benches.LIBRARY):
+        raise typer.BadParameter(f"--use {use!r}: {benches.SOLVED} or {benches.LIBRARY}")
+    cluster, network, item = _network(machines, dtype, ranks)
     sizes = [_whole(size, dtype) for size in num_bytes.split(",")]
     if min(sizes) < item * network.num_ranks:
         raise typer.BadParameter(f"--bytes {num_bytes}: less than one {dtype} for each rank")
@@ -151,19 +158,11 @@ def bench(
         root=root,
         rounds=rounds,
         timeout_s=timeout,
+        uses=(lambda _: use)
+        if use
+        else benches.chosen(cluster, operation, [int(name) for name in network.names]),
     )
-    if emulate:
-        rows: list[benches.Row] | None = benches.on_emulated_hosts(task)
-    elif "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        rows = benches.in_this_group(task)
-    else:
-        typer.echo(
-            f"{network.num_ranks} processes of this machine: its memory is what they share, not "
-            "the cluster's links. --emulate gives them the cluster's rates; torchrun runs this "
-            "on the cluster itself",
-            err=True,
-        )
-        rows = benches.on_this_machine(task)
+    rows = _timed(task, emulate=emulate)
     if rows is None:
         return
     if as_json:
@@ -171,6 +170,23 @@ def bench(
         return
     typer.echo(f"{operation} on {network.num_ranks} ranks of {machines}, median of {rounds} rounds")
     typer.echo("\n".join(benches.table(rows)))
+
+
+def _timed(task: Bench, *, emulate: bool) -> list[Row] | None:
+    """The rows; None on ranks that have nothing to say."""
+    from shardwise.measuring import bench as benches
+
+    if emulate:
+        return benches.on_emulated_hosts(task)
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        return benches.in_this_group(task)
+    typer.echo(
+        f"{task.network.num_ranks} processes of this machine: its memory is what they share, not "
+        "the cluster's links. --emulate gives them the cluster's rates; torchrun runs this "
+        "on the cluster itself",
+        err=True,
+    )
+    return benches.on_this_machine(task)
 
 
 def _say(text: str) -> None:
@@ -222,16 +238,18 @@ def _solved(
 ) -> Solution:
     from shardwise.collectives import solve
 
-    network, item = _network(machines, dtype, ranks)
+    _, network, item = _network(machines, dtype, ranks)
     return solve(network, operation, _whole(size, dtype) // item, item_bytes=item, root=root)
 
 
-def _network(machines: str, dtype: str, ranks: str) -> tuple[Network, int]:
+def _network(machines: str, dtype: str, ranks: str) -> tuple[Cluster, Network, int]:
     from shardwise.collectives import Network
 
     if dtype not in ITEM_BYTES:
         raise typer.BadParameter(f"--dtype {dtype!r}{did_you_mean(dtype, ITEM_BYTES)}")
-    return Network.of_cluster(cluster_of(machines), ranks_of(ranks) or None), ITEM_BYTES[dtype]
+    cluster = cluster_of(machines)
+    network = Network.of_cluster(cluster, ranks_of(ranks) or None)
+    return cluster, network, ITEM_BYTES[dtype]
 
 
 def _whole(size: str, dtype: str) -> int:

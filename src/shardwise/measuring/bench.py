@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,12 +18,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Solution, solve
+from shardwise.cost.selection import select
 from shardwise.errors import ClusterError, RankError
 from shardwise.measuring.compare import Task, Times, compare
 from shardwise.measuring.hosts import emulated, run_all
+from shardwise.measuring.processes import (
+    is_abandoned,
+    owned,
+    run_processes,
+    terminated_as_interrupt,
+)
 
+PREFIX = "shardwise-bench-"  # of folders
 TIMEOUT_S = 300.0
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+SOLVED, LIBRARY = "solved", "library"
 EVEN = ("reduce_scatter", "all_gather", "all_to_all")  # of which the library wants equal parts
 
 
@@ -64,12 +75,16 @@ class Bench:
     root: int | None = None
     rounds: int = 5
     timeout_s: float = TIMEOUT_S
-    uses: Callable[[int], str] = lambda num_bytes: "solved"
+    uses: Callable[[int], str] = lambda num_bytes: SOLVED
 
     def __post_init__(self) -> None:
         if self.network.num_ranks < 2:
             raise ClusterError(
                 "one rank has nobody to send to", hint="a cluster of 2 ranks or more"
+            )
+        if self.dtype not in DTYPES:
+            raise ClusterError(
+                f"the library has no collectives of {self.dtype}", hint=", ".join(DTYPES)
             )
 
     def solutions(self) -> list[Solution]:
@@ -101,6 +116,21 @@ class Bench:
         ]
 
 
+def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[int], str]:
+    """Whose program a plan for these ranks takes, by bytes: the library's unless ours gains.
+
+    Operations that plans leave to the library are solved here, to compare.
+    """
+    choice = select(cluster, operation, [ranks], most_ranks=len(ranks))
+
+    def uses(num_bytes: int) -> str:
+        if choice is None:
+            return SOLVED
+        return LIBRARY if choice.is_library or num_bytes < choice.min_bytes else SOLVED
+
+    return uses
+
+
 def on_emulated_hosts(bench: Bench) -> list[Row]:
     """In namespaces that have the network's rates."""
     with emulated(bench.network) as plan:
@@ -114,23 +144,15 @@ def on_emulated_hosts(bench: Bench) -> list[Row]:
 
 def on_this_machine(bench: Bench) -> list[Row]:
     """In processes of this machine, whatever the network says."""
-
-    def run(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> None:
-        given = {**os.environ, **environment}
-        started = [subprocess.Popen(c, env=given, stdout=sys.stderr) for c in commands]
-        try:
-            for process in started:
-                process.wait(bench.timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RankError(f"ranks were not done after {bench.timeout_s:.0f} s") from None
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        if any(process.returncode for process in started):
-            raise RankError(f"ranks ended with {[p.returncode for p in started]}")
-
-    return _in_processes(bench, run)
+    return _in_processes(
+        bench,
+        lambda commands, environment: run_processes(
+            commands,
+            what="this machine",
+            timeout_s=bench.timeout_s,
+            environment=environment,
+        ),
+    )
 
 
 def in_this_group(bench: Bench) -> list[Row] | None:
@@ -161,7 +183,7 @@ def in_this_group(bench: Bench) -> list[Row] | None:
                 messenger,
                 rounds=bench.rounds,
                 dtype=dtype,
-                solved=bench.uses(solution.num_bytes) != "library",
+                solved=bench.uses(solution.num_bytes) != LIBRARY,
             )
             for solution in solutions
         ]
@@ -175,14 +197,16 @@ def _in_processes(
     bench: Bench, run: Callable[[Sequence[Sequence[str]], dict[str, str]], None]
 ) -> list[Row]:
     solutions = bench.solutions()
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+    _remove_left_behind()
+    folders = tempfile.TemporaryDirectory(prefix=owned(PREFIX))
+    with terminated_as_interrupt(), folders as folder:
         place = Path(folder)
         files = [place / f"program{i}.json" for i in range(len(solutions))]
         for file, solution in zip(files, solutions, strict=True):
             solution.program.save(file)
         task = Task(
             programs=tuple(map(str, files)),
-            solved=tuple(bench.uses(s.num_bytes) != "library" for s in solutions),
+            solved=tuple(bench.uses(s.num_bytes) != LIBRARY for s in solutions),
             dtype=bench.dtype,
             rounds=bench.rounds,
             meeting=f"file://{place / 'meeting'}",
@@ -196,6 +220,13 @@ def _in_processes(
         run(commands, {"OMP_NUM_THREADS": "1"})
         found = json.loads(Path(task.result).read_text(encoding="utf-8"))
     return bench.rows(solutions, [_times(each) for each in found])
+
+
+def _remove_left_behind() -> None:
+    """Folders of runs that are no more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if is_abandoned(folder.name, PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _times(data: dict[str, list[float]]) -> Times:

@@ -11,18 +11,21 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from types import FrameType
 
 from shardwise.collectives import Network
 from shardwise.errors import LaunchError
 from shardwise.measuring.namespaces import Layout, layout
+from shardwise.measuring.processes import (
+    is_abandoned,
+    owned,
+    run_processes,
+    terminated_as_interrupt,
+)
 
+PREFIX = "sw"  # of namespaces
 COMMAND_S = 30.0  # limit of one call of ip or tc
 SETTINGS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"}
 
@@ -32,8 +35,8 @@ def emulated(network: Network) -> Iterator[Layout]:
     """The network, as long as the context lasts."""
     check_tools()
     _remove_left_behind()
-    plan = layout(network, f"sw{os.getpid()}-{secrets.token_hex(2)}")
-    with _terminated_as_interrupt():
+    plan = layout(network, owned(PREFIX) + secrets.token_hex(2))
+    with terminated_as_interrupt():
         try:
             _make(plan)
             yield plan
@@ -50,49 +53,15 @@ def run_all(
     environment: dict[str, str],
 ) -> None:
     """A command in the namespace of each rank; all are over, or dead, when this returns."""
-    started: list[subprocess.Popen[str]] = []
-    deadline = time.monotonic() + timeout_s
-    try:
-        for host, command in zip(plan.hosts, commands, strict=True):
-            started.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", host, *command],
-                    env={**os.environ, **environment, "GLOO_SOCKET_IFNAME": "eth0"},
-                    stdout=sys.stderr,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C is for us, who then end them
-                )
-            )
-        _wait(started, deadline, timeout_s)
-    finally:
-        for process in started:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        for process in started:
-            process.wait(COMMAND_S)
-
-
-def _wait(started: Sequence[subprocess.Popen[str]], deadline: float, timeout_s: float) -> None:
-    while any(process.poll() is None for process in started):
-        for rank, process in enumerate(started):
-            if process.poll():
-                raise LaunchError(
-                    f"rank {rank} of the emulated network ended with {process.returncode}",
-                    hint="what it wrote above",
-                )
-        if time.monotonic() > deadline:
-            running = [rank for rank, process in enumerate(started) if process.poll() is None]
-            raise LaunchError(
-                f"ranks {running} of the emulated network were not done after {timeout_s:.0f} s",
-                hint="a longer --timeout, or fewer bytes",
-            )
-        time.sleep(0.02)
-    for rank, process in enumerate(started):
-        if process.returncode:
-            raise LaunchError(
-                f"rank {rank} of the emulated network ended with {process.returncode}"
-            )
+    run_processes(
+        [
+            ["ip", "netns", "exec", host, *command]
+            for host, command in zip(plan.hosts, commands, strict=True)
+        ],
+        what="the emulated network",
+        timeout_s=timeout_s,
+        environment={**environment, "GLOO_SOCKET_IFNAME": "eth0"},
+    )
 
 
 def check_tools() -> None:
@@ -147,26 +116,5 @@ def _remove_left_behind() -> None:
     )
     for line in listed.stdout.splitlines():
         name = line.split()[0] if line.split() else ""
-        owner = name.partition("-")[0].removeprefix("sw")
-        if name.startswith("sw") and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+        if is_abandoned(name, PREFIX):
             _call(["ip", "netns", "delete", name], check=False)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """Being told to end is like Ctrl-C: what was made is removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,18 +2,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Send
 from shardwise.errors import ClusterError, LaunchError
-from shardwise.measuring import hosts
-from shardwise.measuring.bench import Bench, on_emulated_hosts, table
+from shardwise.launch.node import descendants
+from shardwise.measuring import bench, hosts
+from shardwise.measuring.bench import Bench, chosen, on_emulated_hosts, table
 from shardwise.measuring.namespaces import layout, ways
+from shardwise.measuring.processes import is_abandoned, owned
+from tests.support.clusters import uneven
 
 MBIT = 125e3
 ROOT = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
@@ -141,8 +148,64 @@ def test_namespaces_go_when_their_maker_is_ended(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_to_all"])
 def test_emulated_hosts_have_the_rates_of_the_network(operation, tmp_path: Path):
-    bench = Bench(network=star(), operation=operation, sizes=[1_600_000], rounds=2, timeout_s=100)
-    rows = on_emulated_hosts(bench)
+    task = Bench(network=star(), operation=operation, sizes=[1_600_000], rounds=2, timeout_s=100)
+    rows = on_emulated_hosts(task)
     assert rows[0].of_bound > 0.8  # a burst of each queue is free
     assert rows[0].library_s > 0.8 * rows[0].bound_s
     assert f"{rows[0].num_bytes:,}" in table(rows)[1]
+
+
+BENCH = """
+import sys
+from shardwise.collectives import Network
+from shardwise.measuring.bench import Bench, on_this_machine
+network = Network.of_cards([1e9, 1e9])
+on_this_machine(Bench(network=network, operation="all_reduce", sizes=[4_000_000], rounds=100_000))
+"""
+
+
+def until(done: Callable[[], object]) -> None:
+    limit = time.monotonic() + 90
+    while not done():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_and_folders_go_when_their_maker_is_ended(how, tmp_path: Path, monkeypatch):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    maker = subprocess.Popen([sys.executable, "-c", BENCH], env=environment)
+    until(lambda: list(tmp_path.glob("*/meeting")))  # that is where its ranks meet
+    ranks = descendants(maker.pid)
+    assert len(ranks) == 2
+    maker.send_signal(how)
+    maker.wait(30)
+    until(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
+    if how is signal.SIGKILL:  # then the next one removes its folder
+        assert len(list(tmp_path.iterdir())) == 1
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        bench._remove_left_behind()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_belongs_to_a_living_process_is_not_abandoned():
+    ended = subprocess.Popen(["true"])
+    ended.wait(10)
+    assert not is_abandoned(owned("x-") + "abc", "x-")
+    assert is_abandoned(f"x-{ended.pid}-abc", "x-")
+    assert not is_abandoned(f"y-{ended.pid}-abc", "x-")
+    assert not is_abandoned("x-abc", "x-")
+
+
+def test_types_that_the_library_has_not_are_told():
+    with pytest.raises(ClusterError, match="the library has no collectives of int16"):
+        Bench(network=star(), operation="all_reduce", sizes=[8], item_bytes=2, dtype="int16")
+
+
+def test_what_a_plan_would_take_is_what_is_timed():
+    alike = Cluster.preset("cpu", nodes=4, devices_per_node=1)
+    assert chosen(alike, "all_reduce", range(4))(64_000_000) == "library"
+    assert chosen(alike, "broadcast", range(4))(64_000_000) == "solved"
+    uses = chosen(uneven(4), "all_reduce", range(4))
+    assert (uses(64), uses(64_000_000)) == ("library", "solved")
