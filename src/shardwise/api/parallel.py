@@ -105,7 +105,7 @@ def trace_labels(plan: Plan) -> dict[str, str]:
     }
 
 
-def _derive(plan: Plan) -> Derive | None:
+def derive_for(plan: Plan) -> Derive | None:
     """How programs of messages follow from the plan's trees, which are checked first."""
     if not plan.collectives:
         return None
@@ -160,7 +160,7 @@ class _Factory:
             microbatches=self.plan.microbatches,
             timed=self.plan.splits_time,
             choices=self.plan.collectives,
-            derive=_derive(self.plan),
+            derive=derive_for(self.plan),
         )
 
     def first_step(

@@ -27,6 +27,7 @@ from shardwise import runtime as rt
 from shardwise.api.alone import Alone
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.forks import TIMEOUT_S, together
+from shardwise.api.parallel import derive_for
 from shardwise.api.rehearsal import batch_of, fill
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph
@@ -118,4 +119,6 @@ def _mesh(plan: Plan) -> rt.ProcessMesh:
         timeout=TIMEOUT_S,
         microbatches=plan.microbatches,
         timed=plan.splits_time,
+        choices=plan.collectives,
+        derive=derive_for(plan),
     )

@@ -20,17 +20,33 @@ from shardwise.api.trials import can_try, try_plans
 from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
+from shardwise.runtime.shared import SharedBuckets
 from tests.support import training
+from tests.support.clusters import measured
 
 
 def test_every_plan_is_run() -> None:
-    graph = sw.capture(*training.make("fused_gpt"))
+    graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(2)
     pipeline = sw.strategies.pipeline(graph, cluster, stages=2, num_microbatches=2)
     plans = [sw.strategies.ddp(graph, cluster), sw.strategies.fsdp(graph, cluster), pipeline]
     seconds = try_plans(graph, plans, cluster)
     assert len(seconds) == 3
     assert all(s > 0 for s in seconds)
+
+
+def test_plans_are_run_with_the_ways_of_their_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = sw.capture(*training.make("odd"))
+    plan = sw.strategies.ddp(graph, Cluster.local(2))
+    found = sw.choose_collectives(plan, measured(2), use="shared")
+
+    def fails(*_: object) -> None:
+        raise ValueError("in shared memory")
+
+    monkeypatch.setattr(SharedBuckets, "all_reduce", fails)
+    assert try_plans(graph, [plan], Cluster.local(2))[0] > 0
+    with pytest.raises(RankError, match="in shared memory"):
+        try_plans(graph, [found], Cluster.local(2))
 
 
 def test_where_plans_can_be_tried() -> None:
@@ -41,7 +57,7 @@ def test_where_plans_can_be_tried() -> None:
 
 
 def test_a_fork_that_stands_by_answers_and_fails() -> None:
-    graph = sw.capture(*training.make("fused_gpt"))
+    graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(2)
     plan = sw.strategies.ddp(graph, cluster)
     with proving_ground(graph, cluster) as ground:
@@ -141,7 +157,7 @@ def _zero(plan: sw.Plan) -> int:
 def test_the_quickest_that_ran_is_taken(
     quickest: int, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = sw.capture(*training.make("fused_gpt"))
+    graph = sw.capture(*training.make("odd"))
 
     def run(_: object, plans: Sequence[sw.Plan]) -> list[float]:
         return [0.9 if _zero(plan) == quickest else 1.0 for plan in plans]
@@ -162,13 +178,13 @@ def test_plans_that_cannot_run_are_told_and_predicted(
 
     monkeypatch.setattr(ProvingGround, "try_plans", fail)
     said: list[str] = []
-    graph = sw.capture(*training.make("fused_gpt"))
+    graph = sw.capture(*training.make("odd"))
     tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
     assert "plans were not tried: rank 1 died while it ran here" in said
 
 
 def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = sw.capture(*training.make("fused_gpt"))
+    graph = sw.capture(*training.make("odd"))
     made = {z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)}
     found = tuning._Tuning(ProvingGround(graph, Cluster.local(2)), {}, lambda _: None)
     found.candidates = [
