@@ -53,6 +53,9 @@ class Records:
         self._sampling = self._tracing = False
         self._next = False
         self.trace: Path | None = None
+        if module.recorder is not None:  # a run before this one may have failed in a recorded step
+            module.recorder.pause()
+            module.recorder.take()
 
     def wants_sample(self, step: int) -> bool:
         """Whether this rank, the one that writes, would have the step after this one recorded."""

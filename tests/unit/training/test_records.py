@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.runtime import ShardedOptimizer
 from shardwise.training.records import ranks_row
 from tests.support import trainer
 
@@ -60,6 +62,27 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
         trainer.fit(folder=str(tmp_path), callbacks=[Fails()])
     told = json.loads((tmp_path / "run.json").read_text())
     assert (told["state"], told["error"]) == ("failed", "ValueError: boom")
+
+
+def test_a_step_that_failed_is_not_part_of_the_next_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"logs": {"console": "off"}, "trace": 2, "steps": 3}
+    again = sw.Trainer(**trainer.fields(folder=str(tmp_path), **changes))
+    step, calls = ShardedOptimizer.step, itertools.count(1)
+
+    def fails_once(optimizer: ShardedOptimizer) -> Any:
+        if next(calls) == 2:
+            raise ValueError("boom")
+        return step(optimizer)
+
+    monkeypatch.setattr(ShardedOptimizer, "step", fails_once)
+    with pytest.raises(ValueError, match="boom"):
+        again.fit()
+    result = again.fit()
+    assert result.trace is not None
+    events = json.loads(result.trace.read_text())["traceEvents"]
+    assert len([e for e in events if e.get("cat") == "step"]) == 1
 
 
 def test_a_rank_is_compared_with_those_that_do_the_same() -> None:
