@@ -85,7 +85,6 @@ def plan(
         from shardwise.reporting.code import with_code_if_quick
 
         made = with_code_if_quick(made, graph, target)
-        out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)
     if as_json or not wanted.automatic:
         _print(made.to_json() if as_json else made)

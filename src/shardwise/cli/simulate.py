@@ -87,14 +87,14 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
 def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
     """The timeline in the Chrome trace format; a process per group, named after its ranks."""
     from shardwise.plans.execution import format_ranks
+    from shardwise.reporting.files import write_whole
 
     found: dict[str, Any] = estimate.timeline.trace()
     for event in found["traceEvents"]:
         if event["name"] == "process_name":
             ranks = plan.groups[event["pid"]]
             event["args"] = {"name": f"ranks {format_ranks(ranks)}"}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found))
+    write_whole(path, json.dumps(found))
 
 
 def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:

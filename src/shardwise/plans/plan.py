@@ -235,8 +235,15 @@ class Plan:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(plan_file_text(self.to_json()))
+        """Write the plan as JSON; its folder is made if it is not there."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(plan_file_text(self.to_json()))
+        except OSError as error:
+            raise PlanError(
+                f"cannot write {path}: {error.strerror or error}",
+                hint="-o with a folder that you may write to",
+            ) from None
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -251,6 +258,8 @@ class Plan:
             raise PlanError(
                 f"{path} is not JSON: {error.msg}", where=f"line {error.lineno}"
             ) from None
+        except (ValueError, RecursionError) as error:  # numbers or lists that never end
+            raise PlanError(f"{path} is not JSON: {error}") from None
         return Plan.from_json(data, where=str(path))
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from statistics import median
 from typing import Any
 
@@ -146,11 +147,22 @@ def _times(before: float, now: float) -> str:
         return f"{_ms(now)}, none was predicted"
     if now < before / 20:
         return f"{_ms(now)}, {_ms(before)} were predicted"
-    return f"{now / before:.2g} times as long as predicted: {_ms(now)}, not {_ms(before)}"
+    return f"{_digits(now / before, 2)} times as long as predicted: {_ms(now)}, not {_ms(before)}"
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{_digits(seconds, 3)} s" if seconds >= 1 else f"{_digits(seconds * 1e3, 3)} ms"
+
+
+def _digits(value: float, most: int) -> str:
+    """So many digits that matter, never as a power of ten.
+
+    >>> _digits(2.134, 2), _digits(99.7, 2), _digits(1315.2, 2), _digits(0.0000123, 3)
+    ('2.1', '100', '1,315', '0.0000123')
+    """
+    if abs(value) >= 10**most - 0.5:
+        return f"{value:,.0f}"
+    return f"{Decimal(f'{value:.{most}g}'):f}"
 
 
 def _text(cause: str, before: float, now: float) -> str:
@@ -201,7 +213,7 @@ def _slow(step: RecordedStep, ranks: Sequence[int]) -> list[Disagreement]:
                 predicted_s=usual,
                 measured_s=mine,
                 share=share,
-                text=f"rank {rank} works {mine / usual:.2g} times as long as {others} of "
+                text=f"rank {rank} works {_digits(mine / usual, 2)} times as long as {others} of "
                 f"ranks {format_ranks(tuple(ranks))}: {_ms(mine)}, not {_ms(usual)}",
                 advice=f"what else runs there? {PROFILE}; a plan for unequal devices gives it less",
             )

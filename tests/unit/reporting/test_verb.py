@@ -79,7 +79,10 @@ def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
         ('{"traceEvents": []}', "unknown field"),
         ("[1, 2]", "expected an object"),
         ('{"version": 1', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON"),
     ],
+    ids=["no JSON", "a trace", "a list", "cut off", "nested without end", "an endless number"],
 )
 def test_a_foreign_plan_leaves_no_page(
     text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,6 +134,20 @@ def test_a_foreign_trace_leaves_no_page(
     assert code == 1
     assert "run.json" in err
     assert list(tmp_path.glob("*.html")) == []
+
+
+def test_what_cannot_be_written_is_said(
+    flat: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "new" / "p.json"
+    flat.save(plan)
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "out.json"):
+        for verb, option in (("simulate", "--trace"), ("report", "--perfetto"),
+                             ("report", "--plan-out"), ("report", "-o")):  # fmt: skip
+            code, _, err = run(capsys, verb, plan, option, place)
+            assert code == 1, (verb, option, place)
+            assert "cannot write" in err
 
 
 def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
