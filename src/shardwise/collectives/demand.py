@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 from shardwise.collectives.network import Network
 from shardwise.errors import ClusterError, did_you_mean
@@ -56,14 +57,14 @@ def demand_of(
     count = network.num_ranks
     if operation not in OPERATIONS:
         raise ClusterError(
-            f"no operation {operation!r}{did_you_mean(operation, OPERATIONS)}",
+            f"no operation {operation!r}{did_you_mean(str(operation), OPERATIONS)}",
             hint=", ".join(OPERATIONS),
         )
     rooted = operation in ("broadcast", "reduce")
     if root is not None and not rooted:
         raise ClusterError(f"{operation} has no root", hint="root for broadcast and reduce")
     if rooted:
-        root = 0 if root is None else root
+        root = 0 if root is None else whole_number(root, "root")
         if not 0 <= root < count:
             raise ClusterError(f"root {root} is outside a network of {count} ranks")
         given: tuple[float, ...] | None = tuple(float(rank == root) for rank in range(count))
@@ -76,6 +77,14 @@ def demand_of(
     demand = Demand(operation=operation, shares=given, root=root)
     _check_reach(network, demand)
     return demand
+
+
+def whole_number(value: object, what: str) -> int:
+    """A whole number, of Python or NumPy."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ClusterError(f"{what} is {value!r}, must be a whole number") from None
 
 
 def _normal(shares: Sequence[float], count: int) -> tuple[float, ...]:

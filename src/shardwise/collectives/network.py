@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 NONE = -1  # no resource, no edge
+SLOWEST, FASTEST = 1e-30, 1e30  # bytes per second with which floating point still computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class Network:
         flat = flat.reshape(used.shape)
         if len(ids) and ids[0] == NONE:
             ids, flat = ids[1:], flat - 1
+        for i in ids.tolist():
+            _rate(topology.label(i), float(capacity[i]))
         nodes = topology.node[who]
         return cls(
             names=tuple(str(rank) for rank in chosen),
@@ -100,29 +104,28 @@ class Network:
         message_s: float = 0.0,
     ) -> Network:
         """Given directly: names of ranks, bytes per second of resources, and the possible sends."""
+        ranks = [str(name) for name in ranks]
         _check_names(ranks)
-        for name, capacity in capacities.items():
-            _positive(f"capacity of {name!r}", capacity)
-        finite = [name for name, value in capacities.items() if value < math.inf]
+        rates = {name: _rate(f"capacity of {name!r}", value) for name, value in capacities.items()}
+        finite = [name for name, value in rates.items() if value < math.inf]
         index = {name: i for i, name in enumerate(finite)}
         place = {name: i for i, name in enumerate(ranks)}
         ends: list[tuple[int, int]] = []
         used: list[list[int]] = []
-        for (a, b), send in sends.items():
+        latencies: list[float] = []
+        for pair, send in sends.items():
+            a, b = map(str, pair)
             where = f"send {a} -> {b}"
             for name in (a, b):
                 if name not in place:
                     raise ClusterError(
-                        f"no rank {name!r}{did_you_mean(str(name), ranks)}",
+                        f"no rank {name!r}{did_you_mean(name, ranks)}",
                         where=where,
                         hint=f"ranks: {', '.join(ranks)}",
                     )
             if a == b:
                 raise ClusterError("a rank sends nothing to itself", where=where)
-            if not 0 <= send.latency_s < math.inf:
-                raise ClusterError(
-                    f"latency is {send.latency_s!r}, must be a number of at least 0", where=where
-                )
+            latencies.append(_seconds("latency", send.latency_s, where))
             for name in send.resources:
                 if name not in capacities:
                     raise ClusterError(
@@ -134,14 +137,14 @@ class Network:
         return cls(
             names=tuple(ranks),
             resources=tuple(finite),
-            capacity=np.array([capacities[name] for name in finite], dtype=np.float64),
+            capacity=np.array([rates[name] for name in finite], dtype=np.float64),
             source=np.array([a for a, _ in ends], dtype=np.int64),
             target=np.array([b for _, b in ends], dtype=np.int64),
             uses=np.array(
                 [row + [NONE] * (width - len(row)) for row in used], dtype=np.int64
             ).reshape(len(used), width),
-            latency_s=np.array([send.latency_s for send in sends.values()], dtype=np.float64),
-            message_s=message_s,
+            latency_s=np.array(latencies, dtype=np.float64),
+            message_s=_seconds("message_s", message_s),
         )
 
     @classmethod
@@ -175,6 +178,10 @@ class Network:
     ) -> Network:
         """Every rank with a card, its bytes per second each way, on a switch that never fills."""
         into = out if into is None else into
+        if len(into) != len(out):
+            raise ClusterError(
+                f"{len(out)} rates out and {len(into)} in", hint="one of each for every rank"
+            )
         names = [str(i) for i in range(len(out))]
         capacities = {f"nic {i} out": out[i] for i in range(len(out))}
         capacities |= {f"nic {i} in": into[i] for i in range(len(out))}
@@ -293,6 +300,31 @@ def _check_names(ranks: Sequence[str]) -> None:
             raise ClusterError(f"two ranks are named {name!r}", hint="name each differently")
 
 
-def _positive(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+def _rate(what: str, value: object) -> float:
+    """Bytes per second; infinite ones limit nothing."""
+    rate = _number(value)
+    if not rate > 0:
         raise ClusterError(f"{what} is {value!r}, must be a number of bytes per second above 0")
+    if not (SLOWEST <= rate <= FASTEST or rate == math.inf):
+        raise ClusterError(
+            f"{what} is {value!r}, not between {SLOWEST:g} and {FASTEST:g} bytes per second",
+            hint="inf, for what limits nothing",
+        )
+    return rate
+
+
+def _seconds(what: str, value: object, where: str | None = None) -> float:
+    seconds = _number(value)
+    if not 0 <= seconds < math.inf:
+        raise ClusterError(f"{what} is {value!r}, must be a number of at least 0", where=where)
+    return seconds
+
+
+def _number(value: object) -> float:
+    """Of Python or NumPy; no number is not a number, and one beyond floats is infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.collectives.bounds import cut_bound
-from shardwise.collectives.demand import Demand, demand_of
+from shardwise.collectives.demand import Demand, demand_of, whole_number
 from shardwise.collectives.known import (
     Rounds,
     best_ring,
@@ -81,6 +81,8 @@ def solve(
     >>> round(solution.bandwidth_s * 1e3, 2), round(solution.cut_bound_s * 1e3, 2)
     (20.0, 20.0)
     """
+    numel, item_bytes = whole_number(numel, "numel"), whole_number(item_bytes, "item_bytes")
+    counts = None if counts is None else [whole_number(count, "a count") for count in counts]
     _check_size(network, operation, numel, item_bytes, counts)
     demand = demand_of(network, operation, root=root, shares=counts if numel else None)
     count = network.num_ranks

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -104,3 +107,32 @@ def test_every_element_of_the_group_keeps_the_network():
         np.testing.assert_array_equal(network.bandwidth[moved], network.bandwidth)
     sizes = np.bincount(symmetry.resource_orbit)
     assert set(sizes[sizes > 0]) <= {1, 3, 4, 12}
+
+
+@pytest.mark.parametrize("capacity", [1e-320, 1e300, "1e9", None, True])
+def test_capacities_that_cannot_be_computed_with_are_refused(capacity):
+    with pytest.raises(ClusterError, match="capacity of 'wire' is"):
+        Network.of(["a", "b"], {"wire": capacity}, {("a", "b"): Send(resources=("wire",))})
+
+
+def test_numbers_of_numpy_and_names_that_are_numbers():
+    sends = {(0, 1): Send(resources=("wire",)), (1, 0): Send(resources=("wire",))}
+    for rate in (np.float32(1e9), np.int64(10**9), Fraction(10**9)):
+        network = Network.of([0, 1], {"wire": rate}, sends)
+        assert network.capacity.tolist() == [1e9]
+    with pytest.raises(ClusterError, match="no rank '2'"):
+        Network.of([0, 1], {}, {(0, 2): Send(resources=())})
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1"])
+def test_times_of_messages_are_checked(seconds):
+    with pytest.raises(ClusterError, match="message_s is"):
+        Network.of(["a"], {}, {}, message_s=seconds)
+    send = Send(resources=(), latency_s=seconds)
+    with pytest.raises(ClusterError, match="at: send a -> b"):
+        Network.of(["a", "b"], {}, {("a", "b"): send})
+
+
+def test_cards_have_a_rate_each_way():
+    with pytest.raises(ClusterError, match="2 rates out and 1 in"):
+        Network.of_cards([1e9, 1e9], [1e9])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 import networkx
@@ -12,6 +13,7 @@ from shardwise.collectives.arborescence import cheapest, depths, shallow
 from shardwise.collectives.demand import demand_of
 from shardwise.collectives.known import ring
 from shardwise.collectives.trees import load_time
+from shardwise.errors import ClusterError
 from shardwise.messages import check
 
 MBIT = 125e3
@@ -218,3 +220,22 @@ def test_eight_ranks_take_a_moment():
 def test_hundreds_of_ranks_by_symmetry():
     assert cpu_s(Network.of_cluster(Cluster.preset("h100", nodes=4)), 2**28) < 5
     assert cpu_s(Network.of_cluster(Cluster.preset("h100", nodes=64)), 2**30) < 60
+
+
+@pytest.mark.parametrize("wrong", [{"numel": 2.5}, {"numel": "9"}, {"item_bytes": 2.5}])
+def test_sizes_are_whole_numbers(wrong):
+    given = {"numel": 8, **wrong}
+    with pytest.raises(ClusterError, match="must be a whole number"):
+        solve(Network.of_cards([1e9] * 2), "all_reduce", **given)
+
+
+def test_roots_and_operations_of_other_types_are_told():
+    network = Network.of_cards([1e9] * 2)
+    given = solve(network, "broadcast", np.int64(8), root=np.int64(1)).program
+    assert json.loads(json.dumps(given.to_json()))["root"] == 1
+    parts = solve(network, "all_gather", 8, counts=np.array([5, 3])).program
+    assert json.loads(json.dumps(parts.to_json()))["counts"] == [5, 3]
+    with pytest.raises(ClusterError, match="must be a whole number"):
+        solve(network, "broadcast", 8, root=1.5)
+    with pytest.raises(ClusterError, match="no operation None"):
+        solve(network, None, 8)
