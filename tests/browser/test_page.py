@@ -144,6 +144,17 @@ def test_other_sections_answer(show: Show) -> None:
     assert page.locator("#measured .chart-label.measured").count() == 4
 
 
+def test_a_colour_stands_in_a_legend_once(show: Show) -> None:
+    made = report(measured=True)
+    kinds = made["measured"]["timeline"]["kinds"]
+    made["measured"]["timeline"]["kinds"] = ["receive" if k == "send" else k for k in kinds]
+    page = show(made)
+    legend = page.locator("#measured .legend li")
+    assert "send, receive" in legend.all_inner_texts()
+    colours = legend.locator("i").evaluate_all("all => all.map(i => i.style.cssText)")
+    assert len(set(colours)) == len(colours)
+
+
 def test_ways_of_collectives_stand_with_the_cluster(show: Show) -> None:
     rows = show(report()).locator("#cluster .ways tbody tr")
     cells = rows.evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")

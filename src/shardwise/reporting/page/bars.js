@@ -32,12 +32,23 @@ export function stacked(parts, whole, label) {
   return bar;
 }
 
+/** Parts without figures that look alike, as one: sends and receives have a colour. */
+function joined(parts) {
+  const found = new Map();
+  for (const part of parts) {
+    const key = part.figure ? part : `${part.variable} ${part.pattern ?? ""}`;
+    const known = found.get(key);
+    found.set(key, known ? { ...known, label: `${known.label}, ${part.label}` } : part);
+  }
+  return [...found.values()];
+}
+
 /** What the colours mean, with figures where they are given. @param {Part[]} parts */
 export function legend(parts) {
   return el(
     "ul",
     { class: "legend" },
-    ...parts.map((p) =>
+    ...joined(parts).map((p) =>
       el(
         "li",
         {},

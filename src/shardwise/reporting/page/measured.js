@@ -82,7 +82,6 @@ function disagreements(m) {
 function disagreement(d, most, words) {
   const share = (Math.abs(d.difference_s) / most) * 100;
   const colour = d.difference_s > 0 ? "--c-slower" : "--c-faster";
-  const times = ` predicted ${seconds(d.predicted_s)}, measured ${seconds(d.measured_s)}`;
   return el(
     "li",
     {},
@@ -99,7 +98,7 @@ function disagreement(d, most, words) {
       { class: "small-bar", "aria-hidden": "true" },
       el("i", { style: { width: `${share}%`, "--colour": `var(${colour})` } }),
     ),
-    el("p", {}, name(d.text ?? ""), el("span", { class: "soft", text: times })),
+    el("p", {}, name(d.text ?? "")), // both figures are in it; of a slow rank, that of its like
     d.advice ? el("p", { class: "advice" }, name(d.advice)) : null,
   );
 }
