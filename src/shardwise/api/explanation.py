@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
+from shardwise.messages.ranks import format_ranks
 from shardwise.plans import Plan, Resolved, resolve
-from shardwise.plans.execution import format_ranks
 from shardwise.program import Pipeline, Program, build_pipeline, lower
 from shardwise.sharding.candidates import candidates
 

@@ -86,7 +86,7 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
 
 def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
     """The timeline in the Chrome trace format; a process per group, named after its ranks."""
-    from shardwise.plans.execution import format_ranks
+    from shardwise.messages.ranks import format_ranks
     from shardwise.reporting.files import write_whole
 
     found: dict[str, Any] = estimate.timeline.trace()
@@ -127,8 +127,8 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
 
 def _memory(plan: Plan, estimate: Estimate, width: int) -> list[list[str]]:
     """Memory of every group, those that are alike once."""
+    from shardwise.messages.ranks import format_ranks
     from shardwise.planner.search.replay import moments
-    from shardwise.plans.execution import format_ranks
 
     alike: dict[object, list[int]] = {}
     for number, use in enumerate(estimate.memory):

@@ -69,7 +69,7 @@ def verdict(plan: Plan, width: int) -> list[str]:
 
 def short(plan: Plan, width: int) -> list[str]:
     """The plan in a few lines."""
-    from shardwise.plans.execution import format_ranks
+    from shardwise.messages.ranks import format_ranks
 
     lines = [f"  plan    {searched(plan)['best']['what']}"]
     types = plan.precision.to_json()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ from numpy.typing import NDArray
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.messages.forest import Forest, require_fields
+from shardwise.messages.ranks import Ranks, format_steps, parse_ranks
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # that a step repeats, with trees
 WAYS = ("library", "hierarchical", "solved", "shared")  # shared: memory of one host
 REFERENCE_BYTES = 16 << 20  # at which times are compared in a plan's text
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +100,7 @@ class CollectiveChoice:
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {
             "operation": self.operation,
-            "groups": [format_ranks(group) for group in self.groups],
+            "groups": [format_steps(group) for group in self.groups],
             "uses": self.uses,
             "predicted_s": dict(self.predicted_s),
         }
@@ -125,7 +123,7 @@ class CollectiveChoice:
         try:
             return CollectiveChoice(
                 operation=str(fields["operation"]),
-                groups=tuple(_parse_ranks(group) for group in fields["groups"]),
+                groups=tuple(parse_ranks(str(group), where) for group in fields["groups"]),
                 uses=str(fields["uses"]),
                 predicted_s={
                     str(way): float(s) for way, s in fields.get("predicted_s", {}).items()
@@ -195,34 +193,8 @@ def format_groups(groups: Sequence[Ranks], most: int = 4) -> str:
     >>> format_groups([(0, 1), (2, 3)])
     '0-1 | 2-3'
     """
-    shown = " | ".join(format_ranks(group) for group in groups[:most])
+    shown = " | ".join(format_steps(group) for group in groups[:most])
     return shown + (f" | … {len(groups) - most} more" if len(groups) > most else "")
-
-
-def format_ranks(ranks: Ranks) -> str:
-    """Ranks as ranges, with the step where it is not 1.
-
-    >>> format_ranks((0, 1, 2, 5)), format_ranks((0, 4, 8, 12))
-    ('0-2,5', '0-12/4')
-    """
-    steps = {b - a for a, b in pairwise(ranks)}
-    if len(ranks) > 2 and len(steps) == 1 and next(iter(steps)) > 1:
-        return f"{ranks[0]}-{ranks[-1]}/{next(iter(steps))}"
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ]
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-def _parse_ranks(text: str) -> Ranks:
-    """The inverse of `format_ranks`."""
-    ranks: list[int] = []
-    for piece in str(text).split(","):
-        ends, _, step = piece.strip().partition("/")
-        first, _, last = ends.partition("-")
-        ranks += range(int(first), int(last or first) + 1, int(step or 1))
-    return tuple(ranks)
 
 
 def _time(seconds: float) -> str:

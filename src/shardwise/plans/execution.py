@@ -6,7 +6,6 @@ Enters: fields of a plan file. Leaves: `Stage` and `Precision`, parts of a `Plan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
+from shardwise.messages.ranks import format_ranks, parse_ranks
 from shardwise.plans.fields import read_fields
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -147,30 +147,6 @@ def _is_positive(text: str) -> bool:
         return float(text) > 0
     except ValueError:
         return False
-
-
-def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as ranges.
-
-    >>> format_ranks((0, 1, 2, 5))
-    '0-2,5'
-    """
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ]
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-def parse_ranks(text: str, where: str) -> tuple[int, ...]:
-    """Ranges as ranks: the inverse of `format_ranks`."""
-    ranks: list[int] = []
-    for piece in text.split(","):
-        first, _, last = piece.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise PlanError(f"ranks {text!r} are not ranges", where=where, hint='"0-3" or "0,2"')
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
 
 
 def check_stages(stages: tuple[Stage, ...]) -> None:

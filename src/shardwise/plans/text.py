@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from shardwise.plans.execution import format_ranks
+from shardwise.messages.ranks import format_ranks
 from shardwise.plans.plan import Plan
 
 WIDTH = 100

@@ -7,8 +7,8 @@ first and last ones, the slowest and the fullest stay, and the slowest of the re
 
 from __future__ import annotations
 
+from shardwise.messages.ranks import format_ranks
 from shardwise.plans import Plan
-from shardwise.plans.execution import format_ranks
 from shardwise.reporting.document import RankClass, RankGroup
 from shardwise.simulation import Estimate
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
+from shardwise.messages.ranks import format_ranks, parse_ranks
 from shardwise.plans import Plan
-from shardwise.plans.execution import format_ranks, parse_ranks
 from shardwise.reporting.document import Code, CodeFile
 from shardwise.reporting.sections import source_row
 

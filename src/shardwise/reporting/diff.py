@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.messages.choice import format_groups
+from shardwise.messages.ranks import format_ranks
 from shardwise.planner.search.replay import decisions, replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import ParameterEntry, Plan
-from shardwise.plans.execution import format_ranks
 from shardwise.reporting.build import reading
 from shardwise.simulation import Estimate
 

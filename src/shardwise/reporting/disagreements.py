@@ -12,7 +12,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from shardwise.plans.execution import format_ranks
+from shardwise.messages.ranks import format_ranks
 from shardwise.reporting.classes import ranks_label
 from shardwise.reporting.expected import predicted_passes
 from shardwise.reporting.steps import RankStep, RecordedStep

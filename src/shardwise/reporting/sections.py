@@ -13,11 +13,11 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.cluster.names import expand
 from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
+from shardwise.messages.ranks import format_ranks
 from shardwise.planner.search.details.modules import parameter_fields
 from shardwise.planner.search.details.tree import FIGURES
 from shardwise.planner.search.replay import moments
 from shardwise.plans import Plan
-from shardwise.plans.execution import format_ranks
 from shardwise.reporting.document import (
     CollectiveWay,
     Machines,

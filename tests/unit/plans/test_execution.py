@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError
+from shardwise.messages import CollectiveChoice
+from shardwise.messages.ranks import format_ranks, format_steps, parse_ranks
 from shardwise.plans import TIME, ParameterEntry, Plan, Precision, Stage
-from shardwise.plans.execution import format_ranks, parse_ranks
 
 
 def plan(**changes: Any) -> Plan:
@@ -97,7 +98,8 @@ def test_json_keeps_all_stages(original: Plan) -> None:
 
 @given(st.lists(st.integers(0, 30), min_size=1, unique=True))
 def test_ranks_are_read_back(ranks: list[int]) -> None:
-    assert parse_ranks(format_ranks(tuple(ranks)), "here") == tuple(ranks)
+    for written in (format_ranks(tuple(ranks)), format_steps(tuple(ranks))):
+        assert parse_ranks(written, "here") == tuple(ranks)
 
 
 @pytest.mark.parametrize(
@@ -180,3 +182,12 @@ def test_text_names_stages_and_their_work() -> None:
     ]
     long = plan(recompute=tuple(f"encoder.layers.{i}.attention" for i in range(40)))
     assert all(len(line) <= 100 for line in str(long).splitlines())
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "3-0", "0-4/0", "²", "0-99999999999", "0-2000000"])
+def test_ranks_that_no_cluster_has_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="are not ranges"):
+        parse_ranks(text, "here")
+    row = {"operation": "all_reduce", "groups": [text], "uses": "library"}
+    with pytest.raises(PlanError, match="are not ranges"):
+        CollectiveChoice.from_json(row, "here")

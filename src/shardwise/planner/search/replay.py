@@ -17,8 +17,8 @@ from typing import Any, cast
 from shardwise.cluster import Device
 from shardwise.cluster.device import Curve
 from shardwise.errors import PlanError
+from shardwise.messages.ranks import format_ranks
 from shardwise.plans import Plan
-from shardwise.plans.execution import format_ranks
 from shardwise.program.pipeline import plan_schedule
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.plans.execution import format_ranks
+from shardwise.messages.ranks import format_ranks
 from shardwise.simulation.work import Floats
 
 FIGURES = (
