@@ -24,7 +24,7 @@ PICTURES = (
     ("report_3d", 1, "timeline", "light", 1020),
     ("report_3d_dark", 1, "verdict", "dark", 1000),
     ("report_1024", 2, "timeline", "light", 900),
-    ("report_measured", 3, "measured", "light", 1300),
+    ("report_measured", 3, "measured", "light", 1370),
 )
 
 
