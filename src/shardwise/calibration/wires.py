@@ -51,17 +51,17 @@ def ring_wires(devices: tuple[int, ...]) -> float:
         if order[0] < order[-1]  # each ring once, not its reverse too
     )
     rings = [ring for ring in found if all(CUBE_MESH[a][b] for a, b in pairwise(ring))]
-    return 2 * _most(rings, {}, len(devices)) or _HOST_WIRES
+    return 2 * _most(rings, {}) or _HOST_WIRES
 
 
-def _most(rings: list[tuple[int, ...]], used: dict[frozenset[int], int], size: int) -> int:
+def _most(rings: list[tuple[int, ...]], used: dict[frozenset[int], int]) -> int:
     """How many of the rings run at once, each on wires of its own."""
     best = 0
     for at, ring in enumerate(rings):
         edges = [frozenset(pair) for pair in pairwise(ring)]
         taken = used | {edge: used.get(edge, 0) + 1 for edge in edges}
         if all(count <= CUBE_MESH[min(edge)][max(edge)] for edge, count in taken.items()):
-            best = max(best, 1 + _most(rings[at:], taken, size))
+            best = max(best, 1 + _most(rings[at:], taken))
         if best == WIRES // 2:
             break
     return best
