@@ -14,6 +14,7 @@ from typing import Any
 __all__ = ["MOST", "History"]
 
 MOST = 240  # about as many as can be told apart on a chart
+LARGEST = 1e100  # sums and squares of smaller ones are finite
 
 
 class _Bucket:
@@ -121,11 +122,9 @@ def _short(value: float | None) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number.
+    """Whether it is a number that can be added up and drawn.
 
-    >>> is_number(1.5), is_number(None), is_number(float("nan")), is_number(True)
-    (True, False, False, False)
+    >>> is_number(1.5), is_number(None), is_number(float("nan")), is_number(True), is_number(1e300)
+    (True, False, False, False, False)
     """
-    if type(value) is float:
-        return math.isfinite(value)
-    return type(value) is int and abs(value) < 1 << 1000  # so far, floats reach
+    return type(value) in (int, float) and -LARGEST < value < LARGEST

@@ -5,6 +5,7 @@ Enters: a `Run`. Leaves: what rich shows, or text. All names are text: nothing i
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -55,7 +56,7 @@ def _rows(run: Run, width: int) -> list[tuple[str, str]]:
     now = run.latest
     found: list[tuple[str, str | None]] = [
         ("loss", _loss(run, width)),
-        ("evaluation", _figure(now.get("evaluation_loss"), "{:.4f}")),
+        ("evaluation", _digits(now.get("evaluation_loss"))),
         ("throughput", _throughput(run, width)),
         ("step time", _step_time(run)),
         ("memory", _memory(run)),
@@ -71,11 +72,16 @@ def _figure(value: float | None, form: str) -> str | None:
     return None if value is None else form.format(value)
 
 
+def _digits(loss: float | None) -> str | None:
+    """A loss; of one that grew beyond all measure only its first digits."""
+    return None if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
+
+
 def _loss(run: Run, width: int) -> str | None:
     if "loss" not in run.latest:
         return None
     value = run.latest["loss"]
-    text = "not a number" if value is None else f"{value:.4f}"
+    text = _digits(value) or "not a number"
     line = sparkline(run.history.means("loss"), max(0, min(60, width - len(text) - 2)))
     return f"{text}  {line}".rstrip()
 
@@ -133,8 +139,11 @@ def line(run: Run) -> str:
 
 def summary(run: Run, width: int) -> str:
     """The run as text."""
-    lines = [run.title, progress_text(run)]
-    return "\n".join(lines + [f"  {n:<{LABEL}} {t}" for n, t in _rows(run, width - LABEL - 4)])
+    lines = [*textwrap.wrap(run.title, width), *textwrap.wrap(progress_text(run), width)]
+    for name, text in _rows(run, width - LABEL - 4):
+        label, below = f"  {name:<{LABEL}} ", " " * (LABEL + 3)
+        lines += textwrap.wrap(text, width, initial_indent=label, subsequent_indent=below)
+    return "\n".join(lines)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
@@ -155,19 +164,20 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     if not known:
         return ""
     low, high = min(known), max(known)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if m is None else BLOCKS[round((m - low) * scale)] for m in means)
+    spread = (high - low) or 1.0
+    top = len(BLOCKS) - 1
+    return "".join(" " if m is None else BLOCKS[round((m - low) / spread * top)] for m in means)
 
 
 def seconds(value: float) -> str:
     """A time with its unit.
 
-    >>> seconds(0.0123), seconds(2.5)
-    ('12.3 ms', '2.50 s')
+    >>> seconds(0.0123), seconds(2.5), seconds(0.9999)
+    ('12.3 ms', '2.50 s', '1.00 s')
     """
     if value >= 100:
         return f"{value:,.0f} s"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{value:.2f} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"
 
 
 def duration(value: float) -> str:

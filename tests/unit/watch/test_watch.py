@@ -207,6 +207,23 @@ def test_the_panel_fits_and_names_are_text(tmp_path: Path, width: int) -> None:
     assert max(len(each) for each in text.splitlines()) <= width
 
 
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_a_summary_fits_its_width(tmp_path: Path, width: int) -> None:
+    make_run(tmp_path, 30, model="Model" * 40, state="failed", error="no such file, " * 20)
+    text = summary(polled(tmp_path), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert " ".join(text.split()).count("no such file") == 20
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=40))
+def test_no_loss_is_too_large_to_be_shown(losses: list[float]) -> None:
+    history = History(("loss",), most=4)
+    for step, loss in enumerate(losses):
+        history.add(step, {"loss": loss})
+    json.dumps(history.to_json(), allow_nan=False)
+    assert len(sparkline(history.means("loss"), 20)) <= 20
+
+
 def test_sparklines() -> None:
     assert sparkline([1.0, 1.0], 5) == "▁▁"
     assert sparkline([None, None], 5) == ""
