@@ -13,6 +13,7 @@ Shared memory is used where it was measured (`shardwise profile`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -312,7 +313,13 @@ def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
     Where rounds of messages are as fast, as between two ranks, plans still hold trees: a ring's.
     """
     network = key.network
-    solution = solve(network, operation, LARGE_BYTES // ITEM_BYTES, item_bytes=ITEM_BYTES)
+    solution = solve(
+        network,
+        operation,
+        LARGE_BYTES // ITEM_BYTES,
+        item_bytes=ITEM_BYTES,
+        limit_s=math.inf,  # rounds end it: a clock would be another one on another rank
+    )
     if solution.parts:
         largest = max(chunk.size for chunk in solution.program.chunks)
         return forest_of(network, solution.parts), largest * ITEM_BYTES

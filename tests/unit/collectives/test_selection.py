@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 
 from shardwise.cluster import Cluster
+from shardwise.collectives import solve
 from shardwise.collectives.derive import chunk_of, derive, verify
+from shardwise.cost import selection
 from shardwise.cost.collectives import collective_model
 from shardwise.cost.selection import may_gain, saves_enough, select
 from shardwise.errors import PlanError
@@ -45,6 +49,18 @@ def test_unequal_links_are_solved(cluster: Cluster, gain: float) -> None:
     assert found is not None
     assert found.uses == "solved"
     assert found.gain > gain
+
+
+def test_no_clock_ends_the_solving_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def noted(*args: Any, limit_s: float = 0.0, **more: Any) -> Any:
+        limits.append(limit_s)
+        return solve(*args, limit_s=limit_s, **more)
+
+    monkeypatch.setattr(selection, "solve", noted)
+    assert select(cards(110, 310, 470, 730), "all_reduce", [range(4)]) is not None
+    assert limits == [math.inf]  # ranks that plan by themselves agree, however fast they are
 
 
 def test_nodes_of_several_ranks_are_hierarchical() -> None:
