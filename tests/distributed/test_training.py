@@ -14,10 +14,9 @@ pytestmark = pytest.mark.distributed
 
 HYBRID = {"dp": 2, "tp": 2, "zero": 3}
 EVERYDAY = [
-    ("fused_gpt", "fsdp", 3, {}),
+    ("odd", "fsdp", 3, {}),
     ("fused_gpt", "tensor", 3, {}),
-    ("odd", "zero2", 3, {}),
-    ("resnet", "ddp", 3, {}),
+    ("resnet", "ddp", 2, {}),
 ]
 THOROUGH = [
     (model, strategy, ranks, options)
@@ -26,6 +25,7 @@ THOROUGH = [
         ("ddp", 3, {}),
         ("zero1", 5, {}),
         ("zero2", 3, {}),
+        ("fsdp", 3, {}),
         ("fsdp", 5, {}),
         ("tensor", 3, {}),
         ("tensor", 5, {}),

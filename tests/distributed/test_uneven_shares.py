@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 EVERYDAY = [
     ("odd", "ddp", 2, {"shares": {"dp": (2, 1)}}, 7),
-    ("fused_gpt", "fsdp", 3, {"shares": {"dp": (5, 2, 1)}}, 8),
+    ("odd", "fsdp", 3, {"shares": {"dp": (5, 2, 1)}}, 8),
     ("fused_gpt", "tensor", 2, {"shares": {"tp": (3, 1)}}, 7),
     (
         "fused_gpt",
@@ -30,6 +30,7 @@ EVERYDAY = [
     ),
 ]
 THOROUGH = [
+    ("fused_gpt", "fsdp", 3, {"shares": {"dp": (5, 2, 1)}}, 8),
     *(
         (model, "hybrid", len(weights), {"dp": len(weights), "zero": zero, "shares": shares}, batch)
         for model in ("odd", "fused_gpt")

@@ -25,9 +25,10 @@ HYBRID = {"dp": 2, "tp": 2, "zero": 2}
 EVERYDAY = [
     ("odd", "ddp", 3, {"shared": True}),
     ("odd", "ddp", 3, {}),
-    ("fused_gpt", "zero2", 3, {}),
+    ("odd", "zero2", 3, {}),
 ]
 THOROUGH = [
+    ("fused_gpt", "zero2", 3, {}),
     ("fused_gpt", "tensor", 3, {}),
     ("odd", "ddp", 2, {}),
     ("fused_gpt", "ddp", 4, {}),

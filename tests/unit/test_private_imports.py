@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -43,6 +44,7 @@ def private_part(name: str) -> str:
     return ".".join(parts[: first + 1])
 
 
+@functools.cache
 def uses() -> dict[str, list[str]]:
     """Private name -> the files that use it."""
     found: dict[str, list[str]] = {}

@@ -35,7 +35,7 @@ def predicted(strategy: str, ranks: int, rank: int = 0, **options: Any) -> Memor
 
 
 @pytest.mark.parametrize(
-    "recompute", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"]
+    "recompute", [*(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "full")), "selective"]
 )
 def test_prediction_holds_on_one_rank(recompute: str) -> None:
     job = ("ddp", 1, {"recompute": recompute}, SIZES, BATCH)
@@ -71,7 +71,9 @@ def test_what_autograd_saves_is_what_it_saves_in_a_real_run() -> None:
     assert predicted("ddp", 1).activations_peak_bytes == pytest.approx(real, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp", "tensor"]
+)
 def test_state_is_what_the_strategy_keeps_of_it(strategy: str) -> None:
     graph = graph_of()
     whole = sum(graph.values[p.value].num_bytes for p in graph.parameters)
@@ -125,7 +127,7 @@ def test_every_schedule_can_be_played(schedule: str, rank: int) -> None:
     assert predicted("pipeline", 2, rank, **options).activations_bytes > 0
 
 
-@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_three_dimensions_with_sharded_parameters(rank: int) -> None:
     options = {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 4, "zero": 3, "recompute": "full"}
     assert predicted("hybrid", 8, rank, **options).peak_bytes > 0

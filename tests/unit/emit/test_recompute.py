@@ -95,16 +95,18 @@ def test_no_value_is_called_checkpoint() -> None:
     ("name", "dropout", "strategy", "recompute"),
     [
         ("fused_gpt", 0.0, "ddp", "full"),
-        ("fused_gpt", 0.0, "fsdp", "full"),
+        pytest.param("fused_gpt", 0.0, "fsdp", "full", marks=pytest.mark.slow),
         ("fused_gpt", 0.0, "fsdp", "selective"),
         ("fused_gpt", 0.0, "fsdp", ("blocks.*.n1", "blocks.*.up")),
-        ("fused_gpt", 0.0, "tensor", "full"),
+        pytest.param("fused_gpt", 0.0, "tensor", "full", marks=pytest.mark.slow),
         ("fused_gpt", 0.0, "tensor", "selective"),
-        ("gpt2", 0.1, "ddp", "selective"),
-        ("gpt2", 0.1, "fsdp", "full"),
+        pytest.param("gpt2", 0.1, "ddp", "selective", marks=pytest.mark.slow),
+        pytest.param("gpt2", 0.1, "fsdp", "full", marks=pytest.mark.slow),
         ("gpt2", 0.1, "tensor", "selective"),
         pytest.param("llama", 0.0, "ddp", "selective", marks=pytest.mark.slow),
-        ("llama", 0.0, "fsdp", ("model.layers.*.mlp", "*.self_attn")),
+        pytest.param(
+            "llama", 0.0, "fsdp", ("model.layers.*.mlp", "*.self_attn"), marks=pytest.mark.slow
+        ),
         pytest.param("llama", 0.0, "tensor", ("model",), marks=pytest.mark.slow),
         ("resnet", 0.0, "ddp", ("blocks.*",)),
     ],

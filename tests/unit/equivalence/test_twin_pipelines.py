@@ -90,9 +90,11 @@ def test_a_llama_on_512_ranks_is_certified() -> None:
         schedule="1f1b",
     )
     certificate = sw.verify(model, batch, plan)
+    (layers,) = (line for line in certificate.scaled if line.startswith("model.layers: 32 layers"))
+    begun = 7  # by stages; and two of each kind: the first layer may be cut unlike the others
+    assert begun + 2 <= int(layers.split()[-1]) <= begun + 4
     assert_scaled(
         certificate,
-        "model.layers: 32 layers -> 9",
         "mesh axis dp: 8 ranks -> 2",
         "mesh axis tp: 8 ranks -> 2",
         "micro-batches: 16 -> 9",

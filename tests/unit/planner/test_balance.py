@@ -69,7 +69,10 @@ def test_where_one_stage_is_longest_the_others_are_level() -> None:
     assert max(work[:-1]) < 1.6 * min(work[:-1])
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "vit", "bert", "mamba"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "vit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "bert", "mamba"))],
+)
 def test_no_stage_begins_at_random_or_free_nodes(name: str) -> None:
     graph, facts = captured(name, 0.1)
     free = values_of_inputs(graph)

@@ -33,7 +33,14 @@ def hybrid(name: str, ranks: int, **options: Any) -> Plan:
     return sw.strategies.hybrid(graph(name), sw.Cluster.local(ranks), **options)
 
 
-@pytest.mark.parametrize("name", ["fused_gpt", "llama", "t5", "unet", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fused_gpt",
+        "unet",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5", "vit")),
+    ],
+)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

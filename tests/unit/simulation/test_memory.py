@@ -12,6 +12,7 @@ import torch
 import shardwise as sw
 from benchmarks.models import GPT, tokens
 from shardwise.simulation.liveness import Liveness, Moment
+from tests.support.tiers import thinned
 
 PLANS: list[tuple[str, int, dict[str, Any]]] = [
     ("ddp", 2, {"recompute": "selective"}),
@@ -32,7 +33,7 @@ def model() -> tuple[Any, Any, sw.Graph]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options"),
-    [*PLANS[:2], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[2:])],
+    thinned(PLANS, lambda _, plan: plan[0] == "fsdp"),
 )
 def test_the_peak_is_that_of_the_program(
     strategy: str, ranks: int, options: dict[str, Any]

@@ -25,6 +25,7 @@ from shardwise.planner.search.write import write_plan
 from shardwise.plans import Precision
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.fold import Fold
+from tests.support.tiers import thinned
 from tests.unit.planner.layouts.exhaustive import lowered_cost, resolutions
 from tests.unit.planner.layouts.prices import RandomPrices
 from tests.unit.planner.layouts.test_optimality import make_task
@@ -115,7 +116,7 @@ def captured(build: Callable[[], nn.Module], **batch: Tensor) -> Graph:
 
 
 MODELS = {f.__name__: f for f in (llama, gpt2, t5, vit, nested)}
-LONG = ("llama", "t5", "gpt2")
+LONG = ("llama", "t5", "gpt2", "vit")
 
 
 class Chain(nn.Module):
@@ -153,7 +154,7 @@ def test_written_plans_cost_what_was_planned(name: str) -> None:
         assert again.peak.peak_bytes == pytest.approx(found.estimate.peak.peak_bytes, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", thinned(range(3), lambda i, _: i == 0))
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_agreeing_nodes_are_as_cheap_as_the_best_programs_in_which_they_agree(

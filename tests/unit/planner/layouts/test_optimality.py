@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -106,6 +107,7 @@ def drawn(steps: tuple[int, ...]) -> Callable[..., Tensor]:
 BODIES = {f.__name__: f for f in (chain, reused, tied, vector, views, casts, branches, twice)}
 
 
+@functools.cache
 def captured(body: Callable[..., Tensor]) -> tuple[Graph, Facts]:
     graph = sw.capture(Net(body), {"x": torch.ones(4, 6)})
     return graph, analyze(graph)

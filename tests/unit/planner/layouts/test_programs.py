@@ -91,7 +91,12 @@ def test_zoo_lowers_at_the_price_and_resolves(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("mlp", "tp4"), ("fused_gpt", "dp2tp2"), ("unet", "dp2tp2"), ("fused_gpt", "cp2tp2")],
+    [
+        ("mlp", "tp4"),
+        ("fused_gpt", "dp2tp2"),
+        pytest.param("unet", "dp2tp2", marks=pytest.mark.slow),
+        pytest.param("fused_gpt", "cp2tp2", marks=pytest.mark.slow),
+    ],
 )
 def test_plans_compute_the_model(name: str, mesh: str) -> None:
     model, batch = zoo.build(name)

@@ -41,7 +41,10 @@ def gpt() -> tuple[object, object, sw.Graph]:
         {"tp": 2, "pp": 2, "microbatches": 2},
         pytest.param({"tp": 4}, marks=pytest.mark.slow),
         pytest.param({"dp": 4, "zero": 3}, marks=pytest.mark.slow),
-        {"pp": 2, "microbatches": 2, "recompute": "full", "schedule": "1f1b"},
+        pytest.param(
+            {"pp": 2, "microbatches": 2, "recompute": "full", "schedule": "1f1b"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

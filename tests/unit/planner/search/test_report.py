@@ -20,6 +20,7 @@ from shardwise.planner.search.larger import copied
 from shardwise.planner.search.relax import faster_devices, faster_links
 from shardwise.planner.search.replay import replay
 from shardwise.planner.search.report import batch_sizes, merged
+from tests.support.tiers import thinned
 
 LITTLE = 2e-4  # GiB, less than any plan needs
 OPTIONS = [
@@ -75,7 +76,7 @@ def unequal() -> sw.Cluster:
 @pytest.mark.parametrize(
     ("machines", "options"),
     [
-        *(("h100", options) for options in OPTIONS),
+        *thinned((("h100", o) for o in OPTIONS), lambda i, _: i in (0, 4, 5)),
         *(("unequal", options) for options in OPTIONS[:1]),
         *(pytest.param("unequal", o, marks=pytest.mark.slow) for o in OPTIONS[1:3]),
         *(pytest.param("cpu", o, marks=pytest.mark.slow) for o in (OPTIONS[0], OPTIONS[5])),
@@ -216,7 +217,11 @@ def test_tokens_are_counted_where_inputs_are_matrices_of_words(graph: Graph) -> 
 # ------------------------------------------------------------ nothing fits
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": 0, "tp": 1, "offload": ()}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"zero": 0, "tp": 1, "offload": ()}],
+    ids=str,
+)
 def test_changes_that_are_named_do_fit(graph: Graph, options: dict[str, object]) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     with pytest.raises(InfeasiblePlan, match="too much") as raised:

@@ -49,7 +49,9 @@ def test_clipping_and_accumulation_equal_plain_lightning(options: dict[str, Any]
     assert_same(fit(ShardwiseStrategy("ddp"), **options), fit(**options))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
+)
 def test_number_types_are_the_trainers(precision: str) -> None:
     found = fit(ShardwiseStrategy("ddp"), precision=precision)
     assert_same(found, fit(precision=precision), 2e-2)
