@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
-from shardwise.calibration import Row, predict_entry, read_entries
+from shardwise.calibration import Row, predict_entry, predict_file, read_entries, summarize
 from shardwise.calibration.machines import cluster_of
 from shardwise.calibration.predict import predict_row
 from shardwise.calibration.values import Sharding
 from tests.unit.calibration.test_models import ROW
 from tests.unit.calibration.test_rows import LINE
 
+PUBLISHED = Path(__file__).parents[4] / "shared/data/published_calibration.csv"
 SMALL = replace(
     ROW,
     layers=8,
@@ -155,3 +156,17 @@ def test_command_without_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
         cli.main(["predict", "--csv", str(tmp_path / "none.csv")])
     assert exit_.value.code == 1
     assert "no file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here")
+def test_published_measurements_are_met() -> None:
+    """Targets of the cost model: 8% in the median, 20% at the 90th percentile, order 0.9."""
+    summary = summarize(predict_file(PUBLISHED))
+    assert summary.predicted == 244
+    assert summary.out_of_memory == 0
+    assert summary.step_time is not None
+    assert summary.step_time.median <= 0.05
+    assert summary.step_time.p90 <= 0.1
+    assert min(sweep.correlation for sweep in summary.sweeps) >= 0.9
+    assert len(summary.sweeps) == 27
