@@ -158,16 +158,17 @@ def explain_text(plan: Plan, width: int) -> str:
     from shardwise.planner.search.replay import decisions
 
     edited = searched(plan).get("decisions", decisions(plan)) != decisions(plan)
+    compared = bool(searched(plan)["gap"])  # a named plan that was simulated has no others
     note = "note: the plan was changed after it was made; the figures are those of the plan as made"
     parts = [
         wrapped(note, width, "", "  ") if edited else [],
         [*verdict(plan, width), *short(plan, width)],
-        why(plan, width),
+        why(plan, width) if compared else [],
         time_by_cause(plan, width),
         memory_by_cause(plan, width),
         by_layer(plan, width),
-        runners_up(plan, width),
-        outlook(plan, width),
+        runners_up(plan, width) if compared else [],
+        outlook(plan, width) if compared else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 

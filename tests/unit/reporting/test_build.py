@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.cli.verdict import explain_json
+from shardwise.cli.verdict import explain_json, explain_text
 from shardwise.errors import PlanError
+from shardwise.planner.search.details import figures
 from shardwise.planner.search.replay import replay
 from shardwise.reporting.code import with_code
 from shardwise.reporting.critical import critical_chain
@@ -238,6 +239,9 @@ def test_a_named_plan_is_simulated_with_model_and_cluster(
     assert made.modules is not None
     assert made.plans is None
     assert "plans" in made.missing
+    told = explain_text(figures(graph, plan, cluster), 80)
+    assert "time by cause" in told
+    assert "what would change" not in told
 
 
 def test_an_edited_plan_is_simulated_anew(
