@@ -5,6 +5,7 @@ Enters: what `solve.py` computes. Leaves: `Solution`: a program, its times, and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,9 +44,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much longer the busiest resource takes than the better bound, as a part of it."""
+        """How much longer the busiest resource takes than the better bound, as a part of it.
+
+        Infinite where bytes take time and nothing bounds it: some rank has no element.
+        """
         bound = max(self.lp_bound_s, self.cut_bound_s)
-        return max(0.0, self.bandwidth_s / bound - 1) if bound > 0 else 0.0
+        if bound > 0:
+            return max(0.0, self.bandwidth_s / bound - 1)
+        return math.inf if self.num_bytes and self.bottlenecks else 0.0
 
     @property
     def proved(self) -> bool:
@@ -62,7 +68,7 @@ class Solution:
             "bandwidth_s": self.bandwidth_s,
             "lp_bound_s": self.lp_bound_s,
             "cut_bound_s": self.cut_bound_s,
-            "gap": self.gap,
+            "gap": self.gap if self.gap < math.inf else None,
             "proved": self.proved,
             "bottlenecks": list(self.bottlenecks),
             "depth": self.depth,

@@ -5,6 +5,7 @@ Enters: a `Solution`. Leaves: lines with the time, the bounds, and what is prove
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def solution_text(solution: Solution) -> str:
 
 def proof(solution: Solution) -> str:
     """What is proved of the use of the network, in words."""
+    if solution.gap == math.inf:
+        return "not proved optimal: there is no bound for fewer elements than ranks"
     if not solution.num_bytes or not max(solution.lp_bound_s, solution.cut_bound_s):
         return "nothing limits the bytes: latencies alone count"
     if not solution.proved:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.messages.forest import Forest, require_fields
+from shardwise.messages.forest import Forest, number, require_fields, whole
 from shardwise.messages.ranks import Ranks, format_steps, parse_ranks
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # that a step repeats, with trees
@@ -54,6 +54,8 @@ class CollectiveChoice:
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or min(sizes) < 2 or any(len(set(g)) != len(g) for g in self.groups):
             raise PlanError(f"groups {self.groups} are not all of as many ranks, two or more")
+        if not all(0 <= s < math.inf for s in self.predicted_s.values()):
+            raise PlanError(f"predicted_s {dict(self.predicted_s)} are not all times")
         if not all(0 <= s < math.inf for s in (self.latency_s, self.s_per_byte)):
             raise PlanError(f"{self.latency_s} s and {self.s_per_byte} s for each byte")
         if not self.has_trees:
@@ -126,12 +128,13 @@ class CollectiveChoice:
                 groups=tuple(parse_ranks(str(group), where) for group in fields["groups"]),
                 uses=str(fields["uses"]),
                 predicted_s={
-                    str(way): float(s) for way, s in fields.get("predicted_s", {}).items()
+                    str(way): number(s, f"predicted_s.{way}")
+                    for way, s in fields.get("predicted_s", {}).items()
                 },
-                min_bytes=int(fields.get("min_bytes", 0)),
-                latency_s=float(fields.get("latency_s", 0.0)),
-                s_per_byte=float(fields.get("s_per_byte", 0.0)),
-                chunk_bytes=int(fields.get("chunk_bytes", 0)),
+                min_bytes=whole(fields.get("min_bytes", 0), "min_bytes"),
+                latency_s=number(fields.get("latency_s", 0.0), "latency_s"),
+                s_per_byte=number(fields.get("s_per_byte", 0.0), "s_per_byte"),
+                chunk_bytes=whole(fields.get("chunk_bytes", 0), "chunk_bytes"),
                 forests=tuple(
                     Forest.from_json(forest, f"{where}.forests[{i}]")
                     for i, forest in enumerate(fields.get("forests", ()))
@@ -139,7 +142,7 @@ class CollectiveChoice:
             )
         except PlanError as error:
             raise PlanError(error.message, where=error.where or where, hint=error.hint) from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"malformed: {error}", where=where) from None
 
     @property
@@ -166,11 +169,11 @@ def read_choices(data: Sequence[Any]) -> tuple[CollectiveChoice, ...]:
 
 def check_ranks(choices: Sequence[CollectiveChoice], num_ranks: int) -> None:
     """Raise if a choice is for a rank that there is not."""
-    for number, choice in enumerate(choices):
+    for i, choice in enumerate(choices):
         last = max(map(max, choice.groups))
         if last >= num_ranks:
             raise PlanError(
-                f"rank {last} of a plan for {num_ranks} ranks", where=f"collectives[{number}]"
+                f"rank {last} of a plan for {num_ranks} ranks", where=f"collectives[{i}]"
             )
 
 

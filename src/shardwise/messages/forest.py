@@ -66,6 +66,10 @@ class Forest:
     message_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not self.trees:
+            raise PlanError("a forest without trees", hint="sw.choose_collectives(plan, cluster)")
+        if not 0 <= self.message_s < math.inf:
+            raise PlanError(f"message_s is {self.message_s}, must be a number of at least 0")
         known = {(wire.source, wire.target) for wire in self.wires}
         for number, tree in enumerate(self.trees):
             _check_tree(tree, number, self.num_ranks)
@@ -96,7 +100,7 @@ class Forest:
         known = ("ranks", "message_s", "capacity_bytes_per_s", "sends", "trees")
         fields = require_fields(data, known, known, where)
         try:
-            capacity = tuple(float(value) for value in fields["capacity_bytes_per_s"])
+            capacity = tuple(number(value, "a rate") for value in fields["capacity_bytes_per_s"])
             if any(not 0 < value < math.inf for value in capacity):
                 raise ValueError(f"capacities {capacity} are not all above 0")
             sends = [
@@ -108,15 +112,15 @@ class Forest:
                 _read_tree(tree, f"{where}.trees[{i}]") for i, tree in enumerate(fields["trees"])
             ]
             return Forest(
-                num_ranks=int(fields["ranks"]),
+                num_ranks=whole(fields["ranks"], "ranks"),
                 trees=tuple(trees),
                 wires=tuple(sorted(sends, key=lambda wire: (wire.source, wire.target))),
                 capacity=capacity,
-                message_s=float(fields["message_s"]),
+                message_s=number(fields["message_s"], "message_s"),
             )
         except PlanError as error:
             raise PlanError(error.message, where=error.where or where, hint=error.hint) from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"malformed: {error}", where=where) from None
 
 
@@ -133,6 +137,20 @@ def require_fields(
         if key not in data:
             raise PlanError(f"field {key!r} is missing", where=where)
     return data
+
+
+def whole(value: object, name: str) -> int:
+    """A whole number of a file: JSON has others, and True."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}, must be a whole number")
+    return value
+
+
+def number(value: object, name: str) -> float:
+    """A number of a file."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}, must be a number")
+    return float(value)
 
 
 def _check_tree(tree: Tree, number: int, count: int) -> None:
@@ -159,7 +177,7 @@ def _read_tree(data: Any, where: str) -> Tree:
         tuple(-1 if word == "-" else int(word) for word in str(fields.get(name, "")).split())
         for name in ("in", "out")
     ]
-    weight, root = float(fields["weight"]), int(fields["root"])
+    weight, root = number(fields["weight"], "weight"), whole(fields["root"], "root")
     return Tree(weight=weight, root=root, inward=halves[0], outward=halves[1])
 
 

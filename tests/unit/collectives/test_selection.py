@@ -165,3 +165,29 @@ def test_errors_name_what_is_wrong() -> None:
     unwired["forests"][0]["sends"] = {}
     with pytest.raises(PlanError, match="no wire"):
         CollectiveChoice.from_json(unwired, "collectives[0]")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["min_bytes"], math.inf, "min_bytes is inf"),
+        (["chunk_bytes"], 2.5, "chunk_bytes is 2.5"),
+        (["predicted_s", "library"], -1, "are not all times"),
+        (["latency_s"], True, "latency_s is True"),
+        (["forests", 0, "ranks"], math.inf, "ranks is inf"),
+        (["forests", 0, "message_s"], -1, "message_s is -1"),
+        (["forests", 0, "trees"], [], "without trees"),
+        (["forests", 0, "trees", 0, "root"], math.inf, "root is inf"),
+    ],
+)
+def test_edited_choices_are_read_strictly(path, value, message):
+    choice = select(uneven(3), "all_reduce", [range(3)], use="solved")
+    assert choice is not None
+    data = json.loads(json.dumps(choice.to_json()))
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(PlanError, match=message) as error:
+        CollectiveChoice.from_json(data, "collectives[0]")
+    assert "collectives[0]" in str(error.value)

@@ -239,3 +239,11 @@ def test_roots_and_operations_of_other_types_are_told():
         solve(network, "broadcast", 8, root=1.5)
     with pytest.raises(ClusterError, match="no operation None"):
         solve(network, None, 8)
+
+
+def test_without_a_bound_nothing_is_proved():
+    few = solve(Network.of_cards([1e9] * 7), "reduce_scatter", 3)
+    assert not few.proved
+    assert few.to_json()["gap"] is None
+    assert "not proved optimal: there is no bound" in str(few)
+    assert solve(Network.of_cards([1e9] * 7), "reduce_scatter", 0).proved
