@@ -6,8 +6,9 @@ figures, seconds by cause, bytes by part and traffic by link, of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from shardwise.messages.choice import format_groups
@@ -148,8 +149,8 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
         if one != other:
             yield Change(kind=kind, name="", before=one, after=other)
     yield from _stages(before, after)
-    yield from _by_name("parameters", *({n: _entry(e) for n, e in p.parameters.items()}
-                                        for p in (before, after)))  # fmt: skip
+    names = dict.fromkeys((*before.parameters, *after.parameters))
+    yield from _by_name("parameters", _parameters(before, names), _parameters(after, names))
     yield from _by_name("nodes", *({n: _cuts(c) for n, c in p.nodes.items()}
                                    for p in (before, after)))  # fmt: skip
     yield from _by_name("inputs", *({n: _dim(d) for n, d in p.inputs.items()}
@@ -221,6 +222,30 @@ def _stages(before: Plan, after: Plan) -> Iterator[Change]:
         for plan in (before, after)
     ]
     yield from _by_name("stage", *both)
+
+
+def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
+    """What a plan says of names and globs, also where it says so by others.
+
+    >>> from shardwise import Mesh
+    >>> one, two = ParameterEntry(layout={"tp": "0"}), ParameterEntry(layout={"tp": "1"})
+    >>> plan = Plan(name="a", model="M", fingerprint="", mesh=Mesh.of(tp=2),
+    ...             roles={"tp": "parameters"},
+    ...             parameters={"up.*": one, "down.0": one, "down.1": two})
+    >>> _parameters(plan, ["up.0", "down.*", "head"])
+    {'up.0': 'tp: 0', 'down.*': 'one by one'}
+    """
+    found = {}
+    for name in names:
+        if name in plan.parameters:
+            told = {_entry(plan.parameters[name])}
+        elif any(fnmatchcase(name, glob) for glob in plan.parameters):
+            told = {_entry(plan.entry(name))}
+        else:
+            told = {_entry(e) for part, e in plan.parameters.items() if fnmatchcase(part, name)}
+        if told:
+            found[name] = told.pop() if len(told) == 1 else "one by one"
+    return found
 
 
 def _entry(entry: ParameterEntry) -> str:

@@ -161,7 +161,8 @@ def test_memory_over_time_is_that_of_the_whole_step(plan: sw.Plan) -> None:
         assert bar.times[0] == 0  # a later stage holds its parameters while it waits, too
         state = bar.parts["parameters"] + bar.parts["optimizer"]
         assert bar.over_time[0] == pytest.approx(state) or bar.group == 0
-        assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-4)
+        # A file keeps four digits of every moment.
+        assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-3)
 
 
 def test_no_size_of_a_what_if_is_rounded_to_nothing(plan: sw.Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from shardwise import cli
 from shardwise.cli.diff import difference_text
 from shardwise.messages import CollectiveChoice
 from shardwise.reporting.diff import diff
-from tests.support.reported import HOSTILE
+from tests.support.reported import HOSTILE, LAYERS
 
 
 def test_equal_plans_differ_in_nothing(staged: sw.Plan) -> None:
@@ -53,6 +54,20 @@ def test_what_is_as_long_or_as_many_still_differs(flat: sw.Plan) -> None:
         ("collectives", *(flat.with_(collectives=(way,)) for way in ways)),
     ):
         assert [change.kind for change in diff(before, after).changes] == [kind]
+
+
+def test_a_parameter_is_not_absent_where_a_glob_names_it(flat: sw.Plan) -> None:
+    whole = {glob: entry for glob, entry in flat.parameters.items() if "up.weight" in glob}
+    (entry,) = whole.values()
+    parts = {f"blocks.{i}.up.weight": entry for i in range(LAYERS)}
+    before, after = (flat.with_(parameters=found) for found in (whole, parts))
+    assert diff(before, after).changes == diff(after, before).changes == ()
+    other = {**parts, "blocks.1.up.weight": replace(entry, zero=0)}
+    changes = diff(before, flat.with_(parameters=other)).changes
+    told = {(c.name, c.after) for c in changes if c.kind == "parameters"}
+    assert ("blocks.1.up.weight", "whole, zero 0") in told
+    assert {name for name, _ in told} == {"blocks.1.up.weight", *whole}
+    assert "absent" not in {after for _, after in told}
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
