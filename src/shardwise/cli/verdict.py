@@ -128,12 +128,26 @@ def outlook(plan: Plan, width: int) -> list[str]:
     gap = found["gap"]
     lines += wrapped(
         f"{gap['simulated']:,} of {gap['points']:,} points simulated; a better one is at most "
-        f"{gap['search']:.1%} quicker, better layouts at most {gap['layouts']:.1%}",
+        f"{gap['search']:.1%} quicker, better layouts at most {gap['layouts']:.1%} by the prices "
+        "of a typical micro-batch",
         width,
         "",
         "  ",
     )
+    if found.get("polish"):
+        lines += wrapped(_polished(found["polish"]), width, "", "  ")
     return lines
+
+
+def _polished(told: Mapping[str, Any]) -> str:
+    """What came of other cuts and layouts, which were simulated after the search."""
+    tried = f"other cuts of stages and {told['layouts']:,} other layouts: "
+    tried += f"{told['simulated']:,} more simulated, "
+    if told["gain"] > 0:
+        tried += f"of which the best, {told['gain']:.2%} quicker than the search's, is this plan"
+    else:
+        tried += "none is quicker"
+    return tried + ("; no other can be" if told["complete"] else "; not all were tried")
 
 
 def _changed(row: Mapping[str, Any]) -> str:

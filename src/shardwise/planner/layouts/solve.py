@@ -11,6 +11,7 @@ joint choice is made. Such a solution says so in `restricted`.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.ir import Graph
@@ -133,20 +134,29 @@ class _Search:
 
     def assignments(self, found: _Found) -> tuple[Assignment, ...]:
         """What every node does and how every parameter is stored, by mesh axis."""
-        built = found.built
-        return tuple(
-            Assignment(
-                axis=axis.name,
-                ranks=axis.ranks,
-                nodes={name: found.choice(name)[i] for name in built.nodes},
-                parameters={
-                    value: _plain(built.storages[value][found.chosen[variable]][i])
-                    for value, variable in built.sources.items()
-                },
-                cost=found.solved.cost,
-            )
-            for i, axis in enumerate(self.task.axes)
+        return assignments_of(self.task, found.built, found.chosen, found.solved.cost)
+
+
+def assignments_of(
+    task: LayoutTask, built: Built, chosen: Mapping[int, int], cost: float
+) -> tuple[Assignment, ...]:
+    """A solution, by the states of variables, as an assignment of every mesh axis."""
+    return tuple(
+        Assignment(
+            axis=axis.name,
+            ranks=axis.ranks,
+            nodes={
+                name: built.options[name][chosen[variable]].choice[i]
+                for name, variable in built.nodes.items()
+            },
+            parameters={
+                value: _plain(built.storages[value][chosen[variable]][i])
+                for value, variable in built.sources.items()
+            },
+            cost=cost,
         )
+        for i, axis in enumerate(task.axes)
+    )
 
 
 def _plain(placement: Placement) -> Placement:

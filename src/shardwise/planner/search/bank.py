@@ -7,12 +7,17 @@ tensor-parallel ranks, quickest or leanest in memory, with the gap that the solv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.cluster import Mesh
 from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask, solve_layouts
 from shardwise.planner.layouts.alike import Likeness
+from shardwise.planner.layouts.build import build
+from shardwise.planner.layouts.options import Options
+from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of
+from shardwise.planner.layouts.task import Placements
+from shardwise.planner.search.near import nearest
 from shardwise.planner.search.prices import CallPrices
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
 from shardwise.sharding.assign import Assignment, Task, assign
@@ -27,7 +32,7 @@ from shardwise.simulation.works import Works, batch_rows
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
 LONG_ROW = 128  # elements
-QUICKEST, LEANEST, MIXED = 0, 1, 2  # kinds of layouts
+QUICKEST, LEANEST, MIXED, POLISHED = 0, 1, 2, 3  # kinds of layouts; the last and all above
 LEAN = 0.5  # what filling a device's memory costs in the leanest layouts, in micro-batches
 
 
@@ -38,6 +43,33 @@ class Layouts:
     works: Works
     solution: LayoutSolution
     axes: tuple[tuple[str, int], ...]  # tensor-parallel mesh axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearby:
+    """Layouts under the `number` by which `Bank.get` gives them.
+
+    `seconds` are those of nodes and of what moves between them, for one micro-batch: a step takes
+    no fewer. `numel` are the trained elements that a rank holds.
+    """
+
+    seconds: float
+    number: int
+    numel: float
+
+
+class _Passing(CallPrices):
+    """The prices of what passes from node to node alone: parameters may travel meanwhile."""
+
+    def hold(self, parameter: str, stored: Placements) -> float:
+        return 0.0
+
+    def numel(self, parameter: str, stored: Placements) -> float:
+        """The trained elements of a parameter on a rank."""
+        found = self._parameter(parameter)
+        kind = self.graph.values[found.value].dtype.itemsize
+        size = self._bytes(found.value, self._layout(stored)) / kind
+        return size if found.requires_grad else 0.0
 
 
 class Bank:
@@ -59,28 +91,76 @@ class Bank:
         self.inputs = batch_inputs(fold.graph, None)
         self.rows = batch_rows(fold.graph)
         self._found: dict[tuple[int, int], Layouts] = {}
+        self._numbers: dict[tuple[int, str], int] = {}  # of layouts that `near` found
         self._batch: Assignment | None = None
 
     def get(self, tp: int, layout: int) -> Layouts:
-        """The layouts for `tp` ranks: 0 the quickest, 1 the leanest, 2 with the batch cut too."""
+        """The layouts for `tp` ranks: 0 the quickest, 1 the leanest, 2 with the batch cut too.
+
+        From `POLISHED` on they are those of `near`.
+        """
         key = (tp, layout)
         if key not in self._found:
             self._found[key] = self._solve(tp, layout)
         return self._found[key]
 
+    def near(
+        self, tp: int, dp: int, microbatches: int, group: Group, most: int, below: float
+    ) -> tuple[list[Nearby], bool]:
+        """The numbers of the cheapest layouts for a micro-batch of a point, cheapest first.
+
+        Of layouts that cost the same at every node there is one. `below` is what they may cost, and
+        whether there are no others below that is said too.
+        """
+        tensor, graph = self._tensor(tp), self.fold.graph
+        task = self._task(tensor, max(1, min(self.rows, dp * microbatches)))
+        options = Options(graph, self.facts, task)
+        if options.num_joint() > MAX_JOINT:
+            return [], False
+        device, clock = self.evaluator.cluster.device(0), self.evaluator.clock
+        prices = _Passing(graph, self.facts, task, group, device, clock)
+        built = build(options, prices, limit=float("inf"))
+        found = nearest(built.model, most, below, built.sources.values())
+        nearby = [
+            Nearby(
+                seconds=near.cost,
+                number=self._number(
+                    tp, assignments_of(task, built, near.chosen, near.cost), tensor
+                ),
+                numel=sum(
+                    prices.numel(value, built.storages[value][near.chosen[variable]])
+                    for value, variable in built.sources.items()
+                    if value in built.parameters
+                ),
+            )
+            for near in found.solutions
+        ]
+        return nearby, found.complete
+
+    def least_numel(self, tp: int) -> float:
+        """The trained elements that a rank holds if all of them are cut."""
+        trained = (p.value for p in self.fold.graph.parameters if p.requires_grad)
+        return sum(prod(self.fold.graph.values[value].shape) for value in trained) / tp
+
+    def _number(
+        self, tp: int, assignments: tuple[Assignment, ...], tensor: tuple[tuple[str, int], ...]
+    ) -> int:
+        """The number under which `get` gives these layouts."""
+        names = [axis for axis, _ in tensor]
+        mine = [a for a in assignments if a.axis in names]
+        text = str([[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in mine])
+        key = (tp, text)
+        if key not in self._numbers:
+            number = self._numbers[key] = POLISHED + len(self._numbers)
+            solution = replace(self.get(tp, QUICKEST).solution, assignments=assignments)
+            self._found[tp, number] = self._layouts(solution, tensor)
+        return self._numbers[key]
+
     def _solve(self, tp: int, layout: int) -> Layouts:
         self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed")[layout])
-        graph = self.fold.graph
-        sizes = tensor_axes(graph, self.facts, tp) if tp > 1 else ()
-        tensor = tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
-        axes = []
-        cuts = self._cuts()
+        tensor = self._tensor(tp)
         cluster = self.evaluator.cluster
         dp = max(1, min(cluster.num_ranks // tp, self.rows))
-        parts = dp if layout == MIXED else self._parts(dp)
-        if cuts:
-            axes.append(LayoutAxis(name="dp", ranks=parts, role="batch", inputs=cuts))
-        axes += [LayoutAxis(name=name, ranks=n) for name, n in tensor]
         group = Group(
             mesh=Mesh(axes=(("dp", dp), *tensor)),
             ranks=tuple(range(min(dp * tp, cluster.num_ranks))),
@@ -89,8 +169,41 @@ class Bank:
         if layout == LEANEST:
             limit = cluster.device(0).usable_bytes
             weight = LEAN * self.get(tp, 0).solution.cost_s / limit
+        task = self._task(tensor, dp if layout == MIXED else self._parts(dp), weight)
+        prices = CallPrices(
+            self.fold.graph,
+            self.facts,
+            task,
+            group,
+            cluster.device(0),
+            self.evaluator.clock,
+            microbatches=1.0 if layout == MIXED else TYPICAL_MICROBATCHES,
+        )
+        graph = self.fold.graph
+        solution = solve_layouts(graph, self.facts, task, prices, time_limit_s=TIME_LIMIT_S)
+        return self._layouts(solution, tensor)
+
+    def _layouts(self, solution: LayoutSolution, tensor: tuple[tuple[str, int], ...]) -> Layouts:
+        names = [axis for axis, _ in tensor]
+        roles = {a.axis: "parameters" if a.axis in names else "batch" for a in solution.assignments}
+        works = Works(self.fold, self.facts, solution.assignments, roles)
+        return Layouts(works=works, solution=solution, axes=tensor)
+
+    def _tensor(self, tp: int) -> tuple[tuple[str, int], ...]:
+        """The tensor-parallel mesh axes."""
+        sizes = tensor_axes(self.fold.graph, self.facts, tp) if tp > 1 else ()
+        return tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
+
+    def _task(
+        self, tensor: tuple[tuple[str, int], ...], parts: int, weight: float = 0.0
+    ) -> LayoutTask:
+        """The problem of a rank that has one of `parts` of the batch."""
+        cuts = self._cuts()
+        axes = [LayoutAxis(name=name, ranks=n) for name, n in tensor]
+        if cuts:
+            axes.insert(0, LayoutAxis(name="dp", ranks=parts, role="batch", inputs=cuts))
         names = tuple(axis.name for axis in axes)
-        task = LayoutTask(
+        return LayoutTask(
             axes=tuple(axes),
             parameters={
                 value: {a: p for a, p in placements.items() if a in names}
@@ -102,19 +215,6 @@ class Bank:
             alike=self.likeness.alike,
             memory_weight=weight,
         )
-        prices = CallPrices(
-            graph,
-            self.facts,
-            task,
-            group,
-            cluster.device(0),
-            self.evaluator.clock,
-            microbatches=1.0 if layout == MIXED else TYPICAL_MICROBATCHES,
-        )
-        solution = solve_layouts(graph, self.facts, task, prices, time_limit_s=TIME_LIMIT_S)
-        roles = {axis.name: "batch" if axis.role == "batch" else "parameters" for axis in axes}
-        works = Works(self.fold, self.facts, solution.assignments, roles)
-        return Layouts(works=works, solution=solution, axes=tensor)
 
     def _parts(self, dp: int) -> int:
         """Of how many parts of the batch layouts are solved for one.

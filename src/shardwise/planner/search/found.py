@@ -32,6 +32,16 @@ class Bound:
     memory: float  # of the fullest rank, as a part of its device's
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Polish:
+    """What was tried after the search: other cuts of stages, other layouts."""
+
+    layouts: int
+    simulated: int  # points
+    gain: float  # as a part of the step
+    complete: bool  # whether all that could be quicker was tried
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """What the search came to, best first."""
@@ -41,6 +51,7 @@ class Found:
     bounds: tuple[Bound, ...]  # of all points
     next_bound_s: float  # of the first point that was not simulated
     points: int
+    polish: Polish | None = None
 
     @property
     def best(self) -> Candidate:

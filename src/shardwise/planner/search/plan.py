@@ -25,6 +25,7 @@ from shardwise.planner.search.details import Subject, details
 from shardwise.planner.search.found import Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
+from shardwise.planner.search.polish import polished
 from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Search
@@ -146,7 +147,8 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
         found = search.run([*wanted, *lean])
     if not found.feasible and fixed.offload is None:
         found = search.run(points(limits, fixed, offloads=True))
-    return found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
+    found = found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
+    return polished(search, found, wanted)
 
 
 def _may_mix(point: Point, limits: Limits) -> bool:

@@ -72,13 +72,21 @@ def _with_memory(found: Found, search: Search, most: float, shortest: float) -> 
             continue
         candidate = search.simulate(bound.point)
         simulated += 1
-        peak = peak_of(candidate.estimate.memory)
-        if not 1.0 < peak.peak_bytes / peak.limit_bytes <= most:
+        if not 1.0 < _fullest(candidate) <= most:
+            continue
+        candidate = search.simulate(bound.point, whole=True)
+        if _fullest(candidate) > most:
             continue
         tried += 1
         if candidate.estimate.step_time_s < shortest:
             best, shortest = candidate, candidate.estimate.step_time_s
     return best
+
+
+def _fullest(candidate: Candidate) -> float:
+    """What the fullest rank needs, as a part of its device's memory."""
+    peak = peak_of(candidate.estimate.memory)
+    return peak.peak_bytes / peak.limit_bytes
 
 
 def _options(found: Found, fixed: Fixed, again: Again | None) -> Iterator[dict[str, Any]]:

@@ -68,6 +68,7 @@ def search_report(
             "points": found.points,
             "simulated": len(found.feasible) + len(found.infeasible),
         },
+        "polish": asdict(found.polish) if found.polish is not None else None,
         "binding": binding(best.estimate, relaxed),
         "relaxations": relaxed,
         "layers": by_layer(best, search),

@@ -11,47 +11,27 @@ the next bound, no other point is better, in simulation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardwise.cluster import Device
-from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.planner.balance import Costs, Cutter
 from shardwise.planner.search.bank import Bank, Layouts
+from shardwise.planner.search.bounds import Bounds
 from shardwise.planner.search.found import Bound, Candidate, Found
 from shardwise.planner.search.grouping import Grouping
-from shardwise.planner.search.least import least_end, least_wire
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
-from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.memory import stage_memory
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Layers
 from shardwise.simulation.times import Group
-
-Ints = NDArray[np.int64]
 
 MOST_SIMULATED = 400
 RUNNERS_UP = 5
 REFINED = 2  # points whose parameters outside of blocks are tried at other zero levels
 WORTHWHILE = 0.005  # gain for which a plan gets a second zero level
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Core:
-    """What points that differ in zero and offload share: when the work of each group ends."""
-
-    setting: Setting
-    bounds: Ints
-    layers: Sequence[Layers]
-    ends: dict[int, float]
-    seconds: float
-    watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
 
 
 class Search:
@@ -74,16 +54,23 @@ class Search:
         self.cutter = Cutter(graph)
         self.outside, self.count = self._outside(graph), len(graph.parameters)
         self._cuts: dict[object, tuple[int, ...]] = {}
-        self._bounds: dict[Point, Bound] = {}
-        self._cores: dict[Point, _Core | None] = {}
+        self.bounds = Bounds(bank, evaluator, self.setting, memory_limit)
         self._simulated: dict[Point, Candidate] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
 
-    def run(self, points: Iterable[Point]) -> Found:
+    def run(
+        self,
+        points: Iterable[Point],
+        *,
+        below: float = float("inf"),
+        enough: int = RUNNERS_UP,
+        most: int = MOST_SIMULATED,
+    ) -> Found:
         """Simulate points in the order of their bounds until none is below the best.
 
         Points that differ only in what they keep where share a bound on time, and get their own,
-        with that on memory, when their turn comes.
+        with that on memory, when their turn comes. Steps of `below` seconds are known already;
+        `enough` that fit are simulated in any case, at most `most` in all.
         """
         families: dict[Point, list[Point]] = {}
         for point in points:
@@ -92,30 +79,35 @@ class Search:
                 families.setdefault(replace(chosen, zero=0, offload=()), []).append(chosen)
         heap: list[tuple[float, str, Point | Bound]] = []
         for family in families:
-            core = self._core(family)
+            core = self.bounds.core(family)
             if core is not None:
                 heap.append((core.seconds, f"{family}", family))
         heapify(heap)
         self.report(f"{sum(map(len, families.values()))} points")
-        return self._explore(heap, families)
+        return self._explore(heap, families, below, enough, most)
 
     def _explore(
-        self, heap: list[tuple[float, str, Point | Bound]], families: Mapping[Point, list[Point]]
+        self,
+        heap: list[tuple[float, str, Point | Bound]],
+        families: Mapping[Point, list[Point]],
+        best: float,
+        wanted: int,
+        most: int,
     ) -> Found:
         feasible: list[Candidate] = []
         infeasible: list[Candidate] = []
         bounds: list[Bound] = []
-        best, left = float("inf"), float("inf")
+        left = float("inf")
         while heap:
             seconds, _, item = heappop(heap)
-            enough = len(feasible) >= RUNNERS_UP
+            enough = len(feasible) >= wanted
             tried = len(feasible) + len(infeasible)
-            if (seconds >= best and enough) or tried >= MOST_SIMULATED:
+            if (seconds >= best and enough) or tried >= most:
                 left = seconds
                 break
             if isinstance(item, Point):
                 for point in families[item]:
-                    bound = self._bound(point)
+                    bound = self.bounds.bound(point)
                     heappush(heap, (bound.seconds, f" {point}", bound))
                 continue
             bounds.append(item)
@@ -145,7 +137,7 @@ class Search:
 
     def may_beat(self, point: Point, seconds: float) -> bool:
         """Whether a point's work, which no other layouts do in less time, takes less than that."""
-        core = self._core(replace(point, zero=0, outer=None, offload=()))
+        core = self.bounds.core(replace(point, zero=0, outer=None, offload=()))
         return core is not None and core.seconds < seconds
 
     def _outside(self, graph: Graph) -> tuple[str, ...]:
@@ -212,117 +204,6 @@ class Search:
             precision=self.precision,
         )
 
-    # ------------------------------------------------------------ bounds
-
-    def _bound(self, point: Point) -> Bound:
-        if point in self._bounds:
-            return self._bounds[point]
-        core = self._core(replace(point, zero=0, offload=()))
-        assert core is not None
-        setting = replace(core.setting, zero=point.zero, offload=point.offload)
-        seconds, fullest = core.seconds, 0.0
-        for group, stages in core.watched.items():
-            layers, members = core.layers[group], setting.groups[group]
-            ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
-            wire = least_wire(ranges, layers, members, setting, self.evaluator.clock)
-            end = least_end(core.ends[group], ranges, layers, point.microbatches, wire)
-            tail = self._tail(stages, core.bounds, layers, setting) + wire.update
-            seconds = max(seconds, end + tail)
-            full = self._fullest(point, group, stages, core.bounds, core.layers[group], setting)
-            fullest = max(fullest, full)
-        self._bounds[point] = Bound(point=point, seconds=seconds, memory=fullest)
-        return self._bounds[point]
-
-    def _core(self, point: Point) -> _Core | None:
-        """What points that differ in zero and offload share; None where they are impossible."""
-        if point not in self._cores:
-            try:
-                self._cores[point] = self._find_core(point)
-            except ShardwiseError:  # too few places for so many stages, or nothing to cut
-                self._cores[point] = None
-        return self._cores[point]
-
-    def _find_core(self, point: Point) -> _Core:
-        layouts = self.bank.get(point.tp, point.layout)
-        setting = self.setting(point, layouts)
-        bounds = np.array([*setting.cuts, self.fold.size])
-        alike = len(self.evaluator.devices) == 1
-        first = self._layers(layouts, setting, 0)
-        layers = [first if alike else self._layers(layouts, setting, g) for g in range(point.pp)]
-        times = self._times(layers, bounds, setting.placement, alike)
-        stages: dict[int, list[int]] = {}
-        for stage, group in enumerate(setting.placement):
-            stages.setdefault(group, []).append(stage)
-        first_times = times
-        if point.schedule.startswith("zb"):  # a group need not wait for others' backward
-            first_times = self._times(layers, bounds, setting.placement, alike, ("forward",))
-        before = np.concatenate([[0.0], np.cumsum(first_times)])
-        ends = {
-            g: float(before[mine[0]] + point.microbatches * times[mine].sum())
-            for g, mine in stages.items()
-        }
-        few = {0, 1, point.pp - 1} if alike else set(stages)
-        return _Core(
-            setting=setting,
-            bounds=bounds,
-            layers=layers,
-            ends=ends,
-            seconds=max(ends.values()),
-            watched={g: mine for g, mine in stages.items() if g in few},
-        )
-
-    def _times(
-        self,
-        layers: Sequence[Layers],
-        bounds: Ints,
-        placement: Sequence[int],
-        alike: bool,
-        names: Sequence[str] = ("forward", "backward"),
-    ) -> np.ndarray:
-        """Forward and backward of one micro-batch, of every stage."""
-        if alike:
-            return np.diff(np.sum([layers[0].sums[name][bounds] for name in names], axis=0))
-        return np.array(
-            [
-                sum(layers[group].total(name, bounds[s], bounds[s + 1]) for name in names)
-                for s, group in enumerate(placement)
-            ]
-        )
-
-    def _tail(self, stages: Sequence[int], bounds: Ints, layers: Layers, setting: Setting) -> float:
-        """The optimizer's reading and writing, at least."""
-        device = self._device(setting.groups[setting.placement[stages[0]]])
-        numel = 0.0
-        for (axes, zero), share in layers.parameters(setting).items():
-            ranks = setting.groups[setting.placement[stages[0]]].along(axes).shape[-1]
-            mine = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
-            numel += mine / (ranks if zero else 1)
-        return 28.0 * numel / device.memory_rate(max(28.0 * numel, 1.0))
-
-    def _fullest(
-        self,
-        point: Point,
-        group: int,
-        stages: Sequence[int],
-        bounds: Ints,
-        layers: Layers,
-        setting: Setting,
-    ) -> float:
-        """The least memory that a group's rank needs, as a part of its device's."""
-        members = setting.groups[group]
-        waiting = min(point.microbatches, max(1, point.pp - group))
-        again = point.microbatches > (waiting if len(stages) == 1 else point.pp)
-        total = 0.0
-        for stage in stages:
-            first, end = bounds[stage], bounds[stage + 1]
-            memory = stage_memory(first, end, layers, members, setting)
-            total += memory.least(waiting / len(stages), again)
-        return total / self._limit(self._device(members))
-
-    def _limit(self, device: Device) -> float:
-        limit = Budget.of(device).limit_bytes
-        return min(limit, self.memory_limit) if self.memory_limit is not None else limit
-
     def _limited(self, estimate: Estimate) -> Estimate:
         if self.memory_limit is None:
             return estimate
@@ -334,15 +215,6 @@ class Search:
 
     # ------------------------------------------------------------ parts
 
-    def _device(self, group: Group) -> Device:
-        kinds: list[int] = np.unique(self.evaluator.kind[group.array]).tolist()
-        found: list[Device] = [self.evaluator.devices[kind] for kind in kinds]
-        return min(found, key=lambda device: device.usable_bytes)
-
-    def _layers(self, layouts: Layouts, setting: Setting, group: int) -> Layers:
-        found = self.evaluator.group_layers(layouts.works, setting, group)
-        return max(found, key=lambda layers: layers.sums["backward"][-1])
-
     def _groups(self, point: Point, layouts: Layouts) -> tuple[Group, ...]:
         key = (point.pp, point.grouping, layouts.axes)
         if key not in self._grouped:
@@ -351,8 +223,8 @@ class Search:
         return self._grouped[key]
 
     def _cut(self, point: Point, layouts: Layouts, groups: tuple[Group, ...]) -> tuple[int, ...]:
-        if point.stages == 1:
-            return (0,)
+        if point.stages == 1 or point.cuts:
+            return point.cuts or (0,)
         key = (id(layouts), point.stages, point.pp, point.grouping, point.schedule == "zb_v")
         if key not in self._cuts:
             speeds = self.groupings(point.pp)[point.grouping].speeds
@@ -362,7 +234,7 @@ class Search:
             setting = Setting(
                 groups=groups, cuts=(0,), placement=(0,), microbatches=point.microbatches
             )
-            layers = self._layers(layouts, setting, 0)
+            layers = self.bounds.layers(layouts, setting, 0)
             work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
             crossing = self.fold.spread(layers.work.crossing)
             costs = Costs(work, crossing, self._per_byte(groups))

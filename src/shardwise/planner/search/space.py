@@ -16,6 +16,7 @@ from shardwise.schedules import NAMES
 RECOMPUTES = ("none", "selective", "full")
 MOST_STAGES = 128
 VIRTUAL = (2, 3, 4, 6, 8)
+LAYOUTS = ("", "lean layouts", "mixed layouts", "polished layouts")  # the last is of all others
 MICROBATCH_COUNTS = 14  # of all divisors of a rank's rows, at most so many are tried
 
 
@@ -35,6 +36,7 @@ class Point:
     offload: tuple[str, ...] = ()
     layout: int = 0  # which of the layouts that were solved for `tp`: see `Bank.get`
     grouping: int = 0  # which order of unequal devices
+    cuts: tuple[int, ...] = ()  # where stages begin, if not where `Cutter` cuts
 
     @property
     def stages(self) -> int:
@@ -54,7 +56,9 @@ class Point:
         if self.offload:
             parts.append(f"offload {'+'.join(self.offload)}")
         if self.layout:
-            parts.append(("", "lean layouts", "mixed layouts")[self.layout])
+            parts.append(LAYOUTS[min(self.layout, len(LAYOUTS) - 1)])
+        if self.cuts:
+            parts.append(f"stages from nodes {', '.join(map(str, self.cuts))}")
         if self.grouping:
             parts.append(f"device order {self.grouping}")
         return ", ".join(parts)

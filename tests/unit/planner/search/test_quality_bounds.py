@@ -34,8 +34,8 @@ def test_bounds_are_below_what_is_simulated(name: str) -> None:
     every = list(points(_limits(search, graph, cluster, fixed), fixed))
     tried = 0
     for point in random.Random(0).sample(every, 150):
-        if search._core(point) is not None:
-            bound, found = search._bound(point), search.simulate(point)
+        if search.bounds.core(point) is not None:
+            bound, found = search.bounds.bound(point), search.simulate(point)
             assert bound.seconds <= found.estimate.step_time_s * (1 + 1e-9), str(point)
             peak = found.estimate.peak
             assert bound.memory <= peak.peak_bytes / peak.limit_bytes * (1 + 1e-9), str(point)

@@ -1,0 +1,189 @@
+"""After the search: other places to cut stages and other layouts, with the simulator as judge.
+
+Enters: what the search came to, and its points. Leaves: `Found`, the best of it perhaps better,
+and `Polish`: what was tried.
+
+The search solves layouts once for a typical micro-batch, by prices that add up, and cuts stages
+into equal work. The simulator ranks them otherwise: gradients travel while a rank computes, and the
+longest stage sets the pace. So for few ranks and few distinct nodes,
+
+- every way to cut a small model into stages is a point of its own; of a larger one, those with one
+  cut moved to the next place;
+- for the micro-batch of every point the cheapest layouts are listed, up to those whose work alone
+  takes as long as the best step.
+
+Points are simulated in the order of their bounds until none is below the best step. If that was
+within the budgets, which count simulations and nodes, nothing among them is quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop
+from itertools import combinations
+from math import comb
+
+from shardwise.planner.search.bank import QUICKEST
+from shardwise.planner.search.found import Found, Polish
+from shardwise.planner.search.search import Search
+from shardwise.planner.search.space import Point
+from shardwise.simulation.times import Group
+
+MOST_RANKS = 16
+MOST_NODES = 16  # distinct ones, up to which layouts are listed
+MOST_CUTS = 64  # ways to cut a model up to which all are tried
+NEAR = 256  # layouts that are listed for a micro-batch
+LOWERED_NODES = 1200  # of the layouts that are tried, all nodes together
+SIMULATED = 400  # points
+LEAST_FORWARD = 0.25  # of a node's forward and backward: that of products is a third
+GAIN = 1e-6  # of the step: less is no improvement
+
+
+def polished(search: Search, found: Found, points: Sequence[Point]) -> Found:
+    """The best point, or a better one with other cuts and layouts."""
+    ranks = len(search.evaluator.kind)
+    if not found.feasible or ranks > MOST_RANKS or ranks == 1:
+        return found
+    return _Polisher(search, found, points).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """Layouts for the micro-batches of some points, which take so long at least."""
+
+    seconds: float
+    layout: int
+    points: tuple[Point, ...]
+
+
+class _Polisher:
+    def __init__(self, search: Search, found: Found, points: Iterable[Point]) -> None:
+        self.search, self.found, self.best = search, found, found.best
+        wanted = [p for p in points if p.layout == QUICKEST]
+        if not found.limited_by_memory:  # computing again only takes longer
+            least = wanted[0].recompute
+            wanted = [p for p in wanted if p.recompute == least]
+        self.points = wanted
+        self.simulated = self.layouts = 0
+        self.complete = True
+
+    def run(self) -> Found:
+        """Try cuts with the layouts that are known, then layouts with all cuts."""
+        before = self.best.estimate.step_time_s
+        self._try([p for p in self._with_cuts(self.points) if p.cuts])
+        heap = [(t.seconds, t.layout, at, t) for at, t in enumerate(self._trials())]
+        heapify(heap)
+        room = LOWERED_NODES // len(self.search.fold.graph.nodes)
+        while heap and heap[0][0] < self._goal:
+            if self.layouts >= room or self.simulated >= SIMULATED:
+                self.complete = False
+                break
+            trial = heappop(heap)[-1]
+            self.layouts += 1
+            mine = [replace(p, layout=trial.layout) for p in trial.points]
+            self._try(list(self._with_cuts(mine)))
+        after = self.best.estimate.step_time_s
+        told = Polish(
+            layouts=self.layouts,
+            simulated=self.simulated,
+            gain=1 - after / before,
+            complete=self.complete,
+        )
+        better = () if self.best is self.found.best else (self.best,)
+        return replace(self.found, feasible=(*better, *self.found.feasible), polish=told)
+
+    @property
+    def _goal(self) -> float:
+        """Seconds that a step must be below."""
+        return self.best.estimate.step_time_s * (1 - GAIN)
+
+    def _try(self, points: Sequence[Point]) -> None:
+        """Simulate those that may be quicker."""
+        room = max(0, SIMULATED - self.simulated)
+        found = self.search.run(points, below=self._goal, enough=0, most=room)
+        tried = len(found.feasible) + len(found.infeasible)
+        self.simulated += tried
+        self.complete &= tried < room or found.next_bound_s >= self._goal
+        if found.feasible and found.best.estimate.step_time_s < self._goal:
+            self.best = found.best
+
+    # ------------------------------------------------------------ cuts
+
+    def _with_cuts(self, points: Iterable[Point]) -> Iterator[Point]:
+        """The points as they are, and with other cuts."""
+        known: dict[object, list[tuple[int, ...]]] = {}
+        for point in points:
+            yield point
+            if point.stages > 1:
+                key = (point.stages, point.pp, point.schedule == "zb_v", point.layout)
+                if key not in known:
+                    known[key] = self._cuts(point)
+                for cuts in known[key]:
+                    yield replace(point, cuts=cuts)
+
+    def _cuts(self, point: Point) -> list[tuple[int, ...]]:
+        """Other first nodes of stages: all, or those with one cut at the next place."""
+        fit, more = self.search.cutter.fit, point.stages - 1
+        if comb(len(fit), more) <= MOST_CUTS:
+            return [(0, *later) for later in combinations(fit, more)]
+        core = self.search.bounds.core(point)
+        if core is None:
+            return []
+        now = core.setting.cuts
+        place = {node: at for at, node in enumerate(fit)}
+        found = []
+        for index in range(1, len(now)):
+            for step in (-1, 1):
+                at = place[now[index]] + step
+                if 0 <= at < len(fit):
+                    moved = (*now[:index], fit[at], *now[index + 1 :])
+                    if len(set(moved)) == len(moved):
+                        found.append(moved)
+        return found
+
+    # ------------------------------------------------------------ layouts
+
+    def _trials(self) -> Iterator[_Trial]:
+        """Layouts near the cheapest, for the micro-batches of all points."""
+        if len(self.search.fold.graph.nodes) > MOST_NODES:
+            self.complete = False
+            return
+        kinds: dict[tuple[int, int, int, int], list[Point]] = {}
+        for point in self.points:
+            if point.tp > 1:
+                key = (point.tp, point.dp, point.pp, point.microbatches)
+                kinds.setdefault(key, []).append(point)
+        alike = len(self.search.evaluator.devices) == 1
+        for (tp, dp, pp, count), points in kinds.items():
+            core = self.search.bounds.core(points[0])
+            if core is None:
+                continue
+            times, group = min(map(_times, points)), core.setting.groups[0]
+            spent = self._update(self.search.bank.least_numel(tp) / (pp * dp), group)
+            below = min(self._goal / times, (self._goal - spent) * pp / count)
+            found, complete = self.search.bank.near(
+                tp, dp, count, group, NEAR, below if alike else float("inf")
+            )
+            self.complete &= complete
+            for near in found:
+                spent = self._update(near.numel / (pp * dp), group)
+                least = max(near.seconds * times, near.seconds * count / pp + spent)
+                yield _Trial(seconds=least, layout=near.number, points=tuple(points))
+
+    def _update(self, numel: float, group: Group) -> float:
+        return self.search.bounds.least_update(numel, group)
+
+
+def _times(point: Point) -> float:
+    """How often a step takes, at least, the seconds of a micro-batch in all stages together.
+
+    A group takes `microbatches` times its own stage, after those before it have begun: their
+    forward, at least, or forward and backward where each micro-batch has both at once. Stages which
+    all end at the same time by that rule are a geometric row; no others end sooner.
+    """
+    count, pp = point.microbatches, point.pp
+    if pp == 1 or point.virtual > 1:
+        return count / pp
+    waits = LEAST_FORWARD if point.schedule.startswith("zb") else 1.0
+    return waits / (1 - (1 - waits / count) ** pp)
