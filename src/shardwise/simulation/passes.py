@@ -142,7 +142,7 @@ class StageMemory:
     def talking(self) -> frozenset[tuple[str, ...]]:
         """The mesh axes along which a rank talks, where that is not with all ranks."""
         along = {talk.axes for talk in self.layers.work.talks}
-        along |= {axes for axes, _ in self.layers.parameters(self.setting)}
+        along |= {axes for axes, _, _ in self.layers.parameters(self.setting)}
         sizes = dict(self.group.mesh.axes)
         found = {tuple(a for a in sizes if a in axes and sizes[a] > 1) for axes in along}
         every = self.group.along(tuple(sizes)).shape[-1] == self.setting.num_ranks
@@ -152,7 +152,7 @@ class StageMemory:
 
     def _summed(self) -> Iterator[_Summed]:
         first, end = self.first, self.end
-        for (axes, zero), share in self.layers.parameters(self.setting).items():
+        for (axes, zero, _), share in self.layers.parameters(self.setting).items():
             own = np.diff(share.numel[first : end + 1])
             complete = share.numel[end] - share.numel[first:end]
             arrived = np.maximum(share.arrives[end] - share.arrives[first:end], complete)

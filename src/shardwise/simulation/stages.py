@@ -185,7 +185,7 @@ def stage_cost(
         )
     ]
     numel, tensors, squares = 0.0, 0.0, 0.0
-    for (axes, zero), share in layers.parameters(setting).items():
+    for (axes, zero, _), share in layers.parameters(setting).items():
         mine = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
         numel += mine / (ranks if zero else 1)

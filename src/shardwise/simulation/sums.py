@@ -23,7 +23,7 @@ from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.work import Floats, Work
 
-Key = tuple[tuple[str, ...], int]  # mesh axes of the gradient's sum, zero level
+Key = tuple[tuple[str, ...], int, int]  # mesh axes of the gradient's sum, zero level, item bytes
 Run = tuple[str, int, int]  # a unit: its name, and the positions that it has
 
 # Why messages are sent: gradients are summed; blocks are gathered for each pass, parameters outside
@@ -54,13 +54,11 @@ def shares(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
     """The trained parameters by how their gradients are summed and shared."""
     count = len(fold.graph.nodes)
     found: dict[Key, dict[str, Floats]] = {}
-    sizes: dict[Key, int] = {}
     for held in work.parameters:
         if not held.requires_grad:
             continue
-        key = (held.sync, setting.level(held.name) if held.sync else 0)
+        key = (held.sync, setting.level(held.name) if held.sync else 0, held.itemsize)
         own = found.setdefault(key, {name: np.zeros(count) for name in Share.ARRAYS})
-        sizes[key] = held.itemsize
         last = max((held.node, *held.others))
         seen = last if fold.copies[last] == fold.copies[held.node] else held.node
         own["numel"][held.node] += held.numel
@@ -75,7 +73,7 @@ def shares(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
         ):
             own[counted if large else others][held.node] += 1 if large else held.numel
     return {
-        key: Share(itemsize=sizes[key], **{n: before(fold.spread(a)) for n, a in own.items()})
+        key: Share(itemsize=key[2], **{n: before(fold.spread(a)) for n, a in own.items()})
         for key, own in found.items()
     }
 
@@ -108,14 +106,15 @@ class Sent:
 def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> Iterator[Sent]:
     """The messages of a stage with these units."""
     inside = np.array([bool(name) or setting.whole_units for name, _, _ in runs])
-    summed: dict[tuple[str, ...], list[Share]] = {}
-    for (axes, zero), share in found.items():
+    summed: dict[tuple[tuple[str, ...], int], list[Share]] = {}
+    for (axes, zero, itemsize), share in found.items():
+        size = setting.wire_size(itemsize)
         if zero < 2:
-            summed.setdefault(axes, []).append(share)
+            summed.setdefault((axes, size), []).append(share)
         if zero == 0:
             continue
         numel, count = _groups(share, runs, setting, by_unit=zero == 3)
-        gathered, size = numel * share.itemsize, setting.wire_size(share.itemsize)
+        gathered = numel * itemsize
         if zero == 3:
             yield Sent("gather", "all_gather", axes, gathered * inside, count * inside)
             yield Sent("root", "all_gather", axes, gathered * ~inside, count * ~inside)
@@ -123,8 +122,7 @@ def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> I
             yield Sent("update", "all_gather", axes, gathered, count)
         if zero >= 2:
             yield Sent("reduce", "reduce_scatter", axes, numel * size, count)
-    for axes, together in summed.items():
-        size = setting.wire_size(together[0].itemsize)
+    for (axes, size), together in summed.items():
         numel, alone, small = (
             np.sum([_inside(getattr(share, name), runs) for share in together], axis=0)
             for name in ("numel", "alone", "bucketed")
@@ -187,6 +185,8 @@ def _filled(
     """Buckets in the order of backward: the place that completes each, and its elements."""
     arrived = before(small[::-1])
     total, taken = float(arrived[-1]), 0.0
+    if not total:
+        return
     most, first = (b / itemsize if itemsize else total for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
     limit = most
     early = int(np.searchsorted(arrived, first))

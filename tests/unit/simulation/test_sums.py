@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,3 +111,36 @@ def test_as_many_messages_as_the_runtime_sends(
     assert predicted["reduce"] == seen["reduce"]
     assert predicted["update"] == seen["update"]
     assert 2 * predicted["gather"] + predicted["root"] == seen["gather"]  # again in backward
+
+
+class Mixed(nn.Module):
+    """Two types of numbers, and a block without parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        kinds = (torch.bfloat16, torch.float64)
+        self.blocks = nn.ModuleList(
+            [nn.Linear(width, width, dtype=kinds[0]), nn.Softplus(), nn.Softplus()]
+        )
+        self.head = nn.Linear(width, 3 * width, dtype=kinds[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.double()).square().mean()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_parameters_of_several_types_count_by_their_own(zero: int) -> None:
+    model, cluster = Mixed(64), sw.Cluster.local(2)
+    graph = sw.capture(model, {"x": torch.zeros(8, 64, dtype=torch.bfloat16)})
+    plan = getattr(sw.strategies, STRATEGIES[zero])(graph, cluster)
+    fold, works = works_of(graph, plan)
+    setting = setting_of(plan, fold)
+    held = sum(p.nbytes for p in model.parameters())
+    use = sw.simulate(graph, plan, cluster).memory[0]
+    assert use.parts["optimizer"] == 2 * held / (2 if zero else 1)
+    for given in (setting, replace(setting, whole_units=True)):
+        layers = Evaluator(fold, cluster).group_layers(works, given, 0)[0]
+        sent = [s for s in layers.sent(0, fold.size, given) if s.purpose != "update"]
+        assert sum(float(s.num_bytes.sum()) for s in sent) == held * (2 if zero == 3 else 1)
