@@ -6,7 +6,6 @@ of measured times that says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ ZEROS = (0, 1, 2)  # tried of the simplest kind: they differ by less than predic
 FAR = 1.5  # of the best prediction: what a plan may be predicted to take, to be tried
 MOST = 6  # plans that are tried
 EQUAL = 0.01  # of the step: medians of a trial differ by as much
-FITS = 3  # corrections of a prediction by what was measured
+FITS, FITTED = 12, 0.005  # corrections of a prediction by what was measured, and their end
 
 
 def tune(
@@ -191,18 +190,17 @@ class _Tuning:
                 continue
 
     def _fitted(self, best: _Candidate, table: OpTable) -> list[tuple[str, float, float]]:
-        """The programs' factors with which the prediction is half way to what was measured.
+        """The programs' factors with which the prediction is what was measured.
 
-        Rehearsal and trial are minutes apart, and machines vary: neither is more right.
+        What rehearsals lack is here: messages that meet each other, and ranks that wait.
         """
-        known = table.with_programs(best.programs)
-        told = simulate(self.graph, best.plan, self.cluster, table=known).step_time_s
-        wanted = math.sqrt(told * best.seconds)
         programs = best.programs or [(self.cluster.device(0).name, 1.0, 1.0)]
         for _ in range(FITS):
             known = table.with_programs(programs)
             predicted = simulate(self.graph, best.plan, self.cluster, table=known).step_time_s
-            by = wanted / predicted
+            by = best.seconds / predicted
+            if abs(by - 1) < FITTED:
+                break
             programs = [(device, by * t, by * u) for device, t, u in programs]
         return programs
 
