@@ -25,7 +25,7 @@ from shardwise.planner.search.details import Subject, details
 from shardwise.planner.search.found import Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
-from shardwise.planner.search.polish import polished
+from shardwise.planner.search.polish import MOST_NODES, polished
 from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Search
@@ -107,7 +107,8 @@ def _prepare(
     report: Callable[[str], None],
 ) -> Search:
     fixed = fixed_parameters(graph, constraints or {})
-    said = lambda path, nodes: _said(path, fixed, graph)  # noqa: E731
+    few = len(graph.nodes) <= MOST_NODES  # here equal layers, too, may choose otherwise
+    said = lambda path, nodes: path if few else _said(path, fixed, graph)  # noqa: E731
     fold = Fold.of(graph, said=said)
     facts = analyze(fold.graph)
     evaluator = Evaluator(fold, cluster, table, chooser(cluster))

@@ -7,8 +7,7 @@ cut stages, all micro-batches, ZeRO levels and, where activations do not fit, wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 import torch
@@ -19,19 +18,16 @@ import shardwise as sw
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.planner.places import unfit
 from shardwise.plans import ParameterEntry, Plan, model_fingerprint
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import Shard, format_shard
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.setting import Setting
 from shardwise.simulation.simulate import works_of
-from shardwise.simulation.times import Group
 from shardwise.simulation.works import Works
+from tests.unit.planner.search.everything import divisors, kinds, quicker, quickest, settings
 
 ROWS = 8
-SCHEDULES = ("1f1b", "zb_h1")
 
 
 class Net(nn.Module):
@@ -76,10 +72,6 @@ def captured(body: Callable[..., Tensor], width: int, wide: int, length: int) ->
     return sw.capture(net, {"x": torch.zeros(ROWS, length, width, device="meta")})
 
 
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
 def layouts(graph: Graph, dp: int, tp: int) -> Iterator[Plan]:
     """A plan for every choice of every node; parameters are stored as their first use asks."""
     facts = analyze(graph)
@@ -108,27 +100,6 @@ def layouts(graph: Graph, dp: int, tp: int) -> Iterator[Plan]:
         )
 
 
-def settings(graph: Graph, dp: int, tp: int, pp: int, evaluator: Evaluator) -> Iterator[Setting]:
-    """Every way to run a step on a mesh."""
-    axes = ((("dp", dp),) if dp > 1 else ()) + ((("tp", tp),) if tp > 1 else ())
-    size = dp * tp
-    groups = tuple(
-        Group(mesh=Mesh(axes=axes), ranks=tuple(range(g * size, (g + 1) * size))) for g in range(pp)
-    )
-    places = [i for i in range(1, len(graph.nodes)) if i not in unfit(graph)]
-    for later in combinations(places, pp - 1):
-        for count in divisors(ROWS // dp):
-            for name in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-                schedule = None
-                if pp > 1 or count > 1:
-                    schedule = evaluator.schedule(name, pp, count, pp)
-                for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                    yield Setting(
-                        groups=groups, cuts=(0, *later), placement=tuple(range(pp)),
-                        schedule=schedule, microbatches=count, zero=zero,
-                    )  # fmt: skip
-
-
 def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
     """The step time of everything that fits, and what it is."""
     ranks = cluster.num_ranks
@@ -142,30 +113,28 @@ def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
             except ShardwiseError:  # such choices do not go together
                 continue
             works.append((str(plan.nodes), Evaluator(fold, cluster), mine))
-        for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            for what, evaluator, mine in works:
-                for setting in settings(graph, dp, tp, pp, evaluator):
-                    seconds = quickest(evaluator, mine, setting)
-                    how = f"dp={dp} tp={tp} pp={pp} {setting.microbatches} zero={setting.zero}"
-                    yield seconds, f"{how} {what}"
+        for kind in kinds(graph, ranks):
+            for what, evaluator, mine in works if kind.tp == tp else ():
+                for setting in settings(graph, kind, evaluator):
+                    yield quickest(evaluator, mine, setting), f"{kind} zero={setting.zero} {what}"
 
 
-def quickest(evaluator: Evaluator, works: Works, setting: Setting) -> float:
-    """The step, with activations recomputed only where they do not fit."""
-    for recompute in ("none", "selective", "full"):
-        estimate = evaluator.estimate(works, replace(setting, recompute=recompute))
-        if estimate.fits:
-            return estimate.step_time_s
-    return float("inf")
-
-
-def check(graph: Graph, cluster: Cluster) -> None:
+def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> None:
+    """Nothing is quicker than the plan, within the same memory."""
     assert len(graph.nodes) <= 8
-    plan = sw.plan(graph, cluster, progress=False)
+    plan = sw.plan(graph, cluster, memory_gib=memory_gib, progress=False)
     ours = sw.simulate(graph, plan, cluster).step_time_s
-    best, what = min(everything(graph, cluster))
-    assert ours <= best * (1 + 1e-6), f"{plan.search['best']} is slower than {what}: {ours / best}"
+    limit = float("inf") if memory_gib is None else memory_gib * 2**30
+    best, what = quicker(graph, cluster, ours * (1 - 1e-6), limit)
+    assert best >= ours, f"{plan.search['best']} is slower than {what}: {ours / best}"
+
+
+def test_what_is_left_out_is_slower() -> None:
+    graph = captured(normed, 256, 1024, 16)
+    cluster = Cluster.preset("a100", nodes=1, devices_per_node=2)
+    best, _ = min(everything(graph, cluster))
+    assert quicker(graph, cluster, best * 1.01)[0] == pytest.approx(best, rel=1e-12)
+    assert quicker(graph, cluster, best * (1 - 1e-9))[0] == float("inf")
 
 
 @pytest.mark.parametrize(
