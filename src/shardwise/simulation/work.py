@@ -120,6 +120,11 @@ class Work:
         """Of all kernels, forward and backward."""
         return sum(launch.kernel.flops for launch in self.launches)
 
+    @property
+    def moved_bytes(self) -> float:
+        """That all kernels read and write."""
+        return sum(launch.kernel.bytes for launch in self.launches)
+
     def between(self, other: Work, rows: float) -> Work:
         """The work of another number of rows, on the line through this one and `other`."""
         share = (rows - self.rows) / (other.rows - self.rows)

@@ -21,7 +21,7 @@ from shardwise.shares import Shares, part
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.work import Work, work_of
 
-TOLERANCE = 0.02  # of flops, up to which work counts as linear in rows
+TOLERANCE = 0.02  # of flops and bytes, up to which work counts as linear in rows
 
 
 class Works:
@@ -101,9 +101,12 @@ class Works:
 
 
 def _on_line(one: Work, two: Work, other: Work) -> bool:
-    """Whether a third program's flops are on the line through two."""
+    """Whether a third program's flops and bytes are on the line through two."""
     line = one.between(two, other.rows)
-    return abs(line.flops - other.flops) <= TOLERANCE * other.flops
+    return all(
+        abs(getattr(line, name) - getattr(other, name)) <= TOLERANCE * getattr(other, name)
+        for name in ("flops", "moved_bytes")
+    )
 
 
 def batch_rows(graph: Graph) -> int:
