@@ -24,6 +24,7 @@ from shardwise.planner.search.found import Bound, Candidate, Found
 from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
+from shardwise.schedules import Schedule
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.times import Group
@@ -171,7 +172,7 @@ class Search:
         """The simulated step of a point; with `whole` the memory of all groups of ranks."""
         if whole or point not in self._simulated:
             layouts = self.bank.get(point.tp, point.layout)
-            setting = self.setting(point, layouts)
+            setting = replace(self.setting(point, layouts), schedule=self._schedule(point))
             watched = None
             if len(self.evaluator.devices) == 1 and not whole:  # mostly the first or the last
                 watched = {0, 1, point.pp - 1}
@@ -182,20 +183,12 @@ class Search:
         return self._simulated[point]
 
     def setting(self, point: Point, layouts: Layouts) -> Setting:
-        """How a point's step runs."""
+        """How a point's step runs, but for its schedule: most points are never simulated."""
         groups = self._groups(point, layouts)
-        cuts = self._cut(point, layouts, groups)
-        schedule = None
-        if point.pp > 1 or point.microbatches > 1:
-            schedule = self.evaluator.schedule(
-                point.schedule or "1f1b", point.pp, point.microbatches, point.stages
-            )
-        placement = schedule.placement if schedule else (0,)
         return Setting(
             groups=groups,
-            cuts=cuts,
-            placement=placement,
-            schedule=schedule,
+            cuts=self._cut(point, layouts, groups),
+            placement=self._placement(point),
             microbatches=point.microbatches,
             zero=point.zero,
             zeros={} if point.outer is None else dict.fromkeys(self.outside, point.outer),
@@ -228,9 +221,7 @@ class Search:
         key = (id(layouts), point.stages, point.pp, point.grouping, point.schedule == "zb_v")
         if key not in self._cuts:
             speeds = self.groupings(point.pp)[point.grouping].speeds
-            placement = self.evaluator.schedule(
-                point.schedule or "1f1b", point.pp, max(point.microbatches, point.pp), point.stages
-            ).placement
+            placement = self._placement(point)
             setting = Setting(
                 groups=groups, cuts=(0,), placement=(0,), microbatches=point.microbatches
             )
@@ -240,6 +231,20 @@ class Search:
             costs = Costs(work, crossing, self._per_byte(groups))
             self._cuts[key] = self.cutter.cut(costs, [speeds[g] for g in placement])
         return self._cuts[key]
+
+    def _schedule(self, point: Point) -> Schedule | None:
+        """The order of a point's actions, where there is more than one."""
+        if point.pp == point.microbatches == 1:
+            return None
+        return self._named(point, point.microbatches)
+
+    def _placement(self, point: Point) -> tuple[int, ...]:
+        """The group of every stage, which is the same for any number of micro-batches."""
+        return self._named(point, 1).placement
+
+    def _named(self, point: Point, microbatches: int) -> Schedule:
+        name = point.schedule or "1f1b"
+        return self.evaluator.schedule(name, point.pp, microbatches, point.stages)
 
     def _per_byte(self, groups: Sequence[Group]) -> float:
         """Seconds that a byte takes to the next stage."""
