@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.cluster import ClusterNode, Device, Nic
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph
+from shardwise.planner.search import polish
 from shardwise.planner.search.larger import copied
 from shardwise.planner.search.relax import faster_devices, faster_links
 from shardwise.planner.search.replay import replay
@@ -55,6 +56,13 @@ class Tokens(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.fixture(autouse=True)
+def briefly_polished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are the same of a plan that few others were compared with."""
+    monkeypatch.setattr(polish, "SIMULATED", 20)
+    monkeypatch.setattr(polish, "LOWERED_NODES", 60)
 
 
 @pytest.fixture(scope="module")
