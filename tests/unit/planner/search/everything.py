@@ -21,82 +21,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import pairwise
 from math import inf, prod
 
 import numpy as np
 
-from shardwise.cluster import Cluster, Mesh
+from shardwise.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.planner.places import unfit
-from shardwise.plans import ParameterEntry, Plan, model_fingerprint
+from shardwise.plans import Plan
 from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
 from shardwise.sharding.factors import analyze
-from shardwise.sharding.placements import Shard, format_shard
+from shardwise.sharding.placements import Shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.simulate import works_of
 from shardwise.simulation.step import pairs
 from shardwise.simulation.times import Group
-from shardwise.simulation.works import Works, batch_rows
+from shardwise.simulation.works import Works
+from tests.unit.planner.search.tried import Kind, divisors, kinds, plan_of, quickest, settings
 
-SCHEDULES = ("1f1b", "zb_h1")
-RECOMPUTES = ("none", "selective", "full")
 DIGITS = 10
 SLACK = 0.02  # figures between two programs' are on a line, or from a third one: see `Works.at`
 Choices = tuple[int, ...]  # of the first nodes of a graph, by number
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How ranks and the batch are divided."""
-
-    dp: int
-    tp: int
-    pp: int
-    microbatches: int
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        axes = ((("dp", self.dp),) if self.dp > 1 else ()) + (
-            (("tp", self.tp),) if self.tp > 1 else ()
-        )
-        size = self.dp * self.tp
-        return tuple(
-            Group(mesh=Mesh(axes=axes), ranks=tuple(range(g * size, (g + 1) * size)))
-            for g in range(self.pp)
-        )
-
-
-def kinds(graph: Graph, ranks: int) -> Iterator[Kind]:
-    """Every division of the ranks, with every number of micro-batches."""
-    for tp in divisors(ranks):
-        for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            for count in divisors(batch_rows(graph) // dp):
-                yield Kind(dp, tp, pp, count)
-
-
-def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting]:
-    """Every way to run a step so divided, without recomputing."""
-    places = [i for i in range(1, len(graph.nodes)) if i not in unfit(graph)]
-    groups, count, pp = kind.groups, kind.microbatches, kind.pp
-    for later in combinations(places, pp - 1):
-        for name in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            schedule = evaluator.schedule(name, pp, count, pp) if pp > 1 or count > 1 else None
-            for zero in (0, 1, 2, 3) if kind.dp > 1 else (0,):
-                yield Setting(
-                    groups=groups, cuts=(0, *later), placement=tuple(range(pp)),
-                    schedule=schedule, microbatches=count, zero=zero,
-                )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,27 +126,8 @@ class Tables:
 
     def plan(self, choices: Choices) -> Plan:
         """The plan of a layout; parameters are stored as their first use asks."""
-        graph, names = self.graph, {p.value: p.name for p in self.graph.parameters}
         chosen = [row[c] for row, c in zip(self.rows, choices, strict=True)]
-        entries: dict[str, ParameterEntry] = {}
-        for node, choice in zip(graph.nodes, chosen, strict=True):
-            for value, need in zip(node.inputs, choice.operands, strict=True):
-                if value in names:
-                    cut = format_shard(need) if isinstance(need, Shard) else "whole"
-                    entries.setdefault(names[value], ParameterEntry(layout={"tp": cut}))
-        axes = (("dp", 2), ("tp", self.tp)) if self.tp > 1 else (("dp", 2),)
-        return Plan(
-            name="tried",
-            model=graph.name,
-            fingerprint=model_fingerprint(graph),
-            mesh=Mesh(axes=axes),
-            roles={a: "batch" if a == "dp" else "parameters" for a, _ in axes},
-            inputs={"x": 0},
-            parameters=entries if self.tp > 1 else {},
-            nodes={n.name: {"tp": str(c.choice)} for n, c in zip(graph.nodes, chosen, strict=True)}
-            if self.tp > 1
-            else {},
-        )
+        return plan_of(self.graph, chosen if self.tp > 1 else (), self.tp)
 
     def works(self, choices: Choices) -> Works | None:
         """The work of a layout; None where its choices do not go together."""
@@ -338,17 +269,6 @@ def quicker(
                         best, chosen = time, mine.plan(choices).nodes
                         what = f"{kind} {setting.cuts} zero={setting.zero} {chosen}"
     return best, what
-
-
-def quickest(
-    evaluator: Evaluator, works: Works, setting: Setting, memory_bytes: float = inf
-) -> float:
-    """The step, with activations recomputed only where they do not fit."""
-    for recompute in RECOMPUTES:
-        estimate = evaluator.estimate(works, replace(setting, recompute=recompute))
-        if estimate.fits and all(use.peak_bytes <= memory_bytes for use in estimate.memory):
-            return estimate.step_time_s
-    return inf
 
 
 def _layouts(tables: Tables, kind: Kind, seconds: float) -> Iterator[tuple[Choices, Times]]:

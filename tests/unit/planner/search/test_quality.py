@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.cluster import Cluster, Mesh
+from shardwise.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.plans import ParameterEntry, Plan, model_fingerprint
+from shardwise.plans import Plan
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
-from shardwise.sharding.placements import Shard, format_shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.simulate import works_of
 from shardwise.simulation.works import Works
-from tests.unit.planner.search.everything import divisors, kinds, quicker, quickest, settings
+from tests.unit.planner.search.everything import quicker
+from tests.unit.planner.search.tried import divisors, kinds, plan_of, quickest, settings
 
 ROWS = 8
 
@@ -72,32 +72,12 @@ def captured(body: Callable[..., Tensor], width: int, wide: int, length: int) ->
     return sw.capture(net, {"x": torch.zeros(ROWS, length, width, device="meta")})
 
 
-def layouts(graph: Graph, dp: int, tp: int) -> Iterator[Plan]:
-    """A plan for every choice of every node; parameters are stored as their first use asks."""
+def layouts(graph: Graph, tp: int) -> Iterator[Plan]:
+    """A plan for every choice of every node."""
     facts = analyze(graph)
     rows = [candidates(facts.rules[n.name], facts.structures[n.name]) for n in graph.nodes]
-    names = {p.value: p.name for p in graph.parameters}
-    for chosen in product(*rows) if tp > 1 else [None]:
-        entries: dict[str, ParameterEntry] = {}
-        for node, choice in zip(graph.nodes, chosen or (), strict=False):
-            for value, need in zip(node.inputs, choice.operands, strict=True):
-                if value in names:
-                    cut = format_shard(need) if isinstance(need, Shard) else "whole"
-                    entries.setdefault(names[value], ParameterEntry(layout={"tp": cut}))
-        axes = (("dp", dp), ("tp", tp)) if tp > 1 else (("dp", dp),)
-        yield Plan(
-            name="tried",
-            model=graph.name,
-            fingerprint=model_fingerprint(graph),
-            mesh=Mesh(axes=axes),
-            roles={a: "batch" if a == "dp" else "parameters" for a, _ in axes},
-            inputs={"x": 0},
-            parameters=entries,
-            nodes={
-                n.name: {"tp": str(c.choice)}
-                for n, c in zip(graph.nodes, chosen or (), strict=False)
-            },
-        )
+    for chosen in product(*rows) if tp > 1 else [()]:
+        yield plan_of(graph, chosen, tp)
 
 
 def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
@@ -105,7 +85,7 @@ def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
     ranks = cluster.num_ranks
     for tp in divisors(ranks):
         works: list[tuple[str, Evaluator, Works]] = []
-        for plan in layouts(graph, 2, tp):
+        for plan in layouts(graph, tp):
             try:
                 fold, found = works_of(graph, plan)
                 mine = next(iter(found.values()))
