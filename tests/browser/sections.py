@@ -70,71 +70,79 @@ def causes(step: float) -> list[Json]:
 def modules(layers: int, operations: int) -> Json:
     """A model of an embedding, layers in two distinct halves of distinct blocks, and a head."""
     rows: list[Json] = []
-    parameters: list[Json] = []
-    nodes: Json = {
-        key: []
-        for key in (
-            "module", "name", "op", "layout", "forward_s", "backward_s", "communication_s",
-            "bytes", "source",
-        )
-    }  # fmt: skip
     sources = [
         {"file": "model.py", "line": 10 + i, "text": f"x = self.part_{i}(x)"} for i in range(40)
     ]
 
     def add(parent: int | None, name: str, kind: str, size: float) -> int:
-        rows.append(
-            {
-                "id": len(rows),
-                "parent": parent,
-                "name": name,
-                "path": name if parent is None else f"{rows[parent]['path']}.{name}",
-                "kind": kind,
-                "count": 1,
-                "stages": [0] if parent else [0, 1, 2, 3],
-                "forward_s": 1e-3 * size,
-                "backward_s": 2e-3 * size,
-                "communication_s": 4e-4 * size,
-                "sync_s": 0.0,
-                "parameters": int(1e6 * size),
-                "parameter_bytes": 2e6 * size,
-                "activation_bytes": 5e6 * size,
-                "layout": "tp: cut out" if size < layers else "",
-            }
-        )
+        path = name if parent is None else f"{rows[parent]['path']}.{name}"
+        row = _module(len(rows), parent, kind, size)
+        layout = "tp: cut out" if size < layers else ""
+        rows.append({**row, "name": name, "path": path, "layout": layout})
         return len(rows) - 1
 
     root = add(None, "GPT", "GPT", 2 + layers)
+    leaves: list[tuple[int, int]] = []  # modules with parameters, and their operations
     for name in ("embedding", *(f"layers.{i}" for i in range(layers)), "head"):
-        made = add(root, name, "Linear" if "." not in name else "Block", 1)
-        leaves = [made]
         if "." in name:
-            leaves = [add(made, "attention", "Attention", 0.4), add(made, "mlp", "MLP", 0.6)]
-        for leaf in leaves:
-            parameters.append(
-                {
-                    "module": leaf,
-                    "name": "weight",
-                    "path": f"{rows[leaf]['path']}.weight",
-                    "shape": [4096, 4096],
-                    "dtype": "bfloat16",
-                    "layout": "tp: cut dim 0",
-                    "zero": 1,
-                    "bytes": 2 * 4096**2,
-                    "local_bytes": 4096**2,
-                }
-            )
-            for i in range(operations // len(leaves)):
-                nodes["module"].append(leaf)
-                nodes["name"].append(f"linear_{len(nodes['name'])}")
-                nodes["op"].append("aten.linear" if i % 2 else "aten.add.Tensor")
-                nodes["layout"].append("tp: cut n")
-                nodes["forward_s"].append(1e-5)
-                nodes["backward_s"].append(2e-5)
-                nodes["communication_s"].append(0.0)
-                nodes["bytes"].append(2**20)
-                nodes["source"].append(i % len(sources))
-    return {"rows": rows, "parameters": parameters, "nodes": nodes, "sources": sources}
+            made = add(root, name, "Block", 1)
+            halves = [add(made, "attention", "Attention", 0.4), add(made, "mlp", "MLP", 0.6)]
+            leaves += [(half, operations // 2) for half in halves]
+        else:
+            leaves.append((add(root, name, "Linear", 1), operations))
+    return {
+        "rows": rows,
+        "parameters": [_weight(leaf, rows[leaf]["path"]) for leaf, _ in leaves],
+        "nodes": _operations(leaves, len(sources)),
+        "sources": sources,
+    }
+
+
+def _module(number: int, parent: int | None, kind: str, size: float) -> Json:
+    return {
+        "id": number,
+        "parent": parent,
+        "kind": kind,
+        "count": 1,
+        "stages": [0] if parent else [0, 1, 2, 3],
+        "forward_s": 1e-3 * size,
+        "backward_s": 2e-3 * size,
+        "communication_s": 4e-4 * size,
+        "sync_s": 0.0,
+        "parameters": int(1e6 * size),
+        "parameter_bytes": 2e6 * size,
+        "activation_bytes": 5e6 * size,
+    }
+
+
+def _weight(module: int, path: str) -> Json:
+    return {
+        "module": module,
+        "name": "weight",
+        "path": f"{path}.weight",
+        "shape": [4096, 4096],
+        "dtype": "bfloat16",
+        "layout": "tp: cut dim 0",
+        "zero": 1,
+        "bytes": 2 * 4096**2,
+        "local_bytes": 4096**2,
+    }
+
+
+def _operations(leaves: list[tuple[int, int]], sources: int) -> Json:
+    """Columns of the operations of some modules, so many each."""
+    each = [(leaf, i) for leaf, many in leaves for i in range(many)]
+    return {
+        "module": [leaf for leaf, _ in each],
+        "name": [f"linear_{at}" for at in range(len(each))],
+        "op": ["aten.linear" if i % 2 else "aten.add.Tensor" for _, i in each],
+        "layout": ["tp: cut n"] * len(each),
+        "forward_s": [1e-5] * len(each),
+        "backward_s": [2e-5] * len(each),
+        "communication_s": [0.0] * len(each),
+        "bytes": [2**20] * len(each),
+        "source": [i % sources for _, i in each],
+    }
 
 
 def cluster(ranks: int, classes: int) -> Json:

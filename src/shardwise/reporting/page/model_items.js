@@ -100,25 +100,19 @@ export class Model {
   moduleCells(row) {
     const { most } = this;
     const copies = this.copies.get(row.id);
-    const title = el(
-      "th",
-      { scope: "row" },
-      el(
-        "span",
-        { class: "cell-name" },
-        name(row.name || "(model)", "strong", CUT),
-        name(row.kind, "soft", CUT),
-        row.count > 1
-          ? el("span", {
-              class: "count",
-              text: `×${row.count}`,
-              title: "equal modules; the figures are those of one, the bars those of all",
-            })
-          : null,
-        row.stages?.length && this.stagesDiffer(row)
-          ? el("span", { class: "soft stage", text: stages(row.stages) })
-          : null,
-      ),
+    const title = heading(
+      name(row.name || "(model)", "strong", CUT),
+      name(row.kind, "soft", CUT),
+      row.count > 1
+        ? el("span", {
+            class: "count",
+            text: `×${row.count}`,
+            title: "equal modules; the figures are those of one, the bars those of all",
+          })
+        : null,
+      row.stages?.length && this.stagesDiffer(row)
+        ? el("span", { class: "soft stage", text: stages(row.stages) })
+        : null,
     );
     return [
       title,
@@ -160,17 +154,7 @@ export class Model {
       children: () => [],
       kind: "parameter",
       cells: () => [
-        el(
-          "th",
-          { scope: "row" },
-          el(
-            "span",
-            { class: "cell-name" },
-            el("span", { class: "tag", text: "param" }),
-            name(p.name, "", CUT),
-            name(note, "soft", CUT),
-          ),
-        ),
+        heading(tag("param"), name(p.name, "", CUT), name(note, "soft", CUT)),
         layout(p.layout),
         el(
           "td",
@@ -240,19 +224,13 @@ export class Model {
       children: () => [],
       kind: "operation",
       cells: () => [
-        el(
-          "th",
-          { scope: "row" },
-          el(
-            "span",
-            { class: "cell-name" },
-            el("span", { class: "tag", text: "op" }),
-            name(n.name[j], "", CUT),
-            name(n.op[j], "soft", CUT),
-            source
-              ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`, "", CUT))
-              : null,
-          ),
+        heading(
+          tag("op"),
+          name(n.name[j], "", CUT),
+          name(n.op[j], "soft", CUT),
+          source
+            ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`, "", CUT))
+            : null,
         ),
         layout(n.layout[j]),
         el("td"),
@@ -297,6 +275,15 @@ export class Model {
     );
     return hits;
   }
+}
+
+/** The first cell of a row: what it is called. */
+function heading(...parts) {
+  return el("th", { scope: "row" }, el("span", { class: "cell-name" }, ...parts));
+}
+
+function tag(text) {
+  return el("span", { class: "tag", text });
 }
 
 function layout(text) {
