@@ -109,8 +109,7 @@ class ParallelModule(nn.Module):
         """
         with self._naming_failures():
             key, program = self._program(batch, training=True, local=local)
-            self.rng.step += 1
-            with self.store.recorder.span("step", "step", step=self.rng.step):
+            with self.rng.next_step() as step, self.store.recorder.span("step", "step", step=step):
                 with self.store.step(key):
                     loss, out = program.train(batch, self.store, outputs=outputs, local=local)
                 program.finish()

@@ -7,9 +7,10 @@ again in the same step draws the same again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code
 
 
 class Rng:
-    """The source of a program's random numbers; `step` is advanced by each training step."""
+    """The source of a program's random numbers; `step` counts the training steps that were done."""
 
     def __init__(self, seed: int, mode: str = "exact", mesh: ProcessMesh | None = None) -> None:
         if mode not in MODES:
@@ -43,6 +44,16 @@ class Rng:
             )
         self.seed, self.mode, self.step = seed, mode, 0
         self.mesh = mesh if mesh is not None else ProcessMesh({})
+
+    @contextlib.contextmanager
+    def next_step(self) -> Iterator[int]:
+        """Around one training step: its number. One that fails, done again, draws the same."""
+        self.step += 1
+        try:
+            yield self.step
+        except BaseException:
+            self.step -= 1
+            raise
 
     def generator(
         self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()

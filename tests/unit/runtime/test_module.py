@@ -6,7 +6,7 @@ import torch
 from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.module import ParallelModule, signature
-from shardwise.runtime.random import Rng
+from shardwise.runtime.random import Rng, draw
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.threads import ThreadTransport, run_threads
 from tests.support import toy
@@ -60,6 +60,30 @@ def on_two(fn):  # type: ignore[no-untyped-def]
         return fn(ProcessMesh({"dp": 2, "tp": 1}, rank, transport))
 
     return run_threads(2, run, timeout=30)
+
+
+def test_a_step_that_failed_draws_the_same_when_it_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pm, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
+    drawn: list[torch.Tensor] = []
+    failing = [False, True, False]
+    train = Program.train
+
+    def noisy(program: Program, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        drawn.append(draw("normal", pm.rng, "noise", (4,)))
+        if failing[len(drawn) - 1]:
+            raise MemoryError
+        return train(program, *args, **options)
+
+    monkeypatch.setattr(Program, "train", noisy)
+    pm.train_step(batch())
+    with pytest.raises(MemoryError):
+        pm.train_step(batch())
+    pm.train_step(batch())
+    assert pm.rng.step == 2
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[1], drawn[2])
 
 
 def test_steps_of_all_ranks_and_one_program_per_signature() -> None:
