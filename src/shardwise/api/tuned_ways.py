@@ -6,6 +6,7 @@ with the chunks that were the fastest here, and with the library's where it was 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cost.selection import saves_enough
+from shardwise.errors import ProgramError
 from shardwise.messages import CollectiveChoice
 from shardwise.messages.choice import REFERENCE_BYTES
 from shardwise.plans import Plan
@@ -37,6 +39,11 @@ def tune_collectives(
     library, `rounds` times; the medians decide. The library is taken back where no size saves a
     tenth of its time.
     """
+    if num_bytes < 1 or rounds < 1 or not 0 < timeout < math.inf:
+        raise ProgramError(
+            f"{num_bytes} bytes, {rounds} rounds and {timeout:g} s measure nothing",
+            hint="tune_collectives(plan, num_bytes=2**24, rounds=3, timeout=60.0)",
+        )
     trials = [list(_trials(choice)) for choice in plan.collectives]
     if all(len(each) < 2 for each in trials):
         return plan

@@ -14,6 +14,8 @@ import typer
 
 from shardwise.cli.files import load_plan
 
+MOST_S = 10**6  # what is more was mistyped, and gloo cannot wait for it
+
 
 def tune(
     plan_file: Annotated[
@@ -35,6 +37,11 @@ def tune(
     from shardwise.api.tuned_ways import tune_collectives
     from shardwise.cli.collective import bytes_of
 
+    size = bytes_of(num_bytes)
+    if size < 1:
+        raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
+    if not 0 < timeout <= MOST_S:
+        raise typer.BadParameter(f"--timeout {timeout:g}: seconds, above 0 and up to {MOST_S:,}")
     plan = load_plan(plan_file)
     if "RANK" not in os.environ:
         raise typer.BadParameter(
@@ -42,7 +49,7 @@ def tune(
             f"{plan.num_ranks} shardwise collective tune {plan_file}"
         )
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-    tuned = tune_collectives(plan, num_bytes=bytes_of(num_bytes), rounds=rounds, timeout=timeout)
+    tuned = tune_collectives(plan, num_bytes=size, rounds=rounds, timeout=timeout)
     if dist.get_rank() == 0:
         for choice in tuned.collectives:
             typer.echo(str(choice))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,8 +137,9 @@ def _to_text(result: FitResult) -> str:
     if result.checkpoint is not None:
         lines.append(f"checkpoint {result.checkpoint}")
     if result.trace is not None:
-        plan = result.trace.parent / "plan.json"
-        lines.append(f"trace {result.trace}: shardwise report {plan} --trace {result.trace}")
+        plan, trace = str(result.trace.parent / "plan.json"), str(result.trace)
+        report = shlex.join(["shardwise", "report", plan, "--trace", trace])
+        lines.append(f"trace {trace}: {report}")
     if result.stopped == "signal":
         lines.append("the same command continues it")
     return "\n".join(lines)

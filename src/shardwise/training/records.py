@@ -52,6 +52,7 @@ class Records:
         self._sampled_at = time.monotonic()
         self._sampling = self._tracing = False
         self._next = False
+        self._had = range(0)  # the steps of this run
         self.trace: Path | None = None
         if module.recorder is not None:  # a run before this one may have failed in a recorded step
             module.recorder.pause()
@@ -70,6 +71,7 @@ class Records:
 
     def begin(self, step: int) -> None:
         """A step begins."""
+        self._had = range(self._had.start or step, step + 1)
         recorder = self._module.recorder
         if recorder is None:
             return
@@ -105,6 +107,14 @@ class Records:
         self._module.trace(path)
         self.trace = path
 
+    def missed(self) -> str | None:
+        """Which steps of the trace the run did not have, in words: it was resumed, or ended."""
+        missing = [step for step in self._steps if step not in self._had]
+        if not missing:
+            return None
+        had = f"steps {_first_to_last(self._had)}" if self._had else "no steps"
+        return f"trace: steps {_first_to_last(missing)} were not recorded: this run had {had}"
+
     def _sample(self, step: int, seconds: float) -> None:
         module, recorder = self._module, self._module.recorder
         assert recorder is not None
@@ -119,6 +129,10 @@ class Records:
             groups: list[tuple[int, ...]] = list(module.mesh.groups)
             groups = groups or [tuple(range(everyone.size))]
             self._log.write_row(ranks_row(step, found.view(-1, len(mine)).tolist(), groups))
+
+
+def _first_to_last(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}"
 
 
 def ranks_row(

@@ -128,11 +128,24 @@ def _check_trace(config: TrainConfig) -> None:
             where="trace.steps",
             hint="trace: {steps: [10, 12]}",
         )
+    _check_trace_comes(config, config.steps)
     if Path(trace.file).name != trace.file or trace.file in ("", ".", "..", *WRITTEN):
         raise ConfigError(
             f"{trace.file!r} is no file's name in the folder that the run does not use itself",
             where="trace.file",
             hint="trace.json",
+        )
+
+
+def _check_trace_comes(config: TrainConfig, total_steps: int | None) -> None:
+    """Refuse to wait for steps that the run does not have, where their number is known."""
+    trace = config.trace
+    if trace is not None and total_steps is not None and trace.range.start > total_steps:
+        raise ConfigError(
+            f"the run ends at step {total_steps}, before step {trace.range.start}: "
+            "nothing would be recorded",
+            where="trace.steps",
+            hint=f"trace: {total_steps}, or more steps",
         )
 
 
@@ -157,6 +170,7 @@ class Session:
         self.config, self.world, self.base = config, world, base
         self.source, self.step, self.position = parts.train, 0, Position()
         self.data_state: Any = None
+        _check_trace_comes(config, self.totals()["total_steps"])
         self.planned: Planned = make_planned(
             config,
             parts.model,

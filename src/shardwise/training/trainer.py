@@ -121,6 +121,8 @@ class Trainer:
                 outcome = loop.run()
                 if session.saving is not None:
                     session.saving.wait(self.config.timeout_s)
+            if missed := records.missed():
+                outputs.terminal.say(missed)
         self._stops.asked = Stop.NO
         names = {Stop.NO: "finished", Stop.CALLBACK: "callback", Stop.SIGNAL: "signal"}
         outputs.ended(names[outcome.stop])

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 import typer
 
+import shardwise as sw
 from shardwise import cli
 from shardwise.cli.collective import bytes_of, ranks_of
+from shardwise.cluster import Mesh
+from shardwise.errors import ProgramError
+from shardwise.plans import Plan
 
 CLUSTER = """
 version: 2
@@ -85,6 +89,31 @@ def test_mistakes_are_named(capsys, cluster, arguments, message):
         code, err = 2, str(error)
     assert code in (1, 2)
     assert message.replace(" ", "") in err.replace("\n", "").replace("│", "").replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--timeout", "0", "above 0"),
+        ("--timeout", "-3", "above 0"),
+        ("--timeout", "nan", "above 0"),
+        ("--timeout", "inf", "up to 1,000,000"),
+        ("--bytes", "0", "nothing to send"),
+        ("--bytes", "-4KB", "is no size"),
+        ("--rounds", "0", "--rounds"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told_before_ranks_meet(capsys, option, value, message):
+    code, _, err = run(capsys, "tune", "plan.json", f"{option}={value}")
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("wrong", [{"num_bytes": 0}, {"rounds": 0}, {"timeout": float("nan")}])
+def test_the_verb_refuses_it_too(wrong):
+    plan = Plan(name="x", model="x", fingerprint="", mesh=Mesh.of(dp=2), roles={"dp": "batch"})
+    with pytest.raises(ProgramError, match="measure nothing"):
+        sw.tune_collectives(plan, **wrong)
 
 
 NODES = "version: 2\nname: x\ndevices: {cpu: {preset: cpu}}\nnodes:\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from shardwise.cli import main
 
 ROOT = Path(__file__).parents[3]
 CONFIG = """\
@@ -37,6 +40,21 @@ def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def here(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *arguments: str,
+) -> tuple[int, str, str]:
+    """The same command in this process, for what needs no signals and no ranks."""
+    (folder / "config.yaml").write_text(CONFIG)
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "config.yaml", *arguments])
+    assert isinstance(end.value.code, int)
+    return end.value.code, *capfd.readouterr()
+
+
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -45,10 +63,23 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_wrong_config_is_told_once_before_ranks_start(tmp_path: Path) -> None:
-    code, out, err = ended(command(tmp_path, "--ranks", "2", "--set", "optimiser=SGD"))
+def test_a_wrong_config_is_told_once_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = here(tmp_path, monkeypatch, capfd, "--ranks", "2", "--set", "optimiser=SGD")
     assert (code, out) == (1, "")
     assert err.count("did you mean 'optimizer'?") == 1
+
+
+def test_the_command_for_a_report_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = "my runs; echo $HOME"
+    code, out, _ = here(tmp_path, monkeypatch, capfd, "--folder", folder, "--set", "trace=2")
+    assert code == 0
+    (pasted,) = (line.partition(": ")[2] for line in out.splitlines() if line.startswith("trace"))
+    files = [f"{folder}/plan.json", "--trace", f"{folder}/trace.json"]
+    assert shlex.split(pasted) == ["shardwise", "report", *files]
 
 
 @pytest.mark.slow

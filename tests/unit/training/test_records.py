@@ -25,6 +25,7 @@ from tests.support import trainer
         ({"trace": {"steps": []}, "folder": "x"}, "no first and last"),
         ({"trace": {"steps": [1, 2, 3]}, "folder": "x"}, "no first and last"),
         ({"trace": {"steps": 0}, "folder": "x"}, "at least 1"),
+        ({"trace": {"steps": [9, 12]}, "folder": "x"}, "ends at step 8, before step 9"),
         ({"trace": {"steps": 1, "file": "../x.json"}, "folder": "x"}, "no file's name"),
         ({"trace": {"steps": 1, "file": "run.json"}, "folder": "x"}, "the run does not use"),
     ],
@@ -50,6 +51,23 @@ def test_one_process_writes_what_is_watched(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 4, 5]
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "finished"
+
+
+def test_steps_of_a_trace_that_never_come_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Epochs are counted before anything is built; an early end shows when it is there."""
+    with pytest.raises(ConfigError, match="ends at step 5, before step 7"):
+        trainer.fit(folder=str(tmp_path), trace=7, steps=None, epochs=1)
+    changes = {"logs": {"console": "lines"}, "trace": {"steps": [2, 5]}, "folder": str(tmp_path)}
+    assert trainer.fit(callbacks=[trainer.StopAt(3)], **changes).trace is not None
+    assert "trace: steps 4 to 5 were not recorded: this run had steps 1 to 3" in _said(capsys)
+    assert trainer.fit(**changes).trace is not None
+    assert "trace: steps 2 to 3 were not recorded: this run had steps 4 to 8" in _said(capsys)
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> str:
+    return "".join(capsys.readouterr())
 
 
 class Fails(sw.Callback):
