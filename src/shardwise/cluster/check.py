@@ -110,5 +110,7 @@ def _known(patterns: Iterable[str], known: set[str], where: str) -> None:
                 where=where,
                 hint=f"one of {len(known)} nodes, as {min(known)}",
             )
+    if not names:
+        raise ClusterError("names no node", where=where, hint=f"nodes: [{min(known)}]")
     if len(set(names)) != len(names):
         raise ClusterError("names a node twice", where=where)

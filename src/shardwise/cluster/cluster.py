@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cluster.device import Device
 from shardwise.cluster.links import Link, Network, Nic
-from shardwise.cluster.names import count, expand
+from shardwise.cluster.names import MOST, count, expand
 from shardwise.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class Ssh:
     port: int = SSH_PORT
     program: str = SSH_PROGRAM
     options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_port(self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +152,9 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ClusterError(f"cluster {self.name} has no nodes", hint="Cluster.local(4)")
-        if not 0 < self.port < 2**16:
-            raise ClusterError(f"port {self.port} is none", hint=f"port: {DEFAULT_PORT}")
+        require_port(self.port)
+        if self.num_ranks > MOST:
+            raise ClusterError(f"{self.num_ranks:,} ranks, more than {MOST:,}")
         from shardwise.cluster.check import check
 
         check(self)
@@ -302,6 +306,12 @@ class Cluster:
             nodes = "" if node.copies == 1 else f", {node.copies} nodes"
             parts.append(f"{each} on {node.name}{nodes}")
         return f"Cluster {self.name}: {self.num_ranks} ranks; {'; '.join(parts)}"
+
+
+def require_port(port: int) -> None:
+    """Refuse what is not the number of a port."""
+    if not 0 < port < 2**16:
+        raise ClusterError(f"port {port} is none", hint=f"port: {DEFAULT_PORT}")
 
 
 def machine_memory_bytes() -> int:

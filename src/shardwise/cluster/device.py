@@ -11,9 +11,28 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import ClusterError
+from shardwise.errors import ClusterError, did_you_mean
 
 KINDS = ("cuda", "cpu")  # which library computes and communicates; ROCm answers to "cuda" in torch
+DTYPES = (  # torch's names of number types that products can have
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "complex128",
+    "complex64",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +51,8 @@ class Curve:
         if not self.points:
             raise ClusterError("a rate needs at least one point", hint="[[1024, 1.0e12]]")
         for size, rate in self.points:
-            require_positive("size of a rate", size, "rate")
-            require_positive("rate", rate, "rate")
+            require_finite("size of a rate", size, "rate")
+            require_finite("rate", rate, "rate")
         sizes = [size for size, _ in self.points]
         if sorted(set(sizes)) != sizes:
             raise ClusterError(f"sizes {sizes} of a rate do not ascend", hint="sort the points")
@@ -105,10 +124,19 @@ class Device:
             raise ClusterError(
                 "no matmul rates", where=where, hint="matmul_flops_per_s: {float32: 1.0e12}"
             )
-        for name in ("memory_bytes", "host_bytes_per_s", "speed"):
-            require_positive(name, getattr(self, name), where)
+        for rates in (self.matmul_flops_per_s, self.attention_flops_per_s):
+            _check_dtypes(rates, where)
+        require_positive("host_bytes_per_s", self.host_bytes_per_s, where)
+        for name in ("memory_bytes", "speed"):
+            require_finite(name, getattr(self, name), where)
         for name in _NOT_NEGATIVE:
             require_not_negative(name, getattr(self, name), where)
+        if self.overlap_loss > 1:
+            raise ClusterError(
+                f"overlap_loss is {self.overlap_loss:g}, a part of 1",
+                where=where,
+                hint="overlap_loss: 0.5",
+            )
         if self.reserved_bytes >= self.memory_bytes:
             raise ClusterError(
                 f"reserves {self.reserved_bytes / 2**30:.2f} GiB of {self.memory_bytes / 2**30:.2f}"
@@ -154,6 +182,16 @@ class Device:
     def __str__(self) -> str:
         slowed = "" if self.speed == 1 else f" at {self.speed:g} of its speed"
         return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB){slowed}"
+
+
+def _check_dtypes(rates: Rates, where: str) -> None:
+    for dtype, _ in rates:
+        if dtype not in DTYPES:
+            raise ClusterError(
+                f"no number type {dtype!r}{did_you_mean(dtype, DTYPES)}",
+                where=where,
+                hint=", ".join(DTYPES[:4]),
+            )
 
 
 def require_positive(name: str, value: Any, where: str) -> None:

@@ -15,9 +15,10 @@ from typing import NoReturn
 
 import yaml
 
+from shardwise.cluster.names import MOST
 from shardwise.errors import ClusterError, did_you_mean
 
-HUGE_DIGITS = 1000
+SMALLEST, LARGEST = 1e-20, 1e20  # of numbers in their unit: no machine is beyond
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -96,14 +97,14 @@ class Entry:
         """One text or a list of them."""
         return tuple(e.text() for e in self.items()) if self.is_list else (self.text(),)
 
-    def number(self, unit: str = "1", *, zero: bool = False) -> float:
-        """A number above 0, or of at least 0, times the unit; "inf" is one."""
+    def number(self, unit: str = "1", *, zero: bool = False, infinite: bool = False) -> float:
+        """A number above 0, or of at least 0, times the unit; "inf" where nothing may limit."""
         name = self.path.rpartition(".")[2]
         bound = "of at least 0" if zero else "above 0"
         if not isinstance(self.node, yaml.ScalarNode):
             self.fail(f"{name} is {_shown(self.node)}, must be a number {bound}")
         text = self.node.value
-        if text in ("inf", ".inf"):
+        if infinite and text in ("inf", ".inf"):
             return math.inf
         try:
             value = Decimal(text)
@@ -111,15 +112,19 @@ class Entry:
             value = Decimal(-1)
         if not value.is_finite() or value < 0 or (value == 0 and not zero):
             self.fail(f"{name} is {text!r}, must be a number {bound}", hint=f"{name}: 1.5")
-        # Beyond what decimals or floats hold, a number is infinite.
-        return float(value * Decimal(unit)) if value.adjusted() < HUGE_DIGITS else math.inf
+        if value and not SMALLEST <= float(value) <= LARGEST:
+            hint = "inf, for what limits nothing" if infinite else f"{name}: 1.5"
+            self.fail(f"{name} is {text!r}, not between {SMALLEST:g} and {LARGEST:g}", hint=hint)
+        return float(value * Decimal(unit))
 
     def whole(self, *, zero: bool = False, unit: str = "1") -> int:
         """A whole number, once it is in its unit."""
         value = self.number(unit, zero=zero)
-        if value == math.inf or (unit == "1" and value != int(value)):
-            name = self.path.rpartition(".")[2]
+        name = self.path.rpartition(".")[2]
+        if unit == "1" and value != int(value):
             self.fail(f"{name} is {self.text()!r}, must be a whole number", hint=f"{name}: 8")
+        if unit == "1" and value > MOST:
+            self.fail(f"{name} is {self.text()!r}, more than {MOST:,}", hint=f"{name}: 8")
         return round(value)
 
 

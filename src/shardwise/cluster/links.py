@@ -38,7 +38,7 @@ class Factor:
     ranks: int = 0
 
     def __post_init__(self) -> None:
-        require_positive("latency", self.latency, "collectives")
+        require_finite("latency", self.latency, "collectives")
         require_not_negative("ranks", self.ranks, "collectives")
 
 
@@ -84,7 +84,7 @@ class Link:
     def __post_init__(self) -> None:
         require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "link")
         require_positive("bus_bytes_per_s", self.bus_bytes_per_s, "link")
-        require_finite("efficiency", self.efficiency, "link")
+        _require_efficiency(self.efficiency, "link")
         require_not_negative("latency_s", self.latency_s, "link")
         require_not_negative("message_s", self.message_s, "link")
         check_operations(self.collectives, "link.collectives")
@@ -102,7 +102,7 @@ class Nic:
 
     def __post_init__(self) -> None:
         require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "nic")
-        require_finite("efficiency", self.efficiency, "nic")
+        _require_efficiency(self.efficiency, "nic")
         require_positive("count", self.count, "nic")
         require_not_negative("latency_s", self.latency_s, "nic")
 
@@ -181,6 +181,15 @@ class Network:
         require_not_negative("latency_s", self.latency_s, "network")
         require_not_negative("message_s", self.message_s, "network")
         check_operations(self.collectives, "network.collectives")
+
+
+def _require_efficiency(value: float, where: str) -> None:
+    """Sums in a switch reach more than the wire carries, though not twice as much."""
+    require_finite("efficiency", value, where)
+    if value > 2:
+        raise ClusterError(
+            f"efficiency is {value:g}, more than twice the wire", where=where, hint="0.8 for 80%"
+        )
 
 
 def check_operations(factors: Factors, where: str) -> None:

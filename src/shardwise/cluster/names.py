@@ -11,6 +11,7 @@ from functools import cache
 
 from shardwise.errors import ClusterError
 
+MOST = 10**6  # of anything that is counted
 _RANGE = re.compile(r"^([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)$")
 
 
@@ -52,6 +53,8 @@ def _numbers(part: str) -> list[str]:
     low, high = int(first), int(last)
     if high < low:
         raise _malformed(part)
+    if high - low >= MOST:
+        raise ClusterError(f"{high - low + 1:,} names in {part!r}, more than {MOST:,}")
     return [str(number).zfill(len(first)) for number in range(low, high + 1)]
 
 

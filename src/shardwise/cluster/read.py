@@ -113,7 +113,7 @@ def _device_fields(found: dict[str, Entry]) -> dict[str, Any]:
             given[name] = _curve(entry)
         elif name != "preset":
             zero = name in ("overhead_s", "price_per_hour", "overlap_loss")
-            given[name] = entry.number(zero=zero)
+            given[name] = entry.number(zero=zero, infinite=name == "host_bytes_per_s")
     return given
 
 
@@ -139,9 +139,9 @@ def read_link(entry: Entry) -> Link:
     return _located(
         entry,
         Link,
-        bandwidth_bytes_per_s=found["bandwidth_gb_per_s"].number("1e9"),
+        bandwidth_bytes_per_s=found["bandwidth_gb_per_s"].number("1e9", infinite=True),
         latency_s=found["latency_us"].number("1e-6", zero=True),
-        bus_bytes_per_s=found["bus_gb_per_s"].number("1e9")
+        bus_bytes_per_s=found["bus_gb_per_s"].number("1e9", infinite=True)
         if "bus_gb_per_s" in found
         else math.inf,
         efficiency=found["efficiency"].number() if "efficiency" in found else 1.0,
@@ -181,7 +181,7 @@ def read_nic(entry: Entry) -> Nic:
         entry,
         Nic,
         count=found["count"].whole() if "count" in found else 1,
-        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6"),
+        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6", infinite=True),
         latency_s=_latency(found),
         efficiency=found["efficiency"].number() if "efficiency" in found else 1.0,
     )
@@ -236,7 +236,9 @@ def _named(entry: Entry, name: str, known: dict[str, Device]) -> Device:
 
 def _ssh(entry: Entry) -> Ssh:
     found = entry.fields(tuple(field.name for field in fields(Ssh)))
-    return Ssh(
+    return _located(
+        entry,
+        Ssh,
         user=found["user"].text() if "user" in found else "",
         key=found["key"].text() if "key" in found else "",
         port=found["port"].whole() if "port" in found else SSH_PORT,
@@ -291,7 +293,7 @@ def _switch(entry: Entry) -> Switch:
         name=found["name"].text(),
         nodes=found["nodes"].texts(),
         every=found["every"].whole() if "every" in found else 0,
-        uplink_bytes_per_s=uplink.number("125e6") if uplink else None,
+        uplink_bytes_per_s=uplink.number("125e6", infinite=True) if uplink else None,
         oversubscription=over.number() if over else 1.0,
         latency_s=_latency(found),
     )
@@ -303,10 +305,12 @@ def _trunk(entry: Entry) -> Trunk:
     ends = found["between"].items()
     if len(ends) != 2:
         found["between"].fail(f"a trunk has 2 ends, not {len(ends)}", "between: [a[0-7], b[0-7]]")
-    return Trunk(
+    return _located(
+        entry,
+        Trunk,
         name=found["name"].text(),
         between=(ends[0].texts(), ends[1].texts()),
-        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6"),
+        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6", infinite=True),
         latency_s=_latency(found),
     )
 
