@@ -77,23 +77,19 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
         for name in step.inputs:
             users.setdefault(name, set()).add(home)
     first = {path: extent[0] for path, extent in extents(homes).items()}
-    order: list[tuple[int, int, int]] = []
+    order: list[tuple[int, int, Step, str | None]] = []
     for index, (step, home) in enumerate(zip(steps, homes, strict=True)):
         source = home_of.get(step.inputs[0]) if step.is_move else home
         shared = source != home and bool(users.get(step.outputs[0], set()) - {home})
         foreign = step.is_move and source is None and step.inputs[0] in home_of
         if home is not None and step.is_move and (shared or foreign):
-            homes[index] = None
             home_of[step.outputs[0]] = None
-            order.append((first[home], 0, index))
+            outside = replace(step, module=home, module_class="", recompute=None)
+            order.append((first[home], 0, outside, None))
         else:
-            order.append((index, 1, index))
-    order.sort()
-    moved = [
-        replace(steps[i], module="", module_class="", recompute=None) if kind == 0 else steps[i]
-        for _, kind, i in order
-    ]
-    return moved, [homes[i] for _, _, i in order]
+            order.append((index, 1, step, home))
+    order.sort(key=lambda item: item[:2])
+    return [step for _, _, step, _ in order], [home for *_, home in order]
 
 
 def _spans(homes: list[str | None]) -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ WIDTH = 100
 INLINE = 72
 INDENT = " " * 4
 CHECKPOINT = "checkpoint"  # what emitted files import: no value is called so
+OUTSIDE = "outside the model"  # a loss function's lines, which are of no module
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Body:
         self.stems: dict[str, str] = dict(arguments)
         self.inlined: dict[str, str] = {}
         self.context: tuple[Any, ...] = (True, None)
-        self.group = ""
+        self.group = "" if scope.path else "\0"  # a block's docstring has its own line
         self.regions = 0
 
     def write(self, items: list[Any], returned: tuple[str, ...]) -> None:
@@ -272,7 +273,7 @@ class Body:
             return
         if not step.module and self.group == "":
             return
-        label = " ".join(filter(None, (module, step.module_class)))
+        label = " ".join(filter(None, (module, step.module_class))) or OUTSIDE
         source = f"  ({step.source})" if step.source else ""
         self.group = module
         self._comment_text(remark(f"{label}{source}"))

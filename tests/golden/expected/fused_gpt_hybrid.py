@@ -325,6 +325,7 @@ class Model(nn.Module):
         pos = rt.embedding_rows(self.pos.weight, arange, self.tp, 32)
         # FusedGPT  (zoo_models.py)
         add = tok + pos
+        # blocks.0  (zoo_models.py)
         add = rt.reduce(add, self.tp)
         for block in self.blocks[:2]:
             add = block(add)

@@ -286,7 +286,7 @@ class Model(nn.Module):
             sin = cat.sin()
             to = cos.to(torch.float64)
             rotary_emb = sin.to(torch.float64)
-        #   (modeling_llama.py)
+        # model.layers.0  (modeling_llama.py)
         embed_tokens = rt.gather(embed_tokens, self.tp, dim=2, of=64)
         for block in self.model.layers[:2]:
             embed_tokens = block(embed_tokens, to, rotary_emb)

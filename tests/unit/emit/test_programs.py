@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,3 +59,36 @@ def test_a_checkpointed_region_is_recomputed(strategy: str) -> None:
     assert "def recomputed_1(" in program.source()
     assert "= checkpoint(" in program.source()
     assert "backward recomputes checkpoint_0" in program.lowered.notes
+
+
+class Blocks(nn.Module):
+    """Equal blocks after an embedding whose rows are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(2)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_every_comment_says_whose_lines_follow() -> None:
+    """Moves before a block are of the block; what a loss function computes is of no module."""
+    batch = (torch.zeros(4, 3, dtype=torch.long),)
+    graph = sw.capture(Blocks(), batch, lambda out, _: out.square().mean())
+    source = sw.compile(graph, sw.strategies.tensor(graph, sw.Cluster.local(2))).source()
+    assert "# blocks.0  (test_programs.py:" in source
+    assert "# outside the model\n" in source
+    source = sw.compile(*planned_alone(Clashing())).source()
+    assert re.search(r"def forward\(.*\):\n +# Clashing  \(test_programs.py:\d+\)\n", source)
+
+
+def planned_alone(model: nn.Module) -> tuple[sw.Graph, sw.Plan]:
+    graph = sw.capture(model, (torch.randn(5, 6),))
+    return graph, sw.strategies.ddp(graph, sw.Cluster.local(1))
