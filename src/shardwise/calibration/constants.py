@@ -50,7 +50,8 @@ class Reached:
         )
 
 
-# Fitted to shared/data/published_calibration.csv, all rows of a kind of device at once.
+# Fitted to shared/data/published_calibration.csv, all rows of a kind of device at once; B200 and
+# GB200, which it does not have, to other tables (docs/guides/predictions.md).
 REACHED = {
     # Megatron-LM 2020, Alpa: V100 has no fused attention, and its stacks computed and communicated
     # one after the other
@@ -60,9 +61,13 @@ REACHED = {
     # llm-foundry of 2023, whose attention was written for A100
     "h100": Reached(matmul=0.84, attention=0.37, memory=0.56, link=0.94),
     # NVIDIA's recipes on its own machines: cuDNN's attention, fused operators, reductions in the
-    # switch; also for later devices, which were only measured with such stacks. The fit would have
-    # 1.06 for products; a step does not beat the best product measured alone by more than 2%.
-    "dgx": Reached(matmul=1.02, attention=0.7, memory=0.96, link=1.4),
+    # switch; also for later devices, which were only measured with such stacks. Above 1 for
+    # products: large ones of the preset are at 0.87 of the best rate, as power limits an H200.
+    "dgx": Reached(matmul=1.06, attention=0.7, memory=0.96, link=1.4),
+    # The same with two dies in the power of a rack: clocks fall further under load
+    "b200": Reached(matmul=0.9, attention=0.7, memory=0.96, link=1.4),
+    # NVLinks of a rack, over which products and messages were not overlapped
+    "gb200": Reached(matmul=0.9, attention=0.7, memory=0.96, link=1.0),
 }
 
 

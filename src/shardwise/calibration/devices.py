@@ -20,9 +20,10 @@ _SAME_MEMORY = 0.06
 # Name in a label -> preset, and the entry of `REACHED` for it; most specific first. DGX-A100 was
 # first sold with 40 GB. MI300X has neither the fused operators nor the switch of "dgx".
 _LABELS = (
-    (r"GB200|GB300", "gb200", "dgx"),
+    (r"GB300", "gb200", "dgx"),
+    (r"GB200", "gb200", "gb200"),
     (r"B300", "b300", "dgx"),
-    (r"B200", "b200", "dgx"),
+    (r"B200", "b200", "b200"),
     (r"H200", "h200", "dgx"),
     (r"DGX[\s_-]?H100|H100.*DGX", "h100", "dgx"),
     (r"H100|H800", "h100", "h100"),

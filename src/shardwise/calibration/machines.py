@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -17,7 +18,7 @@ from shardwise.calibration.constants import Reached
 from shardwise.calibration.devices import PCIE_BYTES_PER_S, Kind, read_device
 from shardwise.calibration.rows import Row
 from shardwise.calibration.values import Unusable, is_empty
-from shardwise.cluster import Cluster, Curve, Factor, Link
+from shardwise.cluster import Cluster, Curve, Device, Factor, Link
 from shardwise.cluster.links import OPERATIONS, Factors
 
 _GB = 1e9
@@ -92,6 +93,16 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
     if is_cube:
         cluster = _without_switch(cluster, row, machine.reached.link)
     return cluster
+
+
+def preset_device(gpu: str) -> Device:
+    """The preset's device for a label, with the best rates that single operators reach."""
+    return _preset_device(read_device(gpu).preset)
+
+
+@cache
+def _preset_device(name: str) -> Device:
+    return Cluster.preset(name).nodes[0].device
 
 
 def _in_float8(cluster: Cluster) -> Cluster:

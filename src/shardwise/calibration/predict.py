@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from shardwise.calibration.constants import waiting
 from shardwise.calibration.layouts import Prepared, prepare
-from shardwise.calibration.machines import cluster_of
+from shardwise.calibration.machines import cluster_of, preset_device
 from shardwise.calibration.models import shape_of
 from shardwise.calibration.rows import Entry, Row, read_entries
 from shardwise.calibration.statistics import Outcome
@@ -21,10 +22,12 @@ from shardwise.calibration.values import Unusable
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import ShardwiseError
 from shardwise.simulation import Estimate, Evaluator, Group
+from shardwise.simulation.step import pairs
 from shardwise.simulation.times import Clock
 
 GIB = 2**30
 _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
+_ADDED_WORDS = 2  # of each parameter, where products add to the sum: it is read and written
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -92,6 +95,10 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
         seconds += _update_in_groups(row, cluster, prepared, estimate)
         peak_bytes = _peak_in_groups(row, cluster, prepared, estimate)
     seconds += (row.num_microbatches - played) * _micro_batch_s(estimate, each)
+    if not each:
+        loss = cluster.nodes[0].device.overlap_loss
+        seconds += row.num_microbatches * loss * _sends_s(cluster, prepared, estimate)
+        seconds += (row.num_microbatches - 1) * _adding_s(row, prepared, estimate)
     return seconds * waiting(max(1, row.gpus // cluster.nodes[0].count)), peak_bytes
 
 
@@ -134,6 +141,33 @@ def _micro_batch_s(estimate: Estimate, each: bool) -> float:
         sum(stage.forward + stage.backward for stage in estimate.stages if stage.group == group)
         for group in groups
     )
+
+
+def _sends_s(cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
+    """How long messages between stages travel for a micro-batch, of the group with the most.
+
+    The simulation lets the next stage wait for them, but no stage compute slower meanwhile.
+    """
+    clock, groups = Clock(cluster), prepared.setting.groups
+    found = [0.0] * len(groups)
+    for stage, after in pairwise(estimate.stages):
+        if stage.group == after.group:
+            continue
+        ranks = pairs(groups[stage.group].array, groups[after.group].array)
+        seconds = clock.collective("send", ranks).seconds(stage.send_bytes)
+        for group in (stage.group, after.group):  # its output one way, the gradient back
+            found[group] += seconds
+    return max(found)
+
+
+def _adding_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
+    """What adding a micro-batch's gradients to those of the earlier ones takes.
+
+    It is a plain pass over memory, at the preset's rate: no operator of a model is as simple.
+    """
+    parts = row.dp * row.cp if prepared.setting.zero else 1
+    num_bytes = _ADDED_WORDS * _ITEMSIZE[row.compute_dtype] * _numel(estimate) * parts
+    return num_bytes / preset_device(row.gpu).memory_rate(num_bytes)
 
 
 def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
