@@ -5,7 +5,8 @@ the user's own functions, which cannot travel; what they found comes back as JSO
 
 Torch built for GPUs starts threads when autograd is first used, on tensors without data as well,
 and refuses it in forks after that. So a process that will compute costs makes a fork before, which
-stands by and makes the ranks when it is asked to.
+stands by and makes the ranks when it is asked to. Ranks are processors' and see no GPUs: autograd
+would start threads for them.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iter
 
 def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -> None:
     os.setpgrp()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     other.close()
     while True:
         try:
@@ -106,7 +108,7 @@ def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -
         except ShardwiseError as error:
             answer = {"failed": error.message}
         except Exception as error:  # a model's own operators may fail in any way
-            answer = {"failed": f"{type(error).__name__}: {error}"}
+            answer = {"failed": _first_line(error)}
         try:
             end.send_bytes(json.dumps(answer).encode())
         except OSError:  # nobody waits for it
@@ -120,7 +122,7 @@ def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout: float) -
     except BrokenBarrierError:
         answer = {"failed": _LEFT}
     except Exception as error:  # a model's own operators may fail in any way
-        answer = {"failed": f"{type(error).__name__}: {error}"}
+        answer = {"failed": _first_line(error)}
         barrier.abort()
     end.send_bytes(json.dumps(answer).encode())
     end.close()
@@ -153,11 +155,18 @@ def _answers(ends: list[Connection], timeout: float) -> list[Any]:
     return [found[rank] for rank in range(len(ends))]
 
 
+def _first_line(error: Exception) -> str:
+    """Errors of CUDA go on with advice for its developers."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def _hint(failed: str) -> str:
-    """Autograd was used here before the fork was made."""
-    return (
-        "shardwise plan --measure, or a fresh process" if "autograd's threading" in failed else ""
-    )
+    """Autograd, or a GPU's driver, was used here before the fork was made."""
+    if "autograd's threading" in failed:
+        return "shardwise plan --measure, or a fresh process"
+    if "CUDA" in failed:
+        return "CUDA_VISIBLE_DEVICES= in the environment: no GPU is planned for"
+    return ""
 
 
 def _answer(end: Connection, rank: int) -> dict[str, Any]:

@@ -6,7 +6,8 @@ step of every plan.
 Two plans whose predictions are a few percent apart cannot be told apart by predictions. Where all
 ranks of the cluster fit on the machine that plans, they are forks of this process, connected by
 gloo; they hold all plans at once, without weights, and take turns step by step, in another order
-every round, so that whatever else the machine does meets all plans alike.
+every round, so that whatever else the machine does meets all plans alike. After some rounds those
+that are far behind are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.runtime.optimizer import optimizer
 
-WARM_UPS, ROUNDS = 2, 16
+WARM_UPS, SCREENED, ROUNDS = 2, 3, 16
+BEHIND = 1.1  # of the quickest: those slower than this after the first rounds run no more
 SHARE = 0.5  # of the machine's memory that all ranks of all plans may take
 
 
@@ -86,8 +88,11 @@ def _rounds(tried: Sequence[_Tried]) -> list[list[float]]:
     """Seconds of every step of every plan; barriers make them those of all ranks."""
     found: list[list[float]] = [[] for _ in tried]
     order = random.Random(0)  # the same on every rank
-    for at in range(WARM_UPS + ROUNDS):
-        for number in order.sample(range(len(tried)), len(tried)):
+    numbers = list(range(len(tried)))
+    for at in range(WARM_UPS + SCREENED + ROUNDS):
+        if at == WARM_UPS + SCREENED:
+            numbers = _near(found)
+        for number in order.sample(numbers, len(numbers)):
             dist.barrier()
             began = time.perf_counter()
             tried[number].step()
@@ -95,6 +100,13 @@ def _rounds(tried: Sequence[_Tried]) -> list[list[float]]:
             if at >= WARM_UPS:
                 found[number].append(time.perf_counter() - began)
     return found
+
+
+def _near(found: Sequence[Sequence[float]]) -> list[int]:
+    """The plans that are not far behind, as rank 0 sees it."""
+    seconds = torch.tensor([median(times) for times in found], dtype=torch.float64)
+    dist.broadcast(seconds, 0)
+    return [int(number) for number in (seconds <= BEHIND * seconds.min()).nonzero()]
 
 
 class _Tried:

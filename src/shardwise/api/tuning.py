@@ -7,7 +7,8 @@ of measured times that says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from shardwise.api.measured import measure_plan, rehearsed
@@ -18,6 +19,7 @@ from shardwise.cost import OpTable
 from shardwise.errors import InfeasiblePlan, RankError
 from shardwise.ir import Graph
 from shardwise.planner.search import plan
+from shardwise.planner.search.details import figures
 from shardwise.plans import Plan
 from shardwise.simulation.simulate import simulate
 
@@ -29,9 +31,9 @@ KINDS: tuple[dict[str, int], ...] = (  # from the simplest
 )
 ROUNDS = 3  # of rehearsing a plan and planning with what that took
 MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
-ZEROS = (0, 1, 2)  # tried of the simplest kind: they differ by less than predictions do
+ZEROS = (0, 1, 2)  # tried of a kind: they differ by less than predictions do
 FAR = 1.5  # of the best prediction: what a plan may be predicted to take, to be tried
-MOST = 6  # plans that are tried
+MOST = 12  # plans that are tried
 EQUAL = 0.01  # of the step: medians of a trial differ by as much
 FITS, FITTED = 12, 0.005  # corrections of a prediction by what was measured, and their end
 
@@ -68,14 +70,18 @@ def tune(
                 raise
         best = tuning.tried_out(found) or tuning.predicted()
     table = found.with_programs(best.programs)
-    return tuning.reported(best.plan, table), table
+    return tuning.reported(best, table), table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A plan, its step as predicted or measured, and what its programs took over their calls."""
+    """A plan, its step as predicted or measured, and what its programs took over their calls.
+
+    `cluster` is the one that it was made for: the machines, or these as if they shared no memory.
+    """
 
     plan: Plan
+    cluster: Cluster
     seconds: float
     programs: list[tuple[str, float, float]]
 
@@ -86,7 +92,8 @@ class _Candidate:
 
     @property
     def what(self) -> str:
-        return str(_best(self.plan)["what"])
+        ways = dict.fromkeys(choice.uses for choice in self.plan.collectives)
+        return ", ".join([str(_best(self.plan)["what"]), *(f"{way} collectives" for way in ways)])
 
 
 class _Tuning:
@@ -116,7 +123,9 @@ class _Tuning:
         told = len(table.notes)
         programs = rehearsed(self.ground, made, table)
         own = simulate(self.graph, made, self.cluster, table=table.with_programs(programs))
-        candidate = _Candidate(plan=made, seconds=own.step_time_s, programs=programs)
+        candidate = _Candidate(
+            plan=made, cluster=self.cluster, seconds=own.step_time_s, programs=programs
+        )
         self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms predicted")
         for note in table.notes[told:]:
             self.report(note)
@@ -153,10 +162,11 @@ class _Tuning:
         """The quickest of those that ran here; None where they cannot, or there is one only."""
         if not can_try(self.cluster):
             return None
-        for made in self._levels(table.with_programs(self.predicted().programs)):
-            if not any(_same(made, candidate.plan) for candidate in self.candidates):
-                self._add(made, table)
-        known = self.known()
+        known = [*self.known()]
+        for variant in self._variants(table):
+            if not any(_same(variant.plan, candidate.plan) for candidate in known):
+                known.append(variant)
+        known += [self._by_library(c, table) for c in known if c.plan.collectives]
         least = min(c.seconds for c in known)
         near = [c for c in known if c.seconds <= FAR * least]
         near = sorted(near, key=lambda c: c.seconds)[:MOST]
@@ -168,26 +178,45 @@ class _Tuning:
         except RankError as error:
             self.report(f"plans were not tried: {error.message}")
             return None
-        found = [
-            _Candidate(plan=c.plan, seconds=s, programs=c.programs)
-            for c, s in zip(near, seconds, strict=False)
-        ]
+        found = [replace(c, seconds=s) for c, s in zip(near, seconds, strict=False)]
         for candidate in found:
             self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms measured")
         best = _quickest(found)
-        return _Candidate(plan=best.plan, seconds=best.seconds, programs=self._fitted(best, table))
+        return replace(best, programs=self._fitted(best, table))
 
-    def _levels(self, table: OpTable) -> Iterator[Plan]:
-        """The simplest kind of plan with each level of zero, where that is open."""
-        if self.options.get("zero") is not None or not self.candidates:
-            return
-        kind = dict(zip(KINDS[0], self.predicted().kind, strict=True))
-        for level in ZEROS:
+    def _variants(self, table: OpTable) -> Iterator[_Candidate]:
+        """The simplest and the most promising kind with each level of zero, where that is open.
+
+        Their programs compute as much as that of the best of their kind, and are not rehearsed.
+        """
+        zero = self.options.get("zero")
+        levels = ZEROS if zero is None else (zero,)
+        simplest = tuple(KINDS[0].values())
+        kinds = dict.fromkeys((simplest, self.predicted().kind))
+        for kind, level in product(kinds, levels):
+            alike = [c for c in self.known() if c.kind == kind]
+            if not alike:
+                continue
+            best = min(alike, key=lambda c: c.seconds)
+            own = table.with_programs(best.programs)
+            options = {**self.options, **dict(zip(KINDS[0], kind, strict=True)), "zero": level}
             try:
-                options = {**self.options, **kind, "zero": level}
-                yield plan(self.graph, self.cluster, table=table, **options)
+                made = plan(self.graph, self.cluster, table=own, **options)
             except InfeasiblePlan:
                 continue
+            yield self._predicted(best, made, self.cluster, own)
+
+    def _by_library(self, candidate: _Candidate, table: OpTable) -> _Candidate:
+        """The same plan with the library's collectives."""
+        own = table.with_programs(candidate.programs)
+        made = candidate.plan.with_(collectives=())
+        return self._predicted(candidate, made, _without_shared_memory(self.cluster), own)
+
+    def _predicted(
+        self, like: _Candidate, made: Plan, cluster: Cluster, table: OpTable
+    ) -> _Candidate:
+        own = simulate(self.graph, made, self.cluster, table=table)
+        return replace(like, plan=made, cluster=cluster, seconds=own.step_time_s)
 
     def _fitted(self, best: _Candidate, table: OpTable) -> list[tuple[str, float, float]]:
         """The programs' factors with which the prediction is what was measured.
@@ -204,14 +233,21 @@ class _Tuning:
             programs = [(device, by * t, by * u) for device, t, u in programs]
         return programs
 
-    def reported(self, best: Plan, table: OpTable) -> Plan:
-        """The same plan with the figures of its own run, where its settings lead to it again."""
-        point = _best(best)["point"]
+    def reported(self, best: _Candidate, table: OpTable) -> Plan:
+        """The same plan with the figures of its own run.
+
+        Where its settings lead to another, by what was measured, there are no runners-up.
+        """
+        point = _best(best.plan)["point"]
         names = ["dp", "tp", "pp", "schedule", "microbatches", "recompute", "offload"]
         names += ["zero"] if point["outer"] is None else []  # one level for all
         fixed = {name: point[name] for name in names if point[name] not in (None, "")}
-        again = plan(self.graph, self.cluster, table=table, **{**self.options, **fixed})
-        return again if _same(again, best) else best
+        again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
+        if _same(again, best.plan):
+            return again
+        made = figures(self.graph, best.plan, self.cluster, table)
+        named = {name: _best(best.plan)[name] for name in ("what", "point")}
+        return made.with_(search={**made.search, "best": {**_best(made), **named}})
 
 
 def _quickest(candidates: Sequence[_Candidate]) -> _Candidate:
@@ -219,6 +255,15 @@ def _quickest(candidates: Sequence[_Candidate]) -> _Candidate:
     least = min(c.seconds for c in candidates)
     equal = [c for c in candidates if c.seconds <= (1 + EQUAL) * least]
     return min(equal, key=lambda c: (c.kind, c.seconds))
+
+
+def _without_shared_memory(cluster: Cluster) -> Cluster:
+    """The same machines, whose ranks send all that they exchange."""
+    nodes = tuple(
+        replace(node, link=replace(node.link, shared=())) if node.link else node
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
 
 
 def _same(one: Plan, other: Plan) -> bool:

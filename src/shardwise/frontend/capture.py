@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import io
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -59,19 +60,20 @@ def capture(
     _check(model, loss_fn)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    mode = new_fake_mode()
-    copy = fake_copy(model, logical, mode)
-    if training is not None and training != copy.training:
-        copy.train(training)
-    step = Step(copy, call, loss_fn, needs_loss=copy.training)
-    recorder = Recorder()
-    fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
-    program = _export(step, fakes, recorder, type(model).__name__)
-    sources = Sources.of(model, call, _signature_names(model))
-    try:
-        return _convert(program, step, sources, recorder, logical)
-    except NotFunctional as reason:
-        return _convert_decomposed(program, step, sources, recorder, logical, reason)
+    with _drivers_asleep():
+        mode = new_fake_mode()
+        copy = fake_copy(model, logical, mode)
+        if training is not None and training != copy.training:
+            copy.train(training)
+        step = Step(copy, call, loss_fn, needs_loss=copy.training)
+        recorder = Recorder()
+        fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
+        program = _export(step, fakes, recorder, type(model).__name__)
+        sources = Sources.of(model, call, _signature_names(model))
+        try:
+            return _convert(program, step, sources, recorder, logical)
+        except NotFunctional as reason:
+            return _convert_decomposed(program, step, sources, recorder, logical, reason)
 
 
 def _check(model: nn.Module, loss_fn: LossFn | None) -> None:
@@ -98,6 +100,24 @@ def _export(
             return torch.export.export(step, fakes, strict=False)
     except Exception as error:
         raise capture_error(error, name) from error
+
+
+@contextlib.contextmanager
+def _drivers_asleep() -> Iterator[None]:
+    """Torch, asked whether there are GPUs, counts them without waking their driver.
+
+    Forks of a process that woke it cannot compute, and `tune` tries plans in forks.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,13 @@ from shardwise.errors import RankError
 from shardwise.runtime.shared import SharedBuckets
 from tests.support import training
 from tests.support.clusters import measured
+from tests.support.searches import unpolished
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_searches() -> Iterator[None]:
+    with unpolished():
+        yield
 
 
 def test_every_plan_is_run() -> None:
@@ -169,6 +176,26 @@ def test_the_quickest_that_ran_is_taken(
     assert any("900 ms measured" in line for line in said)
 
 
+def test_ways_that_were_measured_alone_are_tried_against_the_library(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = sw.capture(*training.make("odd"))
+
+    def run(_: object, plans: Sequence[sw.Plan]) -> list[float]:
+        assert any(plan.collectives for plan in plans)
+        return [1.0 if plan.collectives else 0.9 for plan in plans]
+
+    monkeypatch.setattr(ProvingGround, "try_plans", run)
+    said: list[str] = []
+    fixed = {"pp": 1, "tp": 1, "microbatches": 1, "zero": 0}
+    plan, _ = tune(graph, measured(2), report=said.append, **fixed)
+    assert not plan.collectives
+    assert [line for line in said if "measured" in line] == [
+        "dp=2, tp=1, pp=1, zero 0, shared collectives: 1e+03 ms measured",
+        "dp=2, tp=1, pp=1, zero 0: 900 ms measured",
+    ]
+
+
 @pytest.mark.slow
 def test_plans_that_cannot_run_are_told_and_predicted(
     quick: None, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +215,7 @@ def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPa
     made = {z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)}
     found = tuning._Tuning(ProvingGround(graph, Cluster.local(2)), {}, lambda _: None)
     found.candidates = [
-        tuning._Candidate(plan=made[0], seconds=0.5, programs=[]),
-        tuning._Candidate(plan=made[1], seconds=1.0, programs=[("cpu", 1.2, 1.1)]),
+        tuning._Candidate(plan=made[zero], cluster=found.cluster, seconds=s, programs=programs)
+        for zero, s, programs in ((0, 0.5, []), (1, 1.0, [("cpu", 1.2, 1.1)]))
     ]
     assert found.predicted().plan is made[1]
