@@ -6,237 +6,37 @@ Nothing here is the planner's: layouts are all candidates of all nodes, settings
 micro-batches, schedules and zero levels, and each is judged by lowering and simulating it. Three
 facts spare most of that work:
 
-- What a node takes depends on its own choice and on those of its neighbours: who makes its
-  operands, who else uses them, who uses its results, and, where values come from parameters by the
-  same work on all ranks, on the nodes at the end of that work. `Tables` keeps
-  what was seen of each such neighbourhood, and `check_locality` compares it with layouts drawn at
-  random.
-- A group of ranks runs its stages once for every micro-batch, and one of `pp` groups has at least
-  its part of the work; and a micro-batch passes through all stages, and back. So nodes that are
-  decided bound the step from below, whatever the others do.
-- Layouts of which all figures that a simulation reads are equal are simulated once.
+- What the nodes of a layout take is put together from neighbourhoods (`neighbours`), for all
+  layouts at once.
+- Nodes' times bound the step from below (`Least`), before a layout is lowered.
+- Layouts of which all figures that a simulation of time reads are equal take the same time: one of
+  them that fits is simulated.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from math import inf, prod
+from math import inf
 
 import numpy as np
 
-from shardwise.cluster import Cluster
-from shardwise.errors import ShardwiseError
+from shardwise.cluster import Cluster, Device
 from shardwise.ir import Graph
-from shardwise.plans import Plan
-from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
-from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import Shard
-from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.simulate import works_of
 from shardwise.simulation.step import pairs
-from shardwise.simulation.times import Group
-from shardwise.simulation.works import Works
-from tests.unit.planner.search.tried import Kind, divisors, kinds, plan_of, quickest, settings
+from tests.unit.planner.search.neighbours import (
+    Choices,
+    Figures,
+    Neighbours,
+    check_locality,
+    figures_of,
+)
+from tests.unit.planner.search.tried import Kind, divisors, kinds, quickest, settings
 
 DIGITS = 10
-SLACK = 0.02  # figures between two programs' are on a line, or from a third one: see `Works.at`
-Choices = tuple[int, ...]  # of the first nodes of a graph, by number
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of every node for a micro-batch, talking included."""
-
-    forward: np.ndarray
-    backward: np.ndarray
-    weight: np.ndarray
-
-
-class Tables:
-    """The times of nodes by their neighbourhoods, for one number of tensor-parallel ranks."""
-
-    def __init__(self, graph: Graph, cluster: Cluster, tp: int) -> None:
-        self.graph, self.cluster, self.tp = graph, cluster, tp
-        facts = analyze(graph)
-        self.rows = [
-            self._useful(i, candidates(facts.rules[n.name], facts.structures[n.name]))
-            for i, n in enumerate(graph.nodes)
-        ]
-        makers = {name: i for i, n in enumerate(graph.nodes) for name in n.outputs}
-        users: dict[str, set[int]] = {}
-        for i, node in enumerate(graph.nodes):
-            for name in node.inputs:
-                users.setdefault(name, set()).add(i)
-        self.made_by = [{makers[n] for n in node.inputs if n in makers} for node in graph.nodes]
-        self.graded = [  # by whom the operands are made that carry a gradient
-            {makers[n] for n in node.inputs if n in makers and n in facts.carries_grad}
-            for node in graph.nodes
-        ]
-        self.used_by = [
-            set[int]().union(*(users.get(name, set()) for name in node.outputs))
-            for node in graph.nodes
-        ]
-        self.near = [
-            tuple(
-                sorted(
-                    {i}
-                    | self.made_by[i]
-                    | self.used_by[i]
-                    | set[int]().union(*(users[name] for name in node.inputs))
-                )
-            )
-            for i, node in enumerate(graph.nodes)
-        ]
-        self._works: dict[Choices, Works | None] = {}
-        self._known: dict[object, tuple[float, float, float] | None] = {}
-        self._evaluators: dict[object, Evaluator] = {}
-        self._numels: dict[tuple[int, int], float] = {}
-        self.lowered = 0
-
-    def _useful(self, index: int, found: tuple[Candidate, ...]) -> list[Candidate]:
-        """All but passing on sums that no operand has: the same work on all ranks, and a sum more.
-
-        Parameters and inputs are whole; only a node's result can be a part of a sum.
-        """
-        made = {name for node in self.graph.nodes[:index] for name in node.outputs}
-        inputs = self.graph.nodes[index].inputs
-        return [
-            c
-            for c in found
-            if not isinstance(c.choice, Pass) or any(inputs[i] in made for i in c.choice.operands)
-        ]
-
-    def evaluator(self, works: Works) -> Evaluator:
-        """For layouts that fold alike: layers that choose otherwise are not folded."""
-        key = (works.fold.order, tuple(n.name for n in works.fold.graph.nodes))
-        if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(works.fold, self.cluster)
-        return self._evaluators[key]
-
-    @cached_property
-    def whole(self) -> Evaluator:
-        """Of the cluster's figures: schedules, devices, messages."""
-        return Evaluator(Fold.of(self.graph), self.cluster)
-
-    def plan(self, choices: Choices) -> Plan:
-        """The plan of a layout; parameters are stored as their first use asks."""
-        chosen = [row[c] for row, c in zip(self.rows, choices, strict=True)]
-        return plan_of(self.graph, chosen if self.tp > 1 else (), self.tp)
-
-    def works(self, choices: Choices) -> Works | None:
-        """The work of a layout; None where its choices do not go together."""
-        if choices not in self._works:
-            self.lowered += 1
-            try:
-                found = next(iter(works_of(self.graph, self.plan(choices))[1].values()))
-                found.at(1)
-            except ShardwiseError:
-                found = None
-            self._works[choices] = found
-        return self._works[choices]
-
-    def times(self, choices: Choices, kind: Kind) -> Times | None:
-        """The times of all nodes of a layout, lowered."""
-        works = self.works(choices)
-        if works is None:
-            return None
-        setting = Setting(
-            groups=kind.groups, cuts=(0,), placement=(0,), microbatches=kind.microbatches
-        )
-        evaluator = self.evaluator(works)
-        rows = [evaluator.group_layers(works, setting, g) for g in range(kind.pp)]
-        quickest = min((one for row in rows for one in row), key=lambda o: o.sums["backward"][-1])
-        return Times(*(np.diff(quickest.sums[name]) for name in ("forward", "backward", "weight")))
-
-    def key(self, index: int, choices: Choices) -> object | None:
-        """What a node's times depend on; None where that is not decided."""
-        same = self._same_from_parameters(choices)
-        ends = {user for i in same for user in self.used_by[i]}
-        around = set(self.near[index])
-        if around & (same | ends):
-            around |= same | ends
-        if max(around) >= len(choices):
-            return None
-        return (index, tuple((i, choices[i]) for i in sorted(around)))
-
-    def _same_from_parameters(self, choices: Choices) -> set[int]:
-        """The nodes that do the same work on all ranks, from parameters alone."""
-        found: set[int] = set()
-        for i, choice in enumerate(choices):
-            if isinstance(self.rows[i][choice].choice, Same) and self.graded[i] <= found:
-                found.add(i)
-        return found
-
-    def part(self, index: int, choices: Choices, kind: Kind) -> tuple[float, float, float] | None:
-        """Forward, backward and weight of a node, by its neighbourhood; None if undecided."""
-        key = self.key(index, choices)
-        if key is None:
-            return None
-        if (key, kind) not in self._known:
-            rest = len(self.graph.nodes) - len(choices)
-            times = self.times((*choices, *(0,) * rest), kind)
-            self._known[key, kind] = times and (
-                float(times.forward[index]) * (1 - SLACK),
-                float(times.backward[index]) * (1 - SLACK),
-                float(times.weight[index]),
-            )
-        return self._known[key, kind]
-
-    def update(self, choices: Choices, kind: Kind, first: int, end: int, copies: int) -> float:
-        """Seconds of the optimizer for the parameters of some nodes, at least.
-
-        `copies` of `dp` ranks do the same: all of them without zero.
-        """
-        numel = sum(self._held(i, choices[i]) for i in range(first, end)) * copies / kind.dp
-        found = []
-        for device in self.whole.devices:
-            calls = 12 * device.overhead_s if device.kind != "cpu" and numel else 0.0
-            found.append(28.0 * numel / device.memory_rate(max(28.0 * numel, 1.0)) + calls)
-        return min(found)
-
-    def _held(self, index: int, choice: int) -> float:
-        """The elements of parameters that a node is the first to use, on a rank."""
-        if (index, choice) not in self._numels:
-            node, total = self.graph.nodes[index], 0.0
-            earlier = {n for other in self.graph.nodes[:index] for n in other.inputs}
-            names = {p.value for p in self.graph.parameters} - earlier
-            for name, need in zip(node.inputs, self.rows[index][choice].operands, strict=True):
-                if name in names:
-                    ranks = self.tp if isinstance(need, Shard) else 1
-                    total += prod(self.graph.values[name].shape) // ranks
-            self._numels[index, choice] = total
-        return self._numels[index, choice]
-
-    def send(self, here: Group, there: Group) -> float:
-        """Seconds of the smallest message from a group to the next."""
-        return self.whole.clock.collective("send", pairs(here.array, there.array)).seconds(1.0)
-
-
-def check_locality(tables: Tables, kind: Kind, count: int = 20) -> None:
-    """Nodes of layouts drawn at random take what their neighbourhoods took in other layouts."""
-    rng = random.Random(0)
-    for _ in range(count):
-        choices = tuple(rng.randrange(len(row)) for row in tables.rows)
-        times = tables.times(choices, kind)
-        if times is None:
-            continue
-        for i in range(len(choices)):
-            other = list(choices)
-            for j in set(range(len(choices))) - {at for at, _ in tables.key(i, choices)[1]}:
-                other[j] = rng.randrange(len(tables.rows[j]))
-            if tables.key(i, tuple(other)) != tables.key(i, choices):
-                continue  # a longer run of the same work: another neighbourhood
-            theirs = tables.times(tuple(other), kind)
-            if theirs is not None:
-                for name in ("forward", "backward", "weight"):
-                    mine, its = getattr(times, name)[i], getattr(theirs, name)[i]
-                    assert np.isclose(mine, its, rtol=SLACK), (i, name, choices, other)
+CHUNK = 50_000  # layouts that are looked at together
 
 
 def quicker(
@@ -247,86 +47,212 @@ def quicker(
     No rank has more than `memory_bytes`, nor than its device.
     """
     best, what = inf, ""
-    tables = {tp: Tables(graph, cluster, tp) for tp in divisors(cluster.num_ranks)}
+    known = {tp: Neighbours(graph, cluster, tp) for tp in divisors(cluster.num_ranks)}
     for kind in kinds(graph, cluster.num_ranks):
-        mine = tables[kind.tp]
-        if kind.tp > 1 and kind.microbatches == 1:
-            check_locality(mine, kind, 3)
-        seen: set[object] = set()
-        every = list(settings(graph, kind, mine.whole))
-        for choices, times in _layouts(mine, kind, seconds):
-            bounds = [(_least(mine, choices, times, s, kind), s) for s in every]
-            if all(bound >= min(seconds, best) for bound, _ in bounds):
-                continue
-            works = mine.works(choices)
-            if works is None or (known := _figures(mine, works, kind)) in seen:
-                continue
-            seen.add(known)
-            for bound, setting in bounds:
-                if bound < min(seconds, best):
-                    time = quickest(mine.evaluator(works), works, setting, memory_bytes)
+        mine = known[kind.tp]
+        every = tuple(settings(graph, kind, mine.whole))
+        if not every:  # fewer places to cut than stages
+            continue
+        check_locality(mine, kind, 3 if kind.tp > 1 else 1)
+        for choices, figures in _chunks(mine, kind, every, seconds):
+            for alike, bounds in _groups(mine, kind, every, choices, figures, seconds):
+                for setting, bound in zip(every, bounds, strict=True):
+                    if bound >= min(seconds, best):
+                        continue
+                    time, chosen = _quickest(mine, alike, setting, memory_bytes)
                     if time < min(seconds, best):
-                        best, chosen = time, mine.plan(choices).nodes
-                        what = f"{kind} {setting.cuts} zero={setting.zero} {chosen}"
+                        best = time
+                        name = setting.schedule.name if setting.schedule else ""
+                        what = f"{kind} {setting.cuts} {name} zero={setting.zero} {chosen}"
     return best, what
 
 
-def _layouts(tables: Tables, kind: Kind, seconds: float) -> Iterator[tuple[Choices, Times]]:
-    """The layouts whose work alone takes less than that, and what their nodes take."""
-    size = len(tables.rows)
-    if kind.tp == 1:
-        times = tables.times((0,) * size, kind)
-        assert times is not None
-        yield (0,) * size, times
-        return
-    open_: list[tuple[Choices, dict[int, tuple[float, float, float]]]] = [((), {})]
-    while open_:
-        choices, known = open_.pop()
-        if len(choices) == size:
-            rows = np.array([known[i] for i in range(size)])
-            yield choices, Times(rows[:, 0], rows[:, 1], rows[:, 2])
+def _quickest(
+    mine: Neighbours, alike: Sequence[Choices], setting: Setting, memory_bytes: float
+) -> tuple[float, str]:
+    """The quickest of layouts that only differ in memory, and what it is."""
+    best, what = inf, ""
+    for choices in alike:
+        works = mine.works(choices)
+        if works is None:
             continue
-        for choice in range(len(tables.rows[len(choices)])):
-            longer, now = (*choices, choice), dict(known)
-            for i in range(len(longer)):
-                if i not in now and tables.key(i, longer) is not None:
-                    now[i] = tables.part(i, longer, kind) or (0.0, 0.0, 0.0)
-            work = sum(forward + backward for forward, backward, _ in now.values())
-            path = work - sum(weight for _, _, weight in now.values())
-            update = tables.update(longer, kind, 0, len(longer), 1) / kind.pp
-            if max(work * kind.microbatches / kind.pp + update, path) < seconds:
-                open_.append((longer, now))
+        time, recompute = quickest(mine.evaluator(works), works, setting, memory_bytes)
+        if time < best:
+            best, what = time, f"recompute={recompute} {mine.plan(choices).nodes}"
+        if recompute == "none":
+            break
+    return best, what
 
 
-def _least(tables: Tables, choices: Choices, times: Times, setting: Setting, kind: Kind) -> float:
-    """A bound of the step: the busiest group, or one micro-batch's way there and back.
+def _chunks(
+    mine: Neighbours, kind: Kind, every: Sequence[Setting], seconds: float
+) -> Iterator[tuple[np.ndarray, Figures]]:
+    """Layouts and their figures, without those that take longer however they are run."""
+    for family in mine.families:
+        tables = mine.tables(family, kind)
+        for first in range(0, family.size, CHUNK):
+            choices, found = figures_of(family, tables, first, min(family.size, first + CHUNK))
+            kept = np.flatnonzero(Least(mine, kind, found).anyhow() < seconds)
+            if len(kept):
+                yield choices[:, kept], found.only(kept)
 
-    A group begins after the forward of those before it, and ends with its optimizer. Where backward
-    is not split, those before it have theirs after its last one.
+
+def _groups(
+    mine: Neighbours,
+    kind: Kind,
+    every: Sequence[Setting],
+    choices: np.ndarray,
+    figures: Figures,
+    seconds: float,
+) -> list[tuple[list[Choices], np.ndarray]]:
+    """Layouts that take the same time however they are run, with bounds for every setting.
+
+    The most promising ones come first, without those that take longer.
     """
-    bounds = [*setting.cuts, len(times.forward)]
-    sends = [tables.send(a, b) for a, b in pairwise(setting.groups)]
-    whole = setting.schedule is None or setting.schedule.name == "1f1b"
-    found, before, after, first_update = 0.0, 0.0, 0.0, 0.0
-    for g, (first, end) in enumerate(pairwise(bounds)):
-        forward, backward = times.forward[first:end].sum(), times.backward[first:end].sum()
-        update = tables.update(choices, kind, first, end, kind.dp if not setting.zero else 1)
-        first_update = update if g == 0 else first_update
-        alone = setting.microbatches * (forward + backward)
-        found = max(found, before + alone + update, before + alone + after + first_update)
-        send = sends[g] if g < len(sends) else 0.0
-        before += forward + send
-        after += backward + send if whole else 0.0
-    path = float((times.forward + times.backward - times.weight).sum()) + 2 * sum(sends)
-    return max(float(found), path + first_update)
+    least = Least(mine, kind, figures)
+    bounds = np.stack([least.step(setting) for setting in every])
+    kept = np.flatnonzero(bounds.min(axis=0) < seconds)
+    rows = np.concatenate([figures.rows, _crossing(mine, choices)])[:, kept]
+    if not mine.is_exact[kind]:  # equal bounds are not equal times
+        rows = choices[:, kept].astype(np.float64)
+    rows = rows / np.maximum(np.abs(rows).max(axis=1, initial=0.0, keepdims=True), 1e-30)
+    _, number = np.unique(np.round(rows, DIGITS), axis=1, return_inverse=True)
+    found: dict[int, list[int]] = {}
+    for at, group in zip(kept.tolist(), number.ravel().tolist(), strict=True):
+        found.setdefault(group, []).append(at)
+    groups = [
+        ([tuple(choices[:, i].tolist()) for i in at], bounds[:, at[0]]) for at in found.values()
+    ]
+    return sorted(groups, key=lambda group: float(group[1].min()))
 
 
-def _figures(tables: Tables, works: Works, kind: Kind) -> object:
-    """All that a simulation reads of a layout, to some digits."""
-    setting = Setting(groups=kind.groups, cuts=(0,), placement=(0,), microbatches=kind.microbatches)
-    found: list[object] = []
-    for layers in tables.evaluator(works).group_layers(works, setting, 0):
-        arrays = [*layers.sums.values(), *(getattr(layers.work, n) for n in layers.work.ARRAYS)]
-        found += [tuple(f"{v:.{DIGITS}g}" for v in array) for array in arrays]
-        found.append(layers.work.parameters)
-    return tuple(found)
+def _crossing(mine: Neighbours, choices: np.ndarray) -> np.ndarray:
+    """What would be sent at every place to cut, as parts of the whole values: a row for each."""
+    graph, found = mine.graph, np.zeros(choices.shape)
+    for name, maker in mine.makers.items():
+        last = max(mine.users.get(name, {maker}))
+        if name not in mine.carries or last <= maker:
+            continue
+        at = list(graph.nodes[maker].outputs).index(name)
+        cut = [isinstance(c.results[at], Shard) for c in mine.rows[maker]]
+        part = np.where(np.array(cut), 1 / mine.tp, 1.0)
+        found[maker + 1 : last + 1] += part[choices[maker]] * graph.values[name].num_bytes
+    return found
+
+
+class Least:
+    """Seconds that the steps of layouts take at least.
+
+    A group of ranks runs each of its stages once for every micro-batch, and not before the stages
+    ahead of its first one had their forward of a micro-batch; then its optimizer reads and writes
+    what it holds. Where backward is not split, the groups before it have theirs after its last one.
+    One micro-batch passes through all stages, and back. Gradients are summed over `dp` ranks in the
+    last backward, or after it; where ranks hold only parts of the optimizer's state, new parameters
+    travel at the end. Messages' times are concave in their bytes: many take no less than one of all
+    their bytes.
+    """
+
+    def __init__(self, mine: Neighbours, kind: Kind, figures: Figures) -> None:
+        self.mine, self.kind = mine, kind
+        forward, backward, weight = (_before(figures.least(i)) for i in range(3))
+        self.forward, self.backward, self.weight = forward, backward, weight
+        self.numel = _before(figures.numel)
+        parameters = [mine.graph.values[p.value] for p in mine.graph.parameters]
+        self.itemsize = min(p.dtype.itemsize for p in parameters) if parameters else 4
+
+    def anyhow(self) -> np.ndarray:
+        """Of the quickest setting: one of `pp` groups has at least its part of all work."""
+        kind = self.kind
+        work = kind.microbatches * (self.forward[-1] + self.backward[-1])
+        update = self._update(self.numel[-1] / kind.dp)
+        return np.maximum((work + update) / kind.pp, self._path())
+
+    def step(self, setting: Setting) -> np.ndarray:
+        """Of one setting."""
+        bounds = [*setting.cuts, len(self.forward) - 1]
+        places = setting.placement
+        sends = [self._send(setting, a, b) for a, b in pairwise(places)]
+        whole = setting.schedule is None or setting.schedule.name == "1f1b"
+        found = np.zeros(self.forward.shape[1])
+        first_tail = self._tail(setting, self._sum(self.numel, bounds, places, 0))
+        for group in range(len(setting.groups)):
+            first = places.index(group)
+            before = self.forward[bounds[first]] + sum(sends[:first])
+            forward = self._sum(self.forward, bounds, places, group)
+            backward = self._sum(self.backward, bounds, places, group)
+            numel = self._sum(self.numel, bounds, places, group)
+            end = before + setting.microbatches * (forward + backward)
+            summed = end
+            if whole:
+                after = self.backward[bounds[first]] + sum(sends[:first])
+                found = np.maximum(found, end + after + first_tail)
+                summed = np.maximum(end, end - backward + self._sums(setting, numel))
+            found = np.maximum(found, summed + self._tail(setting, numel))
+        return np.maximum(found, self._path() + 2 * sum(sends) + first_tail)
+
+    def _path(self) -> np.ndarray:
+        found: np.ndarray = self.forward[-1] + self.backward[-1] - self.weight[-1]
+        return found
+
+    @staticmethod
+    def _sum(
+        sums: np.ndarray, bounds: Sequence[int], places: Sequence[int], group: int
+    ) -> np.ndarray:
+        """Of a group's stages."""
+        mine = [stage for stage, place in enumerate(places) if place == group]
+        return np.sum([sums[bounds[s + 1]] - sums[bounds[s]] for s in mine], axis=0)
+
+    def _tail(self, setting: Setting, numel: np.ndarray) -> np.ndarray:
+        """The optimizer, and the way of new parameters."""
+        shared = self.kind.dp if setting.zero else 1
+        found = self._update(numel / shared)
+        if setting.zero in (1, 2):
+            found = found + self._talk("all_gather", numel * self.itemsize)
+        return found
+
+    def _sums(self, setting: Setting, numel: np.ndarray) -> np.ndarray:
+        op = "all_reduce" if setting.zero < 2 else "reduce_scatter"
+        return self._talk(op, numel * setting.wire_size(self.itemsize))
+
+    def _talk(self, op: str, num_bytes: np.ndarray) -> np.ndarray:
+        """Of all bytes in one message, over `dp` ranks or over these and others."""
+        group, clock = self.kind.groups[0], self.mine.whole.clock
+        if self.kind.dp == 1:
+            return np.zeros(num_bytes.shape)
+        ways = [clock.collective(op, group.along(axes)) for axes in (("dp",), ("dp", "tp"))]
+        return _each(num_bytes, lambda b: min(way.seconds(b) for way in ways) if b else 0.0)
+
+    def _update(self, numel: np.ndarray) -> np.ndarray:
+        """The optimizer's reading and writing, and the fewest of its calls.
+
+        A GPU takes all parameters at once; a CPU goes through each of them several times, which is
+        quickest if they are one.
+        """
+
+        def seconds(count: float, device: Device) -> float:
+            if device.kind != "cpu":
+                spent = 28.0 * count / device.memory_rate(28.0 * count)
+                return spent + 12 * device.overhead_s
+            found = self.mine.whole.clock.update(device, count, count, 1)
+            assert found is not None
+            return found
+
+        devices = self.mine.whole.devices
+        return _each(numel, lambda n: min(seconds(n, d) for d in devices) if n else 0.0)
+
+    def _send(self, setting: Setting, here: int, there: int) -> float:
+        """Of the smallest message from a group to the next."""
+        a, b = setting.groups[here], setting.groups[there]
+        model = self.mine.whole.clock.collective("send", pairs(a.array, b.array))
+        return model.seconds(1.0) if here != there else 0.0
+
+
+def _before(values: np.ndarray) -> np.ndarray:
+    """Sums over the nodes before each."""
+    return np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+
+
+def _each(values: np.ndarray, function: Callable[[float], float]) -> np.ndarray:
+    """A function of every value, of which there are few."""
+    few, number = np.unique(values, return_inverse=True)
+    return np.array([function(v) for v in few.tolist()])[number.ravel()]

@@ -63,14 +63,28 @@ def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting
     """Every way to run a step so divided, without recomputing."""
     places = [i for i in range(1, len(graph.nodes)) if i not in unfit(graph)]
     groups, count, pp = kind.groups, kind.microbatches, kind.pp
-    for later in combinations(places, pp - 1):
-        for name in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            schedule = evaluator.schedule(name, pp, count, pp) if pp > 1 or count > 1 else None
+    for name, stages in _schedules(pp, count, len(places) + 1):
+        schedule = evaluator.schedule(name, pp, count, stages) if pp > 1 or count > 1 else None
+        placement = schedule.placement if schedule is not None else (0,)
+        for later in combinations(places, stages - 1):
             for zero in (0, 1, 2, 3) if kind.dp > 1 else (0,):
                 yield Setting(
-                    groups=groups, cuts=(0, *later), placement=tuple(range(pp)),
+                    groups=groups, cuts=(0, *later), placement=placement,
                     schedule=schedule, microbatches=count, zero=zero,
                 )  # fmt: skip
+
+
+def _schedules(pp: int, count: int, most: int) -> Iterator[tuple[str, int]]:
+    """Names of schedules, and their numbers of stages."""
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in SCHEDULES:
+        yield name, pp
+    for stages in range(2 * pp, most + 1, pp) if count >= pp else ():
+        yield "interleaved", stages
+    if 2 * pp <= most:
+        yield "zb_v", 2 * pp
 
 
 def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
@@ -97,10 +111,10 @@ def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
 
 def quickest(
     evaluator: Evaluator, works: Works, setting: Setting, memory_bytes: float = inf
-) -> float:
-    """The step, with activations recomputed only where they do not fit."""
+) -> tuple[float, str]:
+    """The step, with activations recomputed only where they do not fit; how they are kept."""
     for recompute in RECOMPUTES:
         estimate = evaluator.estimate(works, replace(setting, recompute=recompute))
         if estimate.fits and all(use.peak_bytes <= memory_bytes for use in estimate.memory):
-            return estimate.step_time_s
-    return inf
+            return estimate.step_time_s, recompute
+    return inf, ""
