@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from shardwise.calibration.float8 import Float8
 from shardwise.calibration.models import Shape, build, shape_of
 from shardwise.calibration.rows import Row
 from shardwise.cluster import Cluster, Mesh
@@ -49,12 +50,15 @@ class RowWorks(Works):
     """The work of a few layers for micro-batches of any size, even of a part of a row."""
 
     keeps_shards = False  # of what is gathered for products, as Megatron does with cut sequences
+    float8: Float8 | None = None  # how products change
 
     def at(self, rows: float, *, exact: bool = False) -> Work:
         """The work of `rows`; exact sizes are on the line, too."""
         low, high = (self._lowered(self.rows // each) for each in ROWS)
         work = low.between(high, rows)
-        return self._in_shards(work) if self.keeps_shards else work
+        if self.keeps_shards:
+            work = self._in_shards(work)
+        return self.float8.change(work) if self.float8 is not None else work
 
     def _in_shards(self, work: Work) -> Work:
         """With operands gathered again in backward, behind its products, instead of kept."""
@@ -84,7 +88,7 @@ class Pieces(Works):
 def prepare(row: Row, *, microbatches: int) -> Prepared:
     """A step of the row's model with so many of its micro-batches."""
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
-    few, axes = _works(shape, row.seq_len, row.compute_dtype, row.tp, _cuts_sequence(row, shape))
+    few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
     fold = Fold.repeated(few.fold.graph, row.layers)
     works = Pieces(few, fold, rows=microbatches * row.dp * row.micro_batch, parts=row.cp)
     return Prepared(fold=fold, works=works, setting=_setting(row, fold, axes, microbatches))
@@ -95,7 +99,8 @@ def _works(
     shape: Shape, seq_len: int, dtype: str, tp: int, cuts_sequence: bool
 ) -> tuple[Works, tuple[tuple[str, int], ...]]:
     """The work of a few layers, and the mesh axes that tensor parallelism takes."""
-    graph, facts = _graph(shape, seq_len, dtype)
+    float8 = dtype == "float8"
+    graph, facts = _graph(shape, seq_len, "bfloat16" if float8 else dtype)
     cluster = Cluster.local(ROWS[0] * tp)
     plan = strategies.hybrid(graph, cluster, dp=ROWS[0], tp=tp)
     if cuts_sequence:
@@ -105,6 +110,8 @@ def _works(
     fold = Fold.repeated(graph, shape.layers)
     works = RowWorks(fold, facts, solved.assignments, dict(plan.roles))
     works.keeps_shards = cuts_sequence
+    if float8:
+        works.float8 = Float8(graph, fold.blocks, shape.hidden if cuts_sequence else None)
     return works, tuple((name, int(n)) for name, n in plan.mesh.axes if name != "dp")
 
 

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from shardwise.calibration import wires
 from shardwise.calibration.constants import Reached
 from shardwise.calibration.devices import PCIE_BYTES_PER_S, Kind, read_device
+from shardwise.calibration.float8 import FLOAT8
 from shardwise.calibration.rows import Row
 from shardwise.calibration.values import Unusable, is_empty
 from shardwise.cluster import Cluster, Curve, Device, Factor, Link
@@ -88,8 +89,8 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
         nic_gbit_per_s=None if network is None else network * 8 / _GB,
     )
     cluster = _changed(cluster, machine)
-    if row.dtype == "float8":
-        cluster = _in_float8(cluster)
+    if row.dtype == "float8" and FLOAT8 not in cluster.nodes[0].device.dtypes:
+        raise Unusable(f"{cluster.nodes[0].device.name} has no float8")
     if is_cube:
         cluster = _without_switch(cluster, row, machine.reached.link)
     return cluster
@@ -103,17 +104,6 @@ def preset_device(gpu: str) -> Device:
 @cache
 def _preset_device(name: str) -> Device:
     return Cluster.preset(name).nodes[0].device
-
-
-def _in_float8(cluster: Cluster) -> Cluster:
-    """Products at the rate of float8; everything else stays in bfloat16."""
-    (node,) = cluster.nodes
-    rates = dict(node.device.matmul_flops_per_s)
-    if "float8_e4m3fn" not in rates:
-        raise Unusable(f"{node.device.name} has no float8")
-    rates["bfloat16"] = rates["float8_e4m3fn"]
-    device = replace(node.device, matmul_flops_per_s=tuple(rates.items()))
-    return replace(cluster, nodes=(replace(node, devices=(device,) * node.count),))
 
 
 def _without_switch(cluster: Cluster, row: Row, reached: float) -> Cluster:

@@ -27,6 +27,9 @@ from shardwise.simulation.times import Clock
 
 GIB = 2**30
 _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
+# NVIDIA's distributed optimizer keeps what a bfloat16 parameter lacks of its float32 main one,
+# instead of that: so much less of each parameter.
+_REMAINDER_BYTES = 2
 _ADDED_WORDS = 2  # of each parameter, where products add to the sum: it is read and written
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -94,6 +97,8 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
     if row.sharding.level == 1 and row.is_grouped:
         seconds += _update_in_groups(row, cluster, prepared, estimate)
         peak_bytes = _peak_in_groups(row, cluster, prepared, estimate)
+    if row.sharding.prefetch and row.compute_dtype == "bfloat16":
+        peak_bytes -= _REMAINDER_BYTES * _numel(estimate)
     seconds += (row.num_microbatches - played) * _micro_batch_s(estimate, each)
     if not each:
         loss = cluster.nodes[0].device.overlap_loss

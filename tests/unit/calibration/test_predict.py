@@ -46,6 +46,36 @@ def test_more_work_takes_longer() -> None:
     assert times(layers=16)[0] > 1.6 * base[0]
 
 
+def test_messages_between_stages_slow_computing() -> None:
+    """Half of their time, for every micro-batch; a network ten times slower shows it."""
+    change = {"pp": 2, "dp": 4, "global_batch": 256, "gpus_per_node": 4}
+    quick, slow = (times(**change, interconnect=f"{gbit} Gb/s per GPU")[0] for gbit in (2000, 200))
+    tokens = SMALL.micro_batch * SMALL.seq_len
+    sent_s = tokens * SMALL.hidden * 2 / (200e9 / 8)
+    assert slow - quick > 0.3 * sent_s * 256 / 4 / SMALL.micro_batch
+
+
+def test_adding_gradients_takes_time() -> None:
+    """Small micro-batches read and write the sums more often."""
+    few, many = (times(micro_batch=size, global_batch=64)[0] for size in (4, 1))
+    parameters = 6 * SMALL.layers * 2 * SMALL.hidden**2
+    extra = (64 / 8 - 64 / 32) * parameters * 4 / 2e12
+    assert many - few > extra
+
+
+def test_float8_is_quicker_but_not_twice() -> None:
+    """Operands are converted and attention stays as it is; wider models gain more."""
+    gains = []
+    for hidden in (2048, 8192):
+        dims = {"hidden": hidden, "ffn_hidden": 4 * hidden, "heads": hidden // 128}
+        wide, narrow = (
+            times(gpu="H100 (DGX)", kv_heads=dims["heads"], dtype=dtype, **dims)[0]
+            for dtype in ("bfloat16", "float8")
+        )
+        gains.append(wide / narrow)
+    assert 1.0 < gains[0] < gains[1] < 1.8
+
+
 def test_faster_devices_are_faster() -> None:
     found = [times(gpu=gpu)[0] for gpu in ("A100-80GB", "H100 (DGX)", "B200", "GB200")]
     assert found == sorted(found, reverse=True)
