@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from shardwise.cli.figures import Column, table
 from shardwise.cli.options import constraints_of
 from shardwise.cli.simulate import chart
 from shardwise.errors import ClusterError
+from tests.support.searches import unpolished
 
 SOURCE = """
 import torch
@@ -55,6 +57,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_searches() -> Iterator[None]:
+    with unpolished():
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("planning")
@@ -91,7 +99,7 @@ def test_plan_searches_for_a_cluster(
         assert words in out
     plan = sw.Plan.load(path)
     assert plan.precision.compute == "bfloat16"
-    assert plan.search["fixed"] == {"zero": 1}
+    assert plan.search["fixed"] == {"zero": 1, "constraints": {"head.weight": "0"}}
     assert plan.num_ranks == 4
     assert {entry.zero for entry in plan.parameters.values()} == {1}
 

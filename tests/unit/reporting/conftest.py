@@ -7,6 +7,7 @@ import torch
 
 import shardwise as sw
 from tests.support.reported import ROWS, Net
+from tests.support.searches import unpolished
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +26,13 @@ def cluster() -> sw.Cluster:
 @pytest.fixture(scope="session")
 def staged(graph: sw.Graph, cluster: sw.Cluster) -> sw.Plan:
     """dp=2, tp=2, pp=2 with four micro-batches."""
-    return sw.plan(graph, cluster, progress=False, dp=2, tp=2, pp=2, microbatches=4)
+    with unpolished():
+        return sw.plan(graph, cluster, progress=False, dp=2, tp=2, pp=2, microbatches=4)
 
 
 @pytest.fixture(scope="session")
 def flat(graph: sw.Graph) -> sw.Plan:
     """Data parallelism alone, parameters sharded."""
     four = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
-    return sw.plan(graph, four, progress=False, dp=4, zero=3, microbatches=1)
+    with unpolished():
+        return sw.plan(graph, four, progress=False, dp=4, zero=3, microbatches=1)
