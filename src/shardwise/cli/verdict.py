@@ -80,11 +80,7 @@ def short(plan: Plan, width: int) -> list[str]:
         lines.append(f"  cuts    {len(cut)} of {len(plan.parameters)} kinds of parameters")
     fixed = searched(plan).get("fixed") or {}
     if fixed:
-        said = ", ".join(
-            f"{k}={'+'.join(v) or 'none' if isinstance(v, list | tuple) else v}"
-            for k, v in fixed.items()
-        )
-        lines.append(f"  fixed   {said}")
+        lines.append(f"  fixed   {', '.join(_fixed(k, v) for k, v in fixed.items())}")
     lines = _fit(lines, width, 10)
     if plan.stages:
         rows = [
@@ -95,6 +91,17 @@ def short(plan: Plan, width: int) -> list[str]:
         more = len(plan.stages) - MOST_STAGES
         lines += [f"  … {more} more stages"] if more > 0 else []
     return lines
+
+
+def _fixed(name: str, value: Any) -> str:
+    """What the user decided, as it is typed."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{glob}={_cut(cut)}" for glob, cut in value.items())
+    return f"{name}={'+'.join(value) or 'none' if isinstance(value, list | tuple) else value}"
+
+
+def _cut(cut: Any) -> str:
+    return ",".join(f"{k}:{v}" for k, v in cut.items()) if isinstance(cut, Mapping) else str(cut)
 
 
 def runners_up(plan: Plan, width: int) -> list[str]:

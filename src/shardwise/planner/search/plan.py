@@ -6,21 +6,27 @@ why: its estimate, the runners-up, the gaps, what limits it and what relaxing th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.cost import OpTable
 from shardwise.cost.selection import chooser
-from shardwise.errors import InfeasiblePlan, PlanError, RuleError, ShardwiseError, did_you_mean
+from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.planner.collectives import with_choices
 from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
+from shardwise.planner.search.constraints import (
+    Cuts,
+    as_texts,
+    fixed_parameters,
+    least_tensor_ranks,
+)
 from shardwise.planner.search.details import Subject, details
 from shardwise.planner.search.found import Found
 from shardwise.planner.search.grouping import groupings
@@ -36,14 +42,14 @@ from shardwise.plans import Plan, Precision, model_fingerprint
 from shardwise.plans.execution import check_types
 from shardwise.program.pipeline import check_micro_batches
 from shardwise.sharding.factors import analyze
-from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
+from shardwise.sharding.placements import Placement
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.times import Group
 
 MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
 ZERO_LEVELS = (0, 1, 2, 3)
-TENSOR_AXES = ("tp", "tp1")
+FEW_STAGES = 16  # that modules without blocks are cut into, at most
 SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
 
 
@@ -66,22 +72,30 @@ def plan(
     `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.
     """
     fixed = Fixed.of(options)
-    if memory_gib is not None and not memory_gib > 0:
-        raise PlanError(f"memory_gib={memory_gib!r}", hint="a number above 0: memory_gib=70")
+    _check_memory(memory_gib)
+    cuts = fixed_parameters(graph, constraints or {})
+    least = least_tensor_ranks(cuts, fixed, cluster.num_ranks)
     kinds = Precision.of(precision)
     check_types(graph, kinds)
     with Progress("planning", shown=progress) as bar:
-        search = _prepare(graph, cluster, constraints, memory_gib, kinds, table, bar.update)
-        limits = _limits(search, graph, cluster, fixed)
+        search = _prepare(graph, cluster, cuts, memory_gib, kinds, table, bar.update)
+        limits = replace(_limits(search, graph, cluster, fixed), least_tensor_ranks=least)
         _check_fixed(fixed, cluster, limits)
         again = partial(_run, search, limits)
         found = again(fixed)
         if not found.feasible:
             raise infeasible(found, search, fixed, limits, again)
-        report = search_report(found, search, fixed, cluster, memory_gib, again)
+        given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
+        report = search_report(found, search, fixed, cluster, given, again)
         made = write_plan(graph, search.fold, found.best, report, kinds)
         made = sealed(with_choices(made, search.evaluator.clock.choose))
         return _detailed(made, search, found)
+
+
+def _check_memory(memory_gib: Any) -> None:
+    number = isinstance(memory_gib, int | float) and not isinstance(memory_gib, bool)
+    if memory_gib is not None and not (number and 0 < memory_gib < math.inf):
+        raise PlanError(f"memory_gib={memory_gib!r}", hint="a number above 0: memory_gib=70")
 
 
 def _detailed(made: Plan, search: Search, found: Found) -> Plan:
@@ -100,13 +114,12 @@ def _detailed(made: Plan, search: Search, found: Found) -> Plan:
 def _prepare(
     graph: Graph,
     cluster: Cluster,
-    constraints: Mapping[str, Any] | None,
+    fixed: Cuts,
     memory_gib: float | None,
     precision: Precision,
     table: OpTable | None,
     report: Callable[[str], None],
 ) -> Search:
-    fixed = fixed_parameters(graph, constraints or {})
     few = len(graph.nodes) <= MOST_NODES  # here equal layers, too, may choose otherwise
     said = lambda path, nodes: path if few else _said(path, fixed, graph)  # noqa: E731
     fold = Fold.of(graph, said=said)
@@ -163,21 +176,21 @@ def _may_mix(point: Point, limits: Limits) -> bool:
 
 
 def _limits(search: Search, graph: Graph, cluster: Cluster, fixed: Fixed) -> Limits:
-    """One stage per block, or per module with parameters; tensor parallelism inside a node.
+    """As many stages as blocks or, if these are few, modules with parameters; tensor parallelism
+    inside a node.
 
     More stages where they are asked for; one micro-batch where more would change the result.
     """
     named = len({block for block in search.fold.blocks if block})
-    modules = len({p.name.rpartition(".")[0] for p in graph.parameters})
+    modules = min(len({p.name.rpartition(".")[0] for p in graph.parameters}), FEW_STAGES)
+    asked = (fixed.pp or 1) * (fixed.virtual_stages or 1)
     cuts = any(dim is not None for dim in search.bank.inputs.values())
     node = max(node.count for node in cluster.nodes)
     return Limits(
         ranks=cluster.num_ranks,
         rows=search.bank.rows if cuts else 1,
-        stages=max(
-            named if named > 1 else min(modules, 16),
-            (fixed.pp or 1) * (fixed.virtual_stages or 1),
-        ),
+        stages=max(named, modules, asked),
+        virtual_stages=max(named if named > 1 else modules, asked),
         microbatches=search.bank.rows if _may_split(graph) else 1,
         tensor_ranks=max(node, min(cluster.num_ranks, SMALL_CLUSTER)),
     )
@@ -214,43 +227,6 @@ def _rates(bank: Bank, evaluator: Evaluator) -> list[float]:
         )
         seconds.append(float((times.forward + times.backward).sum()))
     return [min(seconds) / seconds[kind] for kind in evaluator.kind]
-
-
-def fixed_parameters(
-    graph: Graph, constraints: Mapping[str, Any]
-) -> dict[str, dict[str, Placement]]:
-    """Placements by value and mesh axis that the user's constraints ask for."""
-    names = [n for p in graph.parameters for n in (p.name, *p.aliases)]
-    found: dict[str, dict[str, Placement]] = {}
-    for glob, wanted in constraints.items():
-        cuts = wanted if isinstance(wanted, Mapping) else {"tp": wanted}
-        cuts = cuts.get("layout", cuts)
-        matched = [
-            p for p in graph.parameters if any(fnmatchcase(n, glob) for n in (p.name, *p.aliases))
-        ]
-        if not matched:
-            raise PlanError(
-                f"constraint {glob!r} matches none of the {len(names)} parameters"
-                f"{did_you_mean(glob, names)}"
-            )
-        for parameter in matched:
-            shape = graph.values[parameter.value].shape
-            for axis, cut in cuts.items():
-                if axis not in TENSOR_AXES:
-                    near = did_you_mean(str(axis), TENSOR_AXES)
-                    raise PlanError(
-                        f"constraint {glob!r}: no mesh axis {axis!r} cuts parameters{near}",
-                        hint='{"tp": "0"}, or "0" alone',
-                    )
-                try:
-                    placement = REPLICATE if cut == "whole" else parse_shard(str(cut), shape)
-                except RuleError as error:
-                    raise PlanError(
-                        f"constraint {glob!r} on {parameter.name}: {error.message}",
-                        hint=error.hint,
-                    ) from None
-                found.setdefault(parameter.value, {})[axis] = placement
-    return found
 
 
 def _said(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:

@@ -44,10 +44,13 @@ def search_report(
     search: Search,
     fixed: Fixed,
     cluster: Cluster,
-    memory_gib: float | None,
+    given: Mapping[str, Any],
     again: Again | None = None,
 ) -> dict[str, Any]:
-    """What a plan says of its own making; `again` searches with other options fixed."""
+    """What a plan says of its own making; `again` searches with other options fixed.
+
+    `given` is what the user fixed beside options.
+    """
     best = found.best
     relaxed = relaxations(found, search, fixed, again)
     return {
@@ -58,8 +61,7 @@ def search_report(
             "price_per_hour": price_per_hour(cluster),
         },
         "batch": batch_sizes(search.graph, best.estimate.rows),
-        "fixed": {k: v for k, v in asdict(fixed).items() if v is not None}
-        | ({"memory_gib": memory_gib} if memory_gib is not None else {}),
+        "fixed": {k: v for k, v in {**asdict(fixed), **given}.items() if v is not None},
         "best": described(best),
         "runners_up": [described(other) for other in distinct(found.feasible)[1:]],
         "gap": {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plans.execution import OFFLOADS
@@ -17,6 +19,7 @@ RECOMPUTES = ("none", "selective", "full")
 MOST_STAGES = 128
 VIRTUAL = (2, 3, 4, 6, 8)
 LAYOUTS = ("", "lean layouts", "mixed layouts", "polished layouts")  # the last is of all others
+FAR = 3  # times as many micro-batches
 MICROBATCH_COUNTS = 14  # of all divisors of a rank's rows, at most so many are tried
 
 
@@ -66,15 +69,17 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far the search goes: no more data-parallel ranks than rows, no more stages than blocks,
-    tensor parallelism inside of what is closely linked.
+    """How far the search goes: no more data-parallel ranks than rows, no more stages than modules,
+    several for a group only of whole blocks, tensor parallelism inside of what is closely linked.
     """
 
     ranks: int
     rows: int  # 1 where the batch cannot be cut
     microbatches: int
     stages: int
+    virtual_stages: int  # in all, where a group has several
     tensor_ranks: int
+    least_tensor_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +144,8 @@ def divisors(number: int) -> list[int]:
 
 def points(limits: Limits, fixed: Fixed, *, offloads: bool = False) -> Iterator[Point]:
     """All points; `offloads` adds those that keep something in host memory."""
-    most_stages = limits.stages
     for dp, tp, pp in meshes(limits, fixed):
-        for virtual, schedule in _schedules(pp, most_stages, fixed):
+        for virtual, schedule in _schedules(pp, limits.virtual_stages, fixed):
             for count in _microbatches(limits, dp, fixed):
                 if virtual > 1 and schedule == "interleaved" and count < pp:
                     continue
@@ -158,7 +162,7 @@ def meshes(limits: Limits, fixed: Fixed) -> Iterator[tuple[int, int, int]]:
             dp = num_ranks // pp // tp
             if (fixed.tp or tp) != tp or (fixed.dp or dp) != dp:
                 continue
-            if fixed.tp is None and tp > limits.tensor_ranks:
+            if (fixed.tp is None and tp > limits.tensor_ranks) or tp < limits.least_tensor_ranks:
                 continue
             if dp > 1 and dp > limits.rows:
                 continue
@@ -192,10 +196,23 @@ def _microbatches(limits: Limits, dp: int, fixed: Fixed) -> list[int]:
     if each < 1:
         return []
     counts = [c for c in divisors(each) if rows % (dp * c) == 0] or divisors(each)
+    counts = sorted({*counts, *_between(counts, each)})
     if len(counts) > MICROBATCH_COUNTS:
         keep = len(counts) / MICROBATCH_COUNTS
         counts = sorted({counts[int(i * keep)] for i in range(MICROBATCH_COUNTS)} | {counts[-1]})
     return [count for count in counts if count <= limits.microbatches]
+
+
+def _between(counts: list[int], rows: int) -> Iterator[int]:
+    """Counts of uneven micro-batches, where the next even one is far: 2 and 4 of 7 rows.
+
+    Of counts whose largest micro-batch is the same, the fewest.
+    """
+    for low, high in pairwise(counts):
+        count = low
+        while high > FAR * count:
+            count = ceil(rows / ceil(rows / (2 * count)))
+            yield count
 
 
 def _savings(

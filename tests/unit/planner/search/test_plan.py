@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.errors import InfeasiblePlan, PlanError
+from shardwise.planner.search.space import FAR, Fixed, Limits, points
 from tests.support import zoo
 
 UNEQUAL = """
@@ -90,6 +94,43 @@ def test_constraints_are_kept(gpt) -> None:
     for cut in ("whole", "0"):
         plan = sw.plan(graph, cluster, constraints={name: cut}, tp=2, pp=1, progress=False)
         assert plan.entry("blocks.1.up.weight").layout["tp"] == cut
+    plan = sw.plan(graph, cluster, constraints={name: "0"}, progress=False)
+    assert plan.entry("blocks.1.up.weight").layout["tp"] == "0"
+    assert plan.search["fixed"] == {"constraints": {name: "0"}}
+
+
+class Chain(torch.nn.Module):
+    """Two blocks of four products each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = [[torch.nn.Linear(256, 256, bias=False) for _ in range(4)] for _ in range(2)]
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*row) for row in rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().sum()
+
+
+def test_there_may_be_more_stages_than_blocks() -> None:
+    graph = sw.capture(Chain(), {"x": torch.ones(5, 64, 256)})
+    cluster = sw.Cluster.preset("cpu", devices_per_node=7)
+    free = sw.plan(graph, cluster, progress=False).search["best"]["step_time_s"]
+    fixed = sw.plan(graph, cluster, progress=False, pp=7).search["best"]["step_time_s"]
+    assert free <= fixed * (1 + 1e-9)
+
+
+@given(rows=st.integers(1, 2000), dp=st.integers(1, 64))
+def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> None:
+    assume(dp <= rows)
+    limits = Limits(
+        ranks=dp, rows=rows, microbatches=rows, stages=1, virtual_stages=1, tensor_ranks=1
+    )
+    counts = sorted({p.microbatches for p in points(limits, Fixed(dp=dp))})
+    assert counts[0] == 1
+    assert counts[-1] * dp <= rows
+    assert all(high <= 2 * FAR * low for low, high in pairwise(counts))
 
 
 def test_batch_norm_is_not_cut_into_micro_batches() -> None:
@@ -112,6 +153,11 @@ def test_batch_norm_is_not_cut_into_micro_batches() -> None:
         ({"offload": "optimiser"}, "did you mean"),
         ({"constraints": {"nothing.*": "0"}}, "matches none"),
         ({"constraints": {"*": {"xx": "0"}}}, "mesh axis"),
+        ({"constraints": [("*", "0")]}, "no mapping"),
+        ({"constraints": {"*.up.weight": "0"}, "tp": 1}, "with tp=1 of 4"),
+        ({"constraints": {"*.up.weight": "0"}, "dp": 2, "pp": 2}, "with dp=2, pp=2 of 4"),
+        ({"memory_gib": "70"}, "memory_gib"),
+        ({"memory_gib": float("inf")}, "memory_gib"),
         ({"precision": "bf16"}, "capture_for_plan"),
         ({"tp": 3}, "does not divide"),
         ({"dp": 64}, "does not divide"),
