@@ -17,6 +17,7 @@ from shardwise.cluster import Cluster
 from shardwise.equivalence.precision import KeepDouble
 from tests.support import training
 from tests.support.pool import Pool
+from tests.support.searches import unpolished
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +31,7 @@ def cluster(speeds: tuple[float, ...]) -> Cluster:
 
 
 def auto(model: nn.Module, inputs: Any, speeds: tuple[float, ...], options: dict[str, Any]) -> Any:
-    with KeepDouble():
+    with KeepDouble(), unpolished():
         graph = sw.capture(model, inputs)
         return sw.plan(graph, cluster(speeds), progress=False, **options)
 

@@ -21,6 +21,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.runtime import ParallelModule
 from tests.support.pool import Pool
+from tests.support.tiers import thinned
 from tests.support.training import (
     Odd,
     assert_close,
@@ -134,8 +135,10 @@ def evaluate(kind: type[nn.Module], strategy: str) -> None:
     assert torch.isfinite(pm.train_step(batch))
 
 
-@pytest.mark.parametrize("kind", [Mode, Dropping])
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+GRID = [(strategy, kind) for strategy in ("fsdp", "tensor") for kind in (Mode, Dropping)]
+
+
+@pytest.mark.parametrize(("strategy", "kind"), thinned(GRID, lambda i, _: i in (1, 2)))
 def test_eval_step_is_eval_mode_without_gradients(
     pool: Callable[[int], Pool], kind: type[nn.Module], strategy: str
 ) -> None:
@@ -167,7 +170,10 @@ def names_and_memory(strategy: str) -> tuple[int, int]:
     return sum(p.nbytes for p in pm.parameters()), whole
 
 
-@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1.0), ("fsdp", 0.55), ("tensor", 0.65)])
+SHARES = [("ddp", 1.0), ("fsdp", 0.55), ("tensor", 0.65)]
+
+
+@pytest.mark.parametrize(("strategy", "share"), thinned(SHARES, lambda _, case: case[0] == "fsdp"))
 def test_names_memory_and_no_reference_to_the_model(
     pool: Callable[[int], Pool], strategy: str, share: float
 ) -> None:

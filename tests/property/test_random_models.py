@@ -52,7 +52,7 @@ def check(recipe: Recipe, strategy: tuple[str, int, dict[str, Any]]) -> None:
     assert certificate.ok, str(certificate)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes(max_layers=3), strategies())
 def test_random_models_equal_one_device(recipe: Recipe, strategy: Any) -> None:
     check(recipe, strategy)

@@ -13,6 +13,7 @@ from shardwise.shares import Shares
 from tests.property.rule_examples import EXAMPLES, RANDOM, Arguments
 from tests.property.rule_examples_math import EXAMPLES as MATH
 from tests.support.rules import check_rule
+from tests.support.tiers import thinned
 
 ZOO = Path(__file__).parents[1] / "data" / "ops.csv"
 CALLS = [(op, arguments) for op, calls in EXAMPLES.items() for arguments in calls]
@@ -32,7 +33,13 @@ def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments, ra
 @pytest.mark.parametrize("op", RANDOM)
 def test_shards_of_random_numbers_equal_one_draw(op: str) -> None:
     for args, kwargs in RANDOM[op]:
-        check_rule(op, args, kwargs, random=True, pairs=True)
+        check_rule(op, args, kwargs, random=True)
+
+
+@pytest.mark.parametrize("op", thinned(RANDOM, lambda i, _: i % 6 == 0))
+def test_shards_on_two_axes_of_random_numbers_equal_one_draw(op: str) -> None:
+    for args, kwargs in RANDOM[op]:
+        check_rule(op, args, kwargs, ranks=(), random=True, pairs=True)
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ class Chain(nn.Module):
 def test_written_plans_cost_what_was_planned(name: str) -> None:
     graph = MODELS[name]()
     cluster = Cluster.preset("a100", nodes=2, devices_per_node=4)
-    search = _prepare(graph, cluster, None, None, Precision.of("bf16"), None, lambda _: None)
+    search = _prepare(graph, cluster, {}, None, Precision.of("bf16"), None, lambda _: None)
     for tp, pp, layout in [(4, 2, 0), (4, 1, 1), (2, 2, 1)]:
         schedule = "1f1b" if pp > 1 else ""
         point = Point(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.plans.resolve import resolve
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATE, Shard
 from tests.support import zoo
+from tests.support.tiers import thinned
 from tests.unit.planner.layouts.exhaustive import lowered_cost, plan_for
 from tests.unit.planner.layouts.prices import LinkPrices
 
@@ -28,7 +30,15 @@ SLOW = {
     "launch_s": 1e-9,
 }
 MESHES = {"tp4": (("tp", 4),), "dp2tp2": (("dp", 2), ("tp", 2)), "cp2tp2": (("cp", 2), ("tp", 2))}
-QUICK = ("mlp", "resnet", "unet", "fused_gpt", "dlrm", "vit")
+EVERYDAY = (
+    ("mlp", "tp4"),
+    ("resnet", "dp2tp2"),
+    ("unet", "tp4"),
+    ("fused_gpt", "tp4"),
+    ("fused_gpt", "dp2tp2"),
+    ("dlrm", "dp2tp2"),
+    ("vit", "dp2tp2"),
+)
 
 
 def make_task(graph: Graph, mesh: str, **changes: object) -> LayoutTask:
@@ -71,22 +81,18 @@ def check(graph: Graph, facts: Facts, mesh: str) -> None:
         assert mine.parameters == {v: theirs.parameters[v] for v in mine.parameters}
 
 
-@pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
-@pytest.mark.parametrize("name", QUICK)
+@functools.cache
+def captured(name: str) -> tuple[Graph, Facts]:
+    graph = sw.capture(*zoo.build(name))
+    return graph, analyze(graph)
+
+
+GRID = [(name, mesh) for name in zoo.names() for mesh in ("tp4", "dp2tp2")]
+
+
+@pytest.mark.parametrize(("name", "mesh"), thinned(GRID, lambda _, case: case in EVERYDAY))
 def test_lowers_at_the_price_and_resolves(name: str, mesh: str) -> None:
-    model, batch = zoo.build(name)
-    graph = sw.capture(model, batch)
-    check(graph, analyze(graph), mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in zoo.names() if n not in QUICK])
-def test_zoo_lowers_at_the_price_and_resolves(name: str) -> None:
-    model, batch = zoo.build(name)
-    graph = sw.capture(model, batch)
-    facts = analyze(graph)
-    for mesh in ("tp4", "dp2tp2"):
-        check(graph, facts, mesh)
+    check(*captured(name), mesh)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +106,7 @@ def test_zoo_lowers_at_the_price_and_resolves(name: str) -> None:
 )
 def test_plans_compute_the_model(name: str, mesh: str) -> None:
     model, batch = zoo.build(name)
-    graph = sw.capture(model, batch)
-    facts = analyze(graph)
+    graph, facts = captured(name)
     task = make_task(graph, mesh)
     prices = LinkPrices(graph=graph, facts=facts, task=task, **SLOW)
     found = solve_layouts(graph, facts, task, prices)
@@ -222,9 +227,7 @@ def test_copies_multiply(llama: tuple[Graph, Facts]) -> None:
 
 
 def test_memory_is_weighed_and_bounded() -> None:
-    model, batch = zoo.build("fused_gpt")
-    graph = sw.capture(model, batch)
-    facts = analyze(graph)
+    graph, facts = captured("fused_gpt")
     task = make_task(graph, "tp4")
     quick = {**SLOW, "flops_per_s": 1e13, "latency_s": 1e-3}  # nothing is worth cutting
     prices = LinkPrices(graph=graph, facts=facts, task=task, **quick)
