@@ -108,5 +108,6 @@ def read_device(label: str) -> Kind:
 
 
 def _has(label: str, pattern: str) -> bool:
-    """Whether a name is in the label, not as a part of another name or number."""
-    return re.search(rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", label.upper()) is not None
+    """Whether a name is in the label, not as a part of another name or number: "DGXB200"."""
+    before = "(?:(?<![A-Z0-9])|(?<=DGX)|(?<=HGX))"
+    return re.search(rf"{before}(?:{pattern})(?![0-9])", label.upper()) is not None

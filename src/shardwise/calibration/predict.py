@@ -56,6 +56,7 @@ def predict_entry(entry: Entry) -> Outcome:
         row=entry.row,
         published_step_time_s=entry.step_time_s,
         published_memory_bytes=entry.memory_bytes,
+        ran_out=entry.ran_out,
     )
     if entry.row is None:
         return outcome

@@ -101,7 +101,7 @@ def _seconds(value: float | None) -> str:
 def _errors(summary: Summary) -> Table:
     table = Table(
         title=f"{summary.predicted} of {summary.rows} rows predicted, "
-        f"{summary.out_of_memory} out of memory",
+        f"{summary.out_of_memory} out of memory{_ran_out(summary)}",
         title_justify="left",
         box=None,
         header_style="bold",
@@ -116,6 +116,12 @@ def _errors(summary: Summary) -> Table:
     if summary.memory is not None:
         table.add_row("memory", *_figures(summary.memory))
     return table
+
+
+def _ran_out(summary: Summary) -> str:
+    if not summary.ran_out:
+        return ""
+    return f" ({summary.ran_out_as_predicted} of the {summary.ran_out} that ran out of it)"
 
 
 def _figures(errors: Errors | None) -> list[str]:

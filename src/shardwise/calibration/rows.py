@@ -16,6 +16,7 @@ from shardwise.calibration.values import (
     Sharding,
     Unusable,
     is_empty,
+    is_unsaid,
     number,
     read_precision,
     read_recompute,
@@ -40,10 +41,25 @@ _NEEDED = (
     "global_batch",
     "recompute",
 )
+# Of these, the ones in which "none" says something.
+_WORDS = ("zero_stage_or_sharding", "recompute")
 # Columns that make a model a mixture of experts, where a table has one of them.
 _EXPERTS = ("experts", "num_experts", "n_experts", "moe_experts", "num_moe_experts")
 # Names of such models: Mixtral-8x7B, Qwen3-235B-A22B, GPT-MoE.
 _MIXTURE = re.compile(r"\bmoe\b|mixtral|experts?\b|\d+x\d+(\.\d+)?b|\d+b-a\d", re.IGNORECASE)
+# Where a table says that a run had too little memory.
+_RESULTS = (
+    "derived_step_time_s",
+    "derived_tokens_per_s_per_gpu",
+    "mem_gib_per_gpu",
+    "status",
+    "result",
+    "outcome",
+    "error",
+    "oom",
+    "notes",
+)
+_RAN_OUT = re.compile(r"\boom\b|out[\s_-]of[\s_-]memory", re.IGNORECASE)
 _MAX_FILE_BYTES = 256 * 2**20
 
 
@@ -94,7 +110,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the file: its `row`, or the `reason` it has none, and what was published."""
+    """A line of the file: its `row`, or the `reason` it has none, and what was published.
+
+    `ran_out`: a run that is published as out of memory.
+    """
 
     row_id: str
     row: Row | None
@@ -103,6 +122,7 @@ class Entry:
     device: str
     step_time_s: float | None
     memory_bytes: int | None
+    ran_out: bool = False
 
 
 def read_entries(path: Path) -> tuple[Entry, ...]:
@@ -110,14 +130,15 @@ def read_entries(path: Path) -> tuple[Entry, ...]:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ShardwiseError(f"{path} has more than {_MAX_FILE_BYTES >> 20} MiB")
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        # A byte that is no UTF-8 spoils its own cell, not the file.
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.DictReader(file, restkey="")
-            names = [name.strip() for name in reader.fieldnames or ()]
+            names = [name.strip().lower() for name in reader.fieldnames or ()]
             reader.fieldnames = names
             lines = [{k: v or "" for k, v in line.items() if k} for line in reader]
     except FileNotFoundError:
         raise ShardwiseError(f"no file {path}", hint="--csv published.csv") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, csv.Error) as error:
         raise ShardwiseError(f"{path} is not a readable CSV file: {error}") from error
     if not set(names) & set(_NEEDED):
         raise ShardwiseError(
@@ -141,18 +162,29 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
         reason=reason,
         model=line.get("model", "").strip(),
         device=line.get("gpu", "").strip(),
-        step_time_s=_optional_number(line, "derived_step_time_s"),
+        step_time_s=_step_time_s(line, row),
         memory_bytes=None if memory_gib is None else round(memory_gib * 2**30),
+        ran_out=any(_RAN_OUT.search(line.get(name, "")) for name in _RESULTS),
     )
 
 
+def _step_time_s(line: Mapping[str, str], row: Row | None) -> float | None:
+    """The published one, or that of the published tokens per second."""
+    seconds = _optional_number(line, "derived_step_time_s")
+    tokens = _optional_number(line, "derived_tokens_per_s_per_gpu")
+    if seconds is None and tokens is not None and row is not None:
+        return row.global_batch * row.seq_len / (tokens * row.gpus)
+    return seconds
+
+
 def _row(row_id: str, line: Mapping[str, str]) -> Row:
-    missing = [name for name in _NEEDED if is_empty(line.get(name))]
+    said = {name: line.get(name) for name in _NEEDED}
+    missing = [n for n, text in said.items() if (is_empty if n in _WORDS else is_unsaid)(text)]
     if missing:
         raise Unusable(f"lacks {', '.join(missing)}")
     sizes = {axis: _or_one(line, axis) for axis in ("tp", "pp", "vpp", "cp")}
     for name in ("ep", *_EXPERTS):
-        if not is_empty(line.get(name)) and line[name].strip() not in ("0", "0.0", "1", "1.0"):
+        if not is_unsaid(line.get(name)) and line[name].strip() not in ("0", "0.0", "1", "1.0"):
             raise Unusable(f"{name} is {line[name].strip()}: only dense models are predicted")
     model = line.get("model", "").strip()
     if _MIXTURE.search(model):
@@ -232,12 +264,13 @@ def _check(row: Row) -> None:
 
 
 def _or_one(line: Mapping[str, str], name: str) -> int:
-    return _optional_whole(line, name) or 1
+    """The size of an axis; 0 is what some tables have for one that is not there."""
+    return 1 if line.get(name, "").strip() in ("0", "0.0") else _optional_whole(line, name) or 1
 
 
 def _optional_whole(line: Mapping[str, str], name: str) -> int | None:
     text = line.get(name, "")
-    return None if is_empty(text) else whole(name, text)
+    return None if is_unsaid(text) else whole(name, text)
 
 
 def _optional_number(line: Mapping[str, str], name: str) -> float | None:

@@ -34,6 +34,12 @@ class Outcome:
     device_memory_bytes: int | None = None
     published_step_time_s: float | None = None
     published_memory_bytes: int | None = None
+    ran_out: bool = False  # as published
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """As predicted."""
+        return self.status.startswith("out of memory")
 
     @property
     def sweep(self) -> str:
@@ -84,11 +90,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All figures of a file."""
+    """All figures of a file; `ran_out` are runs that are published as out of memory."""
 
     rows: int
     predicted: int
     out_of_memory: int
+    ran_out: int
+    ran_out_as_predicted: int
     step_time: Errors | None
     memory: Errors | None
     by_device: tuple[tuple[str, Errors], ...]
@@ -105,6 +113,8 @@ class Summary:
             "rows": self.rows,
             "predicted": self.predicted,
             "out_of_memory": self.out_of_memory,
+            "published_out_of_memory": self.ran_out,
+            "out_of_memory_as_published": self.ran_out_as_predicted,
             "step_time": None if self.step_time is None else asdict(self.step_time),
             "memory": None if self.memory is None else asdict(self.memory),
             "by_device": {name: asdict(errors) for name, errors in self.by_device},
@@ -123,7 +133,9 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
     return Summary(
         rows=len(outcomes),
         predicted=sum(o.step_time_s is not None for o in outcomes),
-        out_of_memory=sum(o.status.startswith("out of memory") for o in outcomes),
+        out_of_memory=sum(o.is_out_of_memory for o in outcomes),
+        ran_out=sum(o.ran_out for o in outcomes),
+        ran_out_as_predicted=sum(o.ran_out and o.is_out_of_memory for o in outcomes),
         step_time=errors_of(o.error for o in outcomes),
         memory=errors_of(o.memory_error for o in outcomes),
         by_device=tuple((name, errors) for name, errors in by_device if errors is not None),

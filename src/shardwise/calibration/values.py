@@ -26,6 +26,9 @@ _FULL = {
     "uniform",
     "layer",
     "every",
+    "enabled",
+    "activation_checkpointing",
+    "checkpoint_activations",
 }
 _SELECTIVE = {"selective", "attention", "core_attn", "core-attention", "core_attention"}
 _DTYPES = {
@@ -64,6 +67,11 @@ class Sharding:
 def is_empty(text: str | None) -> bool:
     """Whether a cell says nothing."""
     return text is None or text.strip().lower() in _EMPTY
+
+
+def is_unsaid(text: str | None) -> bool:
+    """The same where "none" is no value: a number, a name."""
+    return text is None or is_empty(text) or text.strip().lower() == "none"
 
 
 def number(name: str, text: str) -> float:
@@ -106,7 +114,7 @@ def read_sharding(text: str) -> Sharding:
     """
     low = text.lower().strip()
     # Megatron's: gathers are overlapped (its --overlap-param-gather, on in NVIDIA's recipes).
-    prefetch = any(w in low for w in ("distributed optimizer", "distributed_optimizer", "distopt"))
+    prefetch = re.search(r"distributed[\s_-]?optimizer|distopt", low) is not None
     found = _GROUP.search(low)
     group = int(found[1]) if found else None
     stage = _STAGE.search(low)
@@ -114,7 +122,7 @@ def read_sharding(text: str) -> Sharding:
         return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE)
     if stage:
         return Sharding(level=int(stage[1] or stage[2]), group=group, prefetch=prefetch)
-    if "no_shard" in low:
+    if "no_shard" in low or "unsharded" in low:
         return Sharding(level=0)
     if "grad_op" in low:
         return Sharding(level=2, group=group)
@@ -124,7 +132,7 @@ def read_sharding(text: str) -> Sharding:
         return Sharding(level=2, group=group)
     if any(word in low for word in ("fsdp", "full_shard", "fully_shard", "fully shard")):
         return Sharding(level=3, group=group)
-    if prefetch or "optimizer state" in low:
+    if prefetch or re.search(r"optimizer[\s_-]?(state|shard)|shard\w*[\s_-]optimizer", low):
         return Sharding(level=1, group=group, prefetch=prefetch)
     if low in _NONE or low == "dp" or "ddp" in low or "data parallel" in low or "replicat" in low:
         return Sharding(level=0)
@@ -137,7 +145,7 @@ def read_recompute(text: str) -> str:
     >>> read_recompute("full (uniform, 1 layer)")
     'full'
     """
-    low = text.lower().strip()
+    low = re.sub(r"\b(activation) (checkpoint)", r"\1_\2", text.lower().strip())
     first, *rest = re.findall(r"[a-z0-9._-]+", low) or [""]
     some = any(word[0].isdigit() and word != "1" for word in rest)
     for mode, words in (("none", _NONE), ("full", _FULL), ("selective", _SELECTIVE)):

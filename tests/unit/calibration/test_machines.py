@@ -28,6 +28,7 @@ from tests.unit.calibration.test_models import ROW
         ("H100-80GB", "h100"),
         ("H200-SXM", "h200"),
         ("B200", "b200"),
+        ("DGXB200", "b200"),
         ("GB200", "gb200"),
         ("GB200 NVL72", "gb200"),
         ("GB200-186GB (DGX GB200)", "gb200"),

@@ -112,6 +112,39 @@ def test_sizes_follow_from_each_other(tmp_path: Path) -> None:
     assert (first.row.dp, second.row.gpus) == (8, 16)
 
 
+def test_what_is_not_said_is_as_usual(tmp_path: Path) -> None:
+    """ "None" in a column of numbers, and 0 for an axis that is not there."""
+    said, *others = read(
+        tmp_path,
+        {},
+        {"kv_heads": "None", "vpp": "None", "ep": "none"},
+        {"pp": "0", "vpp": "0", "cp": "0.0", "ep": "0"},
+    )
+    assert [entry.row for entry in others] == [said.row, said.row]
+    (lacking,) = read(tmp_path, {"micro_batch": "None"})
+    assert lacking.reason == "lacks micro_batch"
+
+
+def test_runs_without_memory_and_tokens_per_second(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    line = LINE | {"derived_step_time_s": "", "mem_gib_per_gpu": ""}
+    changes = (
+        {"derived_step_time_s": "OOM"},
+        {"Status": "CUDA out of memory"},
+        {"derived_tokens_per_s_per_gpu": "4096"},
+        {"Status": "boom"},
+    )
+    with path.open("w", encoding="latin-1", newline="") as file:
+        names = [*LINE, "derived_tokens_per_s_per_gpu", "Status", "Bemerkung"]
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(line | {"Bemerkung": "größer"} | change for change in changes)
+    found = read_entries(path)
+    assert [entry.ran_out for entry in found] == [True, True, False, False]
+    assert [entry.step_time_s for entry in found] == [None, None, 64 * 2048 / 4096 / 16, None]
+    assert all(entry.row is not None for entry in found)
+
+
 def test_files_that_are_no_tables(tmp_path: Path) -> None:
     for name, data in {"empty": b"", "binary": b"\xff\xfe\x00", "other": b"a,b\n1,2\n"}.items():
         path = tmp_path / name
@@ -166,6 +199,14 @@ def test_no_cell_stops_the_reading(
 )
 def test_sharding(text: str, sharding: Sharding) -> None:
     assert read_sharding(text) == sharding
+
+
+def test_other_spellings() -> None:
+    for text in ("DistributedOptimizer", "use_distributed_optimizer", "distributed-optimizer"):
+        assert read_sharding(text) == Sharding(level=1, prefetch=True)
+    assert read_sharding("optimizer sharding") == Sharding(level=1)
+    assert read_sharding("unsharded") == Sharding(level=0)
+    assert read_recompute("activation checkpointing") == read_recompute("enabled") == "full"
 
 
 def test_values() -> None:

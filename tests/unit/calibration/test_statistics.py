@@ -50,6 +50,13 @@ def test_summary() -> None:
     assert found.sweeps == ()
 
 
+def test_runs_out_of_memory() -> None:
+    ok, out = outcome(1.0, None), replace(outcome(1.0, None), status="out of memory: needs 9 GiB")
+    summary = summarize([ok, replace(ok, ran_out=True), out, replace(out, ran_out=True)])
+    assert (summary.out_of_memory, summary.ran_out, summary.ran_out_as_predicted) == (2, 2, 1)
+    assert summary.to_dict()["out_of_memory_as_published"] == 1
+
+
 def test_repeated_runs_count_once() -> None:
     """Two series of one sweep, the second on slower software: its order is that of the means."""
     sizes = (8, 16, 32, 64)
