@@ -54,9 +54,7 @@ def simulate(
     if trace is not None:
         write_trace(trace, estimate, plan)
     if as_json:
-        typer.echo(
-            json.dumps({"plan": plan.name, "model": plan.model, **estimate.to_json()}, indent=2)
-        )
+        typer.echo(json.dumps(estimate_json(plan, estimate), indent=2))
     else:
         typer.echo(estimate_text(plan, estimate, terminal_width()))
         if trace is not None:
@@ -85,16 +83,28 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
 
 
 def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
-    """The timeline in the Chrome trace format; a process per group, named after its ranks."""
+    """The timeline and memory in the Chrome trace format; a process per group, with its ranks."""
     from shardwise.messages.ranks import format_ranks
     from shardwise.reporting.files import write_whole
 
-    found: dict[str, Any] = estimate.timeline.trace()
+    found: dict[str, Any] = estimate.timeline.trace(estimate.memory)
     for event in found["traceEvents"]:
         if event["name"] == "process_name":
             ranks = plan.groups[event["pid"]]
             event["args"] = {"name": f"ranks {format_ranks(ranks)}"}
     write_whole(path, json.dumps(found))
+
+
+def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    """The estimate for machines, with the memory of every group over time."""
+    from shardwise.planner.search.replay import moments
+
+    found = estimate.to_json()
+    found["memory"] = [
+        {**use.to_json(), "ranks": list(ranks), "over_time_bytes": moments(use)}
+        for use, ranks in zip(estimate.memory, plan.groups, strict=True)
+    ]
+    return {"plan": plan.name, "model": plan.model, **found}
 
 
 def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:

@@ -8,6 +8,7 @@ a replay is one array operation per level instead of one step per action.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +63,17 @@ class Levels:
         return list(np.split(order, ends))
 
     def play(
-        self, seconds: Floats, sends: Floats, begins: Floats | None = None
+        self,
+        seconds: Floats,
+        sends: Floats,
+        begins: Floats | None = None,
+        occupied: Floats | None = None,
     ) -> tuple[Floats, Floats]:
         """Start and end of every action.
 
         `seconds` are those of every action; `sends[stage]` those of a message from a stage to the
-        next one, in either direction; `begins` says when each group is ready.
+        next one, in either direction; `begins` says when each group is ready. A message of a group
+        to another one leaves when the one before has left, `occupied[stage]` seconds after it.
         """
         first = np.zeros(len(self.stage)) if begins is None else begins[self.group]
         before = np.concatenate([[0.0], np.cumsum(sends)])
@@ -78,6 +84,10 @@ class Levels:
         missing = needs < 0
         end = np.zeros(len(stage) + 1)  # the last one stands for nothing to wait for
         start = np.zeros(len(stage))
+        if occupied is not None:
+            held = np.where(self.leaves, occupied[self.boundary], 0.0)
+            if held.max(initial=0.0) > seconds[self.leaves].min(initial=np.inf):
+                wire += self._queued(seconds, wire, first, held)
         for mine in self.rounds:
             ready = end[needs[mine]] + wire[mine]
             ready[missing[mine]] = 0.0
@@ -85,6 +95,51 @@ class Levels:
             start[mine] = np.maximum(start[mine], first[mine])
             end[mine] = start[mine] + seconds[mine]
         return start, end[:-1]
+
+    def _queued(self, seconds: Floats, wire: Floats, first: Floats, held: Floats) -> Floats:
+        """How long every need's message waits for those before it, on their way to one group."""
+        across = self.group[:, None] != self.group[self.needs]
+        missing = self.needs < 0
+        end, left = np.zeros((2, len(self.stage) + 1))
+        free = np.zeros(int(self.queue.max(initial=0)) + 1)
+        for mine in self.rounds:
+            needs = self.needs[mine]
+            ready = np.where(across[mine], left[needs], end[needs]) + wire[mine]
+            ready[missing[mine]] = 0.0
+            start = np.maximum(ready.max(axis=1), end[self.before[mine]])
+            end[mine] = np.maximum(start, first[mine]) + seconds[mine]
+            queue, sent = self.queue[mine], self.leaves[mine]
+            left[mine] = np.maximum(end[mine], free[queue])
+            free[queue[sent]] = (left[mine] + held[mine])[sent]
+        return np.where(across & ~missing, (left - end)[self.needs], 0.0)
+
+    @cached_property
+    def boundary(self) -> Ints:
+        """The stage before the boundary that an action's result crosses, at the edges any."""
+        to = np.where(self.kind == KINDS.index("F"), self.stage, self.stage - 1)
+        found: Ints = np.clip(to, 0, self.schedule.num_stages - 1)
+        return found
+
+    @cached_property
+    def leaves(self) -> NDArray[np.bool_]:
+        """Whether an action's result goes to another group."""
+        there = self._there()
+        inside = (there >= 0) & (there < self.schedule.num_stages) & (self.kind != KINDS.index("W"))
+        placement = np.asarray(self.schedule.placement)
+        found: NDArray[np.bool_] = inside & (placement[np.where(inside, there, 0)] != self.group)
+        return found
+
+    @cached_property
+    def queue(self) -> Ints:
+        """A number for every pair of groups, of the one that sends and the one that receives."""
+        placement = np.asarray(self.schedule.placement)
+        to = placement[np.clip(self._there(), 0, len(placement) - 1)]
+        found: Ints = self.group * self.schedule.num_groups + to
+        return found
+
+    def _there(self) -> Ints:
+        """The stage that an action's result is for."""
+        return self.stage + np.where(self.kind == KINDS.index("F"), 1, -1)
 
     def waiting(self, group: int) -> tuple[Ints, Ints]:
         """For each action of a group, the micro-batches of each of its stages that wait then.

@@ -19,7 +19,7 @@ from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers, StageCost, stage_cost, with_offload
-from shardwise.simulation.step import Timeline, play_step
+from shardwise.simulation.step import Messages, Timeline, play_step
 from shardwise.simulation.sums import Key, Share
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.works import Works
@@ -142,7 +142,7 @@ class Evaluator:
         tightest = [min(mine, key=lambda c: c.device.usable_bytes).device for mine in kinds]
         any_works = works if isinstance(works, Works) else next(iter(works.values()))
         return Estimate(
-            timeline=play_step(stages, setting, self.clock, slowest),
+            timeline=play_step(stages, setting, Messages.of(stages, setting, self.clock), slowest),
             memory=tuple(
                 group_memory(number, memories[number], schedule, tightest[number])
                 for number in range(len(setting.groups))

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +28,11 @@ from shardwise.simulation.play import Pass, play_backward, play_forward, play_we
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import StageCost, UnitCost
 from shardwise.simulation.times import Clock, Span
+from shardwise.simulation.trace import trace_events
 from shardwise.simulation.work import Floats
+
+if TYPE_CHECKING:
+    from shardwise.simulation.memory import MemoryUse
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 CAUSES = (
@@ -49,7 +55,9 @@ class Timeline:
     starts: Floats = field(repr=False, compare=False)  # of all actions, group by group
     ends: Floats = field(repr=False, compare=False)
     after: tuple[Span, ...] = field(repr=False, default=())  # sums of gradients, the optimizer, …
-    waits: Floats = field(repr=False, compare=False, default_factory=lambda: np.zeros(0))
+    waits: Floats = field(repr=False, compare=False)  # of all actions, for parameters
+    talks: Floats = field(repr=False, compare=False)  # of all actions, in collectives
+    messages: Messages = field(repr=False, compare=False)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -63,10 +71,10 @@ class Timeline:
                 start=float(start),
                 end=float(end),
                 kind=KINDS[action.kind],
-                detail={"waiting_s": float(wait)},
+                detail={"waiting_s": float(wait), "collectives_s": float(talk)},
             )
-            for (group, action), start, end, wait in zip(
-                actions, self.starts, self.ends, self.waits, strict=True
+            for (group, action), start, end, wait, talk in zip(
+                actions, self.starts, self.ends, self.waits, self.talks, strict=True
             )
         ]
         return tuple(sorted((*found, *self.after), key=lambda s: (s.start, s.group)))
@@ -85,35 +93,16 @@ class Timeline:
             "exposed_communication_s": self.exposed_s,
         }
 
-    def trace(self) -> dict[str, object]:
-        """Events in the form that chrome://tracing and Perfetto read."""
-        lanes = {"compute": 0, "communication": 1}
-        events: list[dict[str, object]] = []
-        for group in range(len(self.busy)):
-            named = {"ph": "M", "name": "process_name", "pid": group}
-            events.append({**named, "args": {"name": f"group {group}"}})
-            events += [
-                {"ph": "M", "name": "thread_name", "pid": group, "tid": t, "args": {"name": lane}}
-                for lane, t in lanes.items()
-            ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.kind,
-                "pid": span.group,
-                "tid": lanes[span.lane],
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": dict(span.detail),
-            }
-            for span in self.spans
-        ]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+    def trace(self, memory: Sequence[MemoryUse] = ()) -> dict[str, object]:
+        """Events in the form that chrome://tracing and Perfetto read, with groups' memory."""
+        return {"traceEvents": trace_events(self, memory), "displayTimeUnit": "ms"}
 
 
 def play_step(
-    stages: Sequence[StageCost], setting: Setting, clock: Clock, devices: Sequence[Device]
+    stages: Sequence[StageCost],
+    setting: Setting,
+    messages: Messages,
+    devices: Sequence[Device],
 ) -> Timeline:
     """Play a step; `devices` are those of the slowest rank of each group."""
     schedule = setting.schedule or make(
@@ -122,18 +111,27 @@ def play_step(
         microbatches=setting.microbatches,
         stages=len(stages),
     )
-    sends = np.array([_send(stage, stages, setting, clock) for stage in stages])
-    return _Play(stages, setting, devices, schedule).run(sends)
+    return _Play(stages, setting, devices, schedule).run(messages)
 
 
-def _send(stage: StageCost, stages: Sequence[StageCost], setting: Setting, clock: Clock) -> float:
-    """Seconds of the message to the next stage."""
-    if stage.index + 1 == len(stages) or not stage.send_bytes:
-        return 0.0
-    here, there = setting.groups[stage.group], setting.groups[stages[stage.index + 1].group]
-    if here is there:
-        return 0.0
-    return clock.collective("send", pairs(here.array, there.array)).seconds(stage.send_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Of a message from each stage to the next: its seconds, and those in which no other leaves."""
+
+    seconds: Floats
+    occupied: Floats
+
+    @staticmethod
+    def of(stages: Sequence[StageCost], setting: Setting, clock: Clock) -> Messages:
+        """On the links between the stages' groups."""
+        found = np.zeros((2, len(stages)))
+        for stage, following in pairwise(stages):
+            here, there = setting.groups[stage.group], setting.groups[following.group]
+            if here is not there and stage.send_bytes:
+                model = clock.collective("send", pairs(here.array, there.array))
+                seconds = model.seconds(stage.send_bytes)
+                found[:, stage.index] = seconds, seconds - model.seconds(0.0)
+        return Messages(seconds=found[0], occupied=found[1])
 
 
 class _Play:
@@ -150,14 +148,14 @@ class _Play:
         self.levels = levels_of(schedule)
         self.after: list[Span] = []
 
-    def run(self, sends: Floats) -> Timeline:
+    def run(self, messages: Messages) -> Timeline:
         levels, count = self.levels, len(self.stages)
         passes = self._passes()
         key = (levels.kind * count + levels.stage) * 2 + levels.last
         seconds = _column(passes, "seconds", count)[key]
         waits = _column(passes, "waiting", count)[key]
         roots = self._roots()
-        starts, ends = levels.play(seconds, sends, roots)
+        starts, ends = levels.play(seconds, messages.seconds, roots, messages.occupied)
         groups = len(self.setting.groups)
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
         finished, causes = [], []
@@ -184,7 +182,17 @@ class _Play:
             ends=ends,
             after=tuple(self.after),
             waits=waits,
+            talks=self._talks(),
+            messages=messages,
         )
+
+    def _talks(self) -> Floats:
+        """Seconds of collectives in every action."""
+        forward = np.array([stage.forward_talk for stage in self.stages])
+        backward = np.array([stage.backward_talk for stage in self.stages])
+        by_kind = np.stack([{"F": forward, "W": 0.0 * forward}.get(k, backward) for k in ORDER])
+        found: Floats = by_kind[self.levels.kind, self.levels.stage]
+        return found
 
     def _roots(self) -> Floats:
         """When every group has what it gathers before its first action."""

@@ -160,7 +160,11 @@ def test_simulate_replays_or_simulates_anew(
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"ranks 0-1", "ranks 2-3"}
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert lanes == {"compute", "communication"}
+    assert lanes == {"compute", "communication", "communication in actions", "messages"}
+    counted = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    for row in replayed["memory"]:
+        assert max(row["over_time_bytes"]) == pytest.approx(row["peak_bytes"], rel=1e-3)
+    assert max(counted) == max(max(row["over_time_bytes"]) for row in replayed["memory"])
     ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
     assert max(ends) == pytest.approx(replayed["step_time_s"] * 1e6, rel=1e-9)
 

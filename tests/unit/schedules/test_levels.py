@@ -32,6 +32,29 @@ def test_arrays_replay_as_lists_do(name: str, groups: int, rounds: int, seed: in
     np.testing.assert_allclose(ends, [s.end for s in spans], atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+@given(groups=st.integers(2, 4), rounds=st.integers(1, 3), seed=st.integers(0, 999))
+@settings(max_examples=12, deadline=None)
+def test_messages_to_a_group_leave_one_after_the_other(
+    name: str, groups: int, rounds: int, seed: int
+) -> None:
+    schedule = make(name, groups=groups, microbatches=rounds * groups)
+    random = np.random.default_rng(seed)
+    levels = Levels(schedule)
+    seconds = random.random((4, schedule.num_stages))[levels.kind, levels.stage]
+    held = 3 * random.random(schedule.num_stages)
+    sends = held + 0.1
+    starts, ends = levels.play(seconds, sends, None, held)
+    _, free_ends = levels.play(seconds, sends)
+    assert (ends >= free_ends - 1e-12).all()
+    for queue in np.unique(levels.queue[levels.leaves]):  # all must pass before the last is used
+        mine = np.flatnonzero(levels.leaves & (levels.queue == queue))
+        waiting = np.flatnonzero(np.isin(levels.needs, mine).any(axis=1))
+        waiting = waiting[levels.group[waiting] != levels.group[mine[0]]]
+        passed = ends[mine].min() + held[levels.boundary[mine]].sum() + 0.1
+        assert starts[waiting].max() >= passed - 1e-9
+
+
 def test_waiting_counts_micro_batches_of_every_stage() -> None:
     levels = levels_of(make("1f1b", groups=3, microbatches=6))
     waiting, stages = levels.waiting(0)

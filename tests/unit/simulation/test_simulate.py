@@ -120,6 +120,10 @@ def test_a_step_is_what_its_causes_are(schedule: str) -> None:
     events = timeline.trace()["traceEvents"]
     assert isinstance(events, list)
     assert len(events) >= len(timeline.spans)
+    sent = [e for e in events if e.get("cat") == "send"]
+    assert len(sent) == 2 * 4  # of every micro-batch, in both directions
+    inside = sum(e["dur"] for e in events if e.get("tid") == 2 and e["ph"] == "X")
+    assert inside * 1e-6 == pytest.approx(float((timeline.waits + timeline.talks).sum()))
     assert all(use.fits for use in estimate.memory)
     assert sum(estimate.peak.parts.values()) == pytest.approx(estimate.peak.peak_bytes, rel=1e-6)
 

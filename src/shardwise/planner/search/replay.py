@@ -12,7 +12,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isclose
-from typing import Any, cast
+from typing import Any
+
+import numpy as np
 
 from shardwise.cluster import Device
 from shardwise.cluster.device import Curve
@@ -25,8 +27,8 @@ from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.play import play_forward
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import StageCost, UnitCost
-from shardwise.simulation.step import Timeline, pairs, play_step
-from shardwise.simulation.times import Clock, Group
+from shardwise.simulation.step import Messages, Timeline, play_step
+from shardwise.simulation.times import Group
 
 TIMES = (
     "forward",
@@ -51,13 +53,15 @@ WORDS_READ = 7 * 4.0  # bytes that `update_seconds` counts for each element
 def step_json(estimate: Estimate, setting: Setting, evaluator: Evaluator) -> dict[str, Any]:
     """`units`, `stages` and `groups` of a plan's `search`."""
     units: list[dict[str, float]] = []
+    messages = estimate.timeline.messages
     stages = [
         {
             "group": stage.group,
             "units": _runs([_known(units, unit) for unit in stage.units]),
             "forward_s": _short(stage.forward),
             "backward_s": _short(stage.backward),
-            "send_s": _short(send_seconds(estimate.stages, stage, setting, evaluator.clock)),
+            "send_s": _short(float(messages.seconds[stage.index])),
+            "send_wire_s": _short(float(messages.occupied[stage.index])),
             "send_bytes": stage.send_bytes,
             "numel": stage.numel,
             "tensors": stage.tensors,
@@ -94,19 +98,6 @@ def moments(use: MemoryUse) -> list[float]:
 def _sampled(sizes: Sequence[float]) -> list[float]:
     step = -(-len(sizes) // MOMENTS) or 1
     return [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
-
-
-def send_seconds(
-    stages: Sequence[StageCost], stage: StageCost, setting: Setting, clock: Clock
-) -> float:
-    """Seconds of a stage's message to the next one, as `play_step` counts them."""
-    if stage.index + 1 == len(stages) or not stage.send_bytes:
-        return 0.0
-    here, there = (setting.groups[s.group] for s in stages[stage.index : stage.index + 2])
-    if here is there:
-        return 0.0
-    ranks = pairs(here.array, there.array)
-    return clock.collective("send", ranks).seconds(stage.send_bytes)
 
 
 def _known(units: list[dict[str, float]], unit: UnitCost) -> int:
@@ -222,7 +213,7 @@ def _replay(plan: Plan, search: Mapping[str, Any]) -> Estimate:
     timeline = play_step(
         _in_seconds(stages, search),
         setting,
-        cast("Clock", _Seconds()),
+        _messages(search["stages"]),
         [_device(row["kind"], row["overlap_loss"]) for row in groups],
     )
     return Estimate(
@@ -274,26 +265,23 @@ def _stage(index: int, row: Mapping[str, Any], units: Sequence[UnitCost]) -> Sta
 
 
 def _in_seconds(stages: Sequence[StageCost], search: Mapping[str, Any]) -> list[StageCost]:
-    """Stages for a clock that counts a byte as a second: messages, and the optimizer's bytes.
+    """Stages for devices that move a byte in a second: the optimizer's bytes.
 
     The first stage of a group has the optimizer of all of them.
     """
     found, done = [], set()
-    for stage, row in zip(stages, search["stages"], strict=True):
+    for stage in stages:
         seconds = 0.0 if stage.group in done else search["groups"][stage.group]["optimizer_s"]
         done.add(stage.group)
-        found.append(replace(stage, send_bytes=row["send_s"], numel=seconds / WORDS_READ))
+        found.append(replace(stage, numel=seconds / WORDS_READ))
     return found
 
 
-class _Seconds:
-    """A clock on which a byte takes a second."""
-
-    def collective(self, op: str, groups: object) -> _Seconds:
-        return self
-
-    def seconds(self, num_bytes: float) -> float:
-        return num_bytes
+def _messages(rows: Sequence[Mapping[str, Any]]) -> Messages:
+    return Messages(
+        seconds=np.array([row["send_s"] for row in rows]),
+        occupied=np.array([row.get("send_wire_s", 0.0) for row in rows]),
+    )
 
 
 def _device(kind: str, overlap_loss: float) -> Device:
