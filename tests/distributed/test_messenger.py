@@ -15,6 +15,7 @@ from shardwise.messages import MessageProgram
 from shardwise.runtime.message_rounds import batches, run_rounds, write_rounds
 from shardwise.runtime.messenger import Messenger
 from tests.support.pool import Pool
+from tests.support.tiers import thinned
 
 pytestmark = pytest.mark.distributed
 
@@ -88,7 +89,7 @@ def run_all(name: str, sizes: tuple[int, ...]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", list(CARDS))
+@pytest.mark.parametrize("name", thinned(CARDS, lambda _, name: name == "slow"))
 def test_all_operations(pool: Callable[[int], Pool], name):
     sizes = (0, 3, 1001, 200_003)
     for wrong in pool(len(CARDS[name])).run(f"{__name__}:run_all", name, sizes, timeout=60):

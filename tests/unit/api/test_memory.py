@@ -15,6 +15,7 @@ from benchmarks.models import GPT, tokens
 from benchmarks.recompute import measure, predict
 from shardwise.api import MemoryEstimate, capture_for_plan
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError
+from tests.support.tiers import thinned
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "length": 64, "vocab": 128}
 BATCH = 8
@@ -72,7 +73,7 @@ def test_what_autograd_saves_is_what_it_saves_in_a_real_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp", "tensor"]
+    "strategy", thinned(["zero1", "fsdp", "tensor"], lambda _, name: name == "fsdp")
 )
 def test_state_is_what_the_strategy_keeps_of_it(strategy: str) -> None:
     graph = graph_of()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,6 +32,11 @@ def tokens(rows: int, length: int) -> Batch:
 def gpt_on_meta(layers: int = 8, rows: int = 128) -> tuple[nn.Module, Batch]:
     with torch.device("meta"):
         return zoo.FusedGPT(50257, 1024, 16, layers, 1024), tokens(rows, 1000)
+
+
+@functools.cache
+def gpt_graph(layers: int = 8) -> sw.Graph:
+    return sw.capture(*gpt_on_meta(layers))
 
 
 def llama_on_meta() -> tuple[nn.Module, Batch]:
@@ -143,7 +149,7 @@ def test_a_tied_gpt_is_certified(options: dict[str, Any], lines: tuple[str, ...]
     model, batch = gpt_on_meta()
     options = {"num_microbatches": 8, **options}
     ranks = options["dp"] * options["tp"] * options["pp"]
-    plan = sw.strategies.hybrid(sw.capture(model, batch), sw.Cluster.local(ranks), **options)
+    plan = sw.strategies.hybrid(gpt_graph(), sw.Cluster.local(ranks), **options)
     assert_scaled(sw.verify(model, batch, plan), *lines)
 
 
@@ -178,8 +184,7 @@ def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch
 
 
 def test_stages_begin_at_the_same_nodes() -> None:
-    model, batch = gpt_on_meta()
-    graph = sw.capture(model, batch)
+    graph = gpt_graph()
     plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), stages=4, num_microbatches=4)
     twin = build_twin(graph, plan)
     before = {place: name for name, place in node_keys(graph).items()}
@@ -192,7 +197,7 @@ def test_stages_begin_at_the_same_nodes() -> None:
 
 def test_a_listed_schedule_keeps_its_list() -> None:
     model, batch = gpt_on_meta(layers=4)
-    graph = sw.capture(model, batch)
+    graph = gpt_graph(layers=4)
     listed = make("gpipe", groups=2, microbatches=8)
     plan = sw.strategies.pipeline(
         graph, sw.Cluster.local(2), stages=2, schedule=listed, num_microbatches=8
@@ -207,7 +212,7 @@ def test_a_listed_schedule_keeps_its_list() -> None:
 def test_stages_of_different_meshes_are_each_made_smaller() -> None:
     model, batch = gpt_on_meta(layers=4)
     plan = sw.strategies.pipeline(
-        sw.capture(model, batch),
+        gpt_graph(layers=4),
         sw.Cluster.local(36),
         stage_meshes=(Mesh.of(dp=16), Mesh.of(tp=16), Mesh.of(dp=2, tp=2)),
         num_microbatches=4,
@@ -256,8 +261,7 @@ def test_kinds_of_layers_in_turn_stay_in_turn() -> None:
 
 
 def test_memory_counts_every_stage() -> None:
-    model, batch = gpt_on_meta(layers=4)
-    graph = sw.capture(model, batch)
+    graph = gpt_graph(layers=4)
     whole = sw.strategies.ddp(graph, sw.Cluster.local(4))
     staged = sw.strategies.pipeline(graph, sw.Cluster.local(4), stages=4, num_microbatches=4)
     one = sw.strategies.ddp(graph, sw.Cluster.local(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -77,13 +78,22 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
+def made(kind: str, norm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(kind, norm).double()
+
+
+@functools.cache
+def captured(kind: str, norm: bool, rows: int) -> sw.Graph:
+    return sw.capture(made(kind, norm), batch(rows))
+
+
 def verify(
     kind: str, rows: int, strategy: str, ranks: int, norm: bool = False, **options: Any
 ) -> sw.Certificate:
-    torch.manual_seed(0)
-    model, data = Words(kind, norm).double(), batch(rows)
+    model, data = made(kind, norm), batch(rows)
     make = getattr(sw.strategies, strategy)
-    plan = make(sw.capture(model, data), sw.Cluster.local(ranks), **options)
+    plan = make(captured(kind, norm, rows), sw.Cluster.local(ranks), **options)
     return sw.verify(model, data, plan)
 
 
