@@ -231,6 +231,7 @@ def _row(
                 "measured_s": medians[name],
                 "optimizer_s": statistics.median(t for _, t in times[name]),
                 "rounds": len(times[name]),
+                "rounds_s": [round(t, 6) for t, _ in times[name]],
                 **({"predicted": predicted[name]} if name in predicted else {}),
             }
             for name in sorted(medians, key=lambda name: medians[name])

@@ -40,11 +40,13 @@ def measure_plan(
     *,
     table: OpTable | None = None,
     budget_s: float = BUDGET_S,
+    ground: ProvingGround | None = None,
 ) -> OpTable:
     """`table` with the calls of the plan's program that it lacked, measured on this machine.
 
     AdamW's step for parameters of some sizes is measured, too. Devices of one name are measured
-    once; a device's own speed scales what was measured.
+    once; a device's own speed scales what was measured. Processors are measured on a `ground` that
+    stands by, where there is one: its ranks are there at once.
     """
     found = OpTable()
     found.merge(table or OpTable())
@@ -52,7 +54,13 @@ def measure_plan(
         wanted = missing(calls, device, found)
         updates = [n for n in UPDATES if (UPDATE.format(n), device.name) not in found.entries]
         if wanted or updates:
-            found.merge(_measured(wanted, updates, device, _beside(cluster, device), budget_s))
+            job = _job(wanted, updates, device, budget_s)
+            ranks = _beside(cluster, device)
+            if ground is not None and device.kind == "cpu":
+                tables = ground.measure(job, ranks)
+            else:
+                tables = _in_processes(job, ranks)
+            found.merge(_compared(_joined(tables), wanted, device))
     return found
 
 
@@ -85,27 +93,32 @@ def _beside(cluster: Cluster, device: Device) -> int:
     return max(len(node.devices) for node in cluster.nodes if device in node.devices)
 
 
-def _measured(
-    calls: Sequence[Signature],
-    updates: Sequence[int],
-    device: Device,
-    processes: int,
-    budget_s: float,
-) -> OpTable:
-    written = {call: data for call in calls if (data := encode(call)) is not None}
-    job = {
+def _job(
+    calls: Sequence[Signature], updates: Sequence[int], device: Device, budget_s: float
+) -> dict[str, Any]:
+    """What a process measures, as JSON."""
+    return {
         "name": device.name,
         "kind": device.kind,
         "memory_bytes": device.usable_bytes,
-        "calls": list(written.values()),
+        "calls": [data for call in calls if (data := encode(call)) is not None],
         "updates": list(updates),
         "budget_s": budget_s,
     }
+
+
+def _in_processes(job: dict[str, Any], processes: int) -> list[OpTable]:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(_worker(job)) for _ in range(processes)]
-        tables = [_answer(worker, rank) for rank, worker in enumerate(workers)]
-    joined = _joined(tables)
-    for call in written:
+        return [_answer(worker, rank) for rank, worker in enumerate(workers)]
+
+
+def _compared(joined: OpTable, calls: Sequence[Signature], device: Device) -> OpTable:
+    """With what is computed for the same calls, and notes on those that were not measured."""
+    for call in calls:
+        if encode(call) is None:
+            joined.notes.append(f"{call}: cannot travel to a process")
+            continue
         cost = cost_of(call)
         joined.compare(
             str(call),
@@ -113,7 +126,6 @@ def _measured(
             kernels_seconds(cost.forward, device) * device.speed,
             kernels_seconds(cost.backward, device) * device.speed,
         )
-    joined.notes += [f"{call}: cannot travel to a process" for call in calls if call not in written]
     return joined
 
 

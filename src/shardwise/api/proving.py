@@ -11,16 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.api.forks import Ask, standby
+from shardwise.api.forks import TIMEOUT_S, Ask, standby, together
 from shardwise.api.rehearsal import Rehearsal, rehearse
 from shardwise.api.trials import try_plans
 from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.cost.calls import measure_job
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 
+MEASURING_S = 600.0  # the most that the calls of one plan may take
+
 
 class ProvingGround:
-    """Runs plans of one model on this machine."""
+    """Runs plans of one model on this machine, and calls of their programs."""
 
     def __init__(self, graph: Graph, cluster: Cluster, ask: Ask | None = None) -> None:
         self.graph, self.cluster, self._ask = graph, cluster, ask
@@ -41,11 +45,20 @@ class ProvingGround:
         found: list[float] = self._ask({"try": [_written(plan) for plan in plans]})
         return found
 
+    def measure(self, job: dict[str, Any], ranks: int) -> list[OpTable]:
+        """What each of some processors' ranks takes for the same calls at the same time."""
+        if self._ask is None:
+            return _measured(job, ranks)
+        found = self._ask({"measure": job, "ranks": ranks})
+        return [OpTable.from_json(table) for table in found]
+
     def serve(self, question: dict[str, Any]) -> Any:
         """What the fork that stands by answers."""
         if "try" in question:
             plans = [Plan.from_json(data) for data in question["try"]]
             return try_plans(self.graph, plans, self.cluster)
+        if "measure" in question:
+            return [t.to_json() for t in _measured(question["measure"], question["ranks"])]
         return asdict(rehearse(self.graph, Plan.from_json(question["rehearse"]), self.cluster))
 
 
@@ -55,8 +68,14 @@ def proving_ground(graph: Graph, cluster: Cluster) -> Iterator[ProvingGround]:
     if cluster.device(0).kind != "cpu":
         yield ProvingGround(graph, cluster)
         return
-    with standby(ProvingGround(graph, cluster).serve) as ask:
+    serve = ProvingGround(graph, cluster).serve
+    with standby(serve, timeout=MEASURING_S + TIMEOUT_S) as ask:
         yield ProvingGround(graph, cluster, ask)
+
+
+def _measured(job: dict[str, Any], ranks: int) -> list[OpTable]:
+    found = together(lambda *_: measure_job(job).to_json(), ranks, timeout=MEASURING_S)
+    return [OpTable.from_json(table) for table in found]
 
 
 def _written(plan: Plan) -> dict[str, Any]:

@@ -136,7 +136,8 @@ class _Tuning:
         """The best plan by measured times of the calls of a first one."""
         options = {**self.options, **kind}
         first = plan(self.graph, self.cluster, table=table, **options)
-        measured = measure_plan(self.graph, first, self.cluster, table=table)
+        ground = self.ground
+        measured = measure_plan(self.graph, first, self.cluster, table=table, ground=ground)
         if len(measured.entries) == len(table.entries):
             return first, measured
         return plan(self.graph, self.cluster, table=measured, **options), measured

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -115,10 +115,9 @@ def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
     return table
 
 
-def main() -> None:
-    """Measure what stdin asks for."""
+def measure_job(job: Mapping[str, Any]) -> OpTable:
+    """What a job asks for, on one thread of this process."""
     torch.set_num_threads(1)
-    job = json.loads(sys.stdin.readline())
     device = Device(  # rates play no part in measuring
         name=job["name"],
         kind=job["kind"],
@@ -129,6 +128,12 @@ def main() -> None:
     calls = [decode(data) for data in job["calls"]]
     table = measure(calls, device, budget_s=job["budget_s"])
     table.merge(measure_updates(job["updates"], device))
+    return table
+
+
+def main() -> None:
+    """Measure what stdin asks for."""
+    table = measure_job(json.loads(sys.stdin.readline()))
     sys.stdout.write(json.dumps({"table": table.to_json()}) + "\n")
 
 
