@@ -29,6 +29,7 @@ from shardwise.sharding.factors import Facts
 SLACKS = (0.03, 0.1, 0.2, 0.3)
 PER_CUT_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
 HALVINGS = 30  # of the interval in which the least possible bound is searched
+ROUNDING = 1e-12  # of sums of work, relative
 LARGE = 600  # places from which on only narrow ones are considered, if there are enough
 LEAST_GAIN = 1e-3  # for which a cut is moved
 
@@ -123,18 +124,40 @@ class _Chain:
         self.last = np.searchsorted(owned, owned) - 1 if owning else np.arange(count) - 1
 
     def least_bound(self) -> float | None:
-        """The least duration of the longest stage; None: there are too few places."""
+        """The least duration of the longest stage; None: there are too few places.
+
+        It lies between `least` and `enough`. What is outside is known; within a `margin` of them
+        the sums of work are rounded, and it is tried.
+        """
         low, high = 0.0, float(self.work[-1] / self.speeds.min())
         if not self._reaches(high):
             return None
+        least, enough = float(self.work[-1] / self.speeds.sum()), high
+        margin = ROUNDING * high
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self._reaches(middle) else (middle, high)
+            reaches = middle > least
+            if least - margin <= middle <= enough + margin:
+                reaches = self._reaches(middle)
+                shorter, longer = self._next_to(middle)
+                least, enough = (least, shorter) if reaches else (longer, enough)
+            low, high = (low, middle) if reaches else (middle, high)
         return high
+
+    def _next_to(self, bound: float) -> tuple[float, float]:
+        """The longest duration of a stage that is at most `bound`, and the shortest of others."""
+        shorter, longer = 0.0, np.inf
+        for speed in set(self.speeds.tolist()):
+            first = self._first(bound, speed)
+            shorter = max(shorter, float((self.work - self.work[first]).max()) / speed)
+            beyond = first > 0
+            lengths = self.work[beyond] - self.work[first[beyond] - 1]
+            longer = min(longer, float(lengths.min(initial=np.inf)) / speed)
+        return shorter, longer
 
     def choose(self, least: float) -> tuple[int, ...]:
         """The first node of every stage."""
-        answers = [self._narrowest(least * (1 + slack)) for slack in SLACKS]
+        answers = self._narrowest([least * (1 + slack) for slack in SLACKS])
         best = self._level(min(answers, key=self._objective))
         return tuple(self.places[at] for at in best)
 
@@ -149,30 +172,38 @@ class _Chain:
 
     def _reaches(self, bound: float) -> bool:
         """Whether all stages together, each of at most `bound`, come to the model's end."""
-        reached = np.arange(len(self.places)) == 0
-        starts = {s: np.minimum(self._first(bound, s), self.last + 1) for s in set(self.speeds)}
-        for speed in self.speeds:
-            before = _before(reached)
-            reached = before[self.last + 1] > before[starts[speed]]
+        after = self.last + 1
+        starts = {s: np.minimum(self._first(bound, s), after) for s in set(self.speeds.tolist())}
+        reached = np.arange(len(after)) == 0
+        before = np.zeros(len(after) + 1, dtype=np.int64)
+        for speed in self.speeds.tolist():
+            np.cumsum(reached, out=before[1:])
+            reached = before[after] > before[starts[speed]]
         return bool(reached[-1])
 
-    def _narrowest(self, bound: float) -> list[int]:
-        """Where stages of at most `bound` begin so that the fewest bytes cross."""
-        count = len(self.places)
-        best = np.where(np.arange(count) == 0, 0.0, np.inf)
-        even = np.cumsum(self.speeds) / self.speeds.sum()
+    def _narrowest(self, bounds: Sequence[float]) -> list[list[int]]:
+        """Where stages of at most each of `bounds` begin so that the fewest bytes cross."""
+        count, speeds = len(self.places), self.speeds.tolist()
+        best = np.where(np.arange(count) == 0, 0.0, np.inf) + np.zeros((len(bounds), 1))
+        share, even = self.work / self.work[-1], np.cumsum(self.speeds) / self.speeds.sum()
+        ranges = {
+            speed: _Ranges(np.stack([self._first(b, speed) for b in bounds]), self.last)
+            for speed in set(speeds)
+        }
         choices = []
-        starts = {speed: self._first(bound, speed) for speed in set(self.speeds)}
-        for stage, speed in enumerate(self.speeds):
-            begin = _RangeMinimum(best).argmin(starts[speed], self.last)
+        for stage, speed in enumerate(speeds):
+            begin, least = ranges[speed].find(best)
             choices.append(begin)
             # How far a cut is from even shares decides between equal numbers of bytes: below 1.
-            uneven = (self.work / self.work[-1] - even[stage]) ** 2 / len(self.speeds)
-            best = np.append(best, np.inf)[begin] + self.crossing + uneven
-        begins = [count - 1]
-        for choice in reversed(choices):
-            begins.insert(0, int(choice[begins[0]]))
-        return begins[:-1]
+            uneven = (share - even[stage]) ** 2 / len(speeds)
+            best = least + self.crossing + uneven
+        answers = []
+        for row in range(len(bounds)):
+            begins = [count - 1]
+            for choice in reversed(choices):
+                begins.append(int(choice[row, begins[-1]]))
+            answers.append(begins[:0:-1])
+        return answers
 
     def _level(self, begins: list[int]) -> list[int]:
         """Move single cuts to as narrow places while the longer of two neighbours gets shorter."""
@@ -194,28 +225,37 @@ class _Chain:
         return ends[:-1]
 
 
-class _RangeMinimum:
-    """Answers where the least of `values[first : last + 1]` is, for many ranges at once."""
+class _Ranges:
+    """Answers where the least of `values[first : last + 1]` is, for many ranges at once.
 
-    def __init__(self, values: Array) -> None:
-        self.values = values
-        self.levels = [np.arange(len(values))]  # level k: where the least of 2**k values is
-        while 2 ** len(self.levels) <= len(values):
-            step = 2 ** (len(self.levels) - 1)
-            below = self.levels[-1]
-            self.levels.append(self._lesser(below[:-step], below[step:]))
+    `first` has a row of ranges for each row of values, `last` is the same for all. A range is two
+    overlapping ones whose lengths are a power of two, its level.
+    """
 
-    def _lesser(self, a: Array, b: Array) -> Array:
-        return np.where(self.values[b] < self.values[a], b, a)
-
-    def argmin(self, first: Array, last: Array) -> Array:
-        """The leftmost place of the least value; one past the end for an empty range."""
+    def __init__(self, first: Array, last: Array) -> None:
         length = last - first + 1
-        found = np.full(len(first), len(self.values))
-        for k, level in enumerate(self.levels):
-            mine = (length >= 2**k) & (length < 2 ** (k + 1))
-            found[mine] = self._lesser(level[first[mine]], level[last[mine] + 1 - 2**k])
-        return found
+        self.empty = length < 1
+        level = np.frexp(np.maximum(length, 1))[1] - 1
+        self.least = np.empty((int(level.max()) + 1, *first.shape))  # of 2**level from each place
+        self.places = np.empty(self.least.shape, dtype=np.int64)
+        self.places[0] = np.arange(first.shape[1])
+        table = (level * len(first) + np.arange(len(first))[:, None]) * first.shape[1]
+        self.left = table + np.where(self.empty, 0, first)
+        self.right = table + np.where(self.empty, 0, last + 1 - 2**level)
+
+    def find(self, values: Array) -> tuple[Array, Array]:
+        """The leftmost place of each range's least value, and that; infinite where it is empty."""
+        least, places, count = self.least, self.places, values.shape[1]
+        least[0] = values
+        for level in range(1, len(least)):
+            step, end = 2 ** (level - 1), count - 2**level + 1
+            below, other = least[level - 1, :, :end], least[level - 1, :, step : step + end]
+            np.minimum(below, other, out=least[level, :, :end])
+            moved = places[level - 1, :, step : step + end]
+            places[level, :, :end] = np.where(other < below, moved, places[level - 1, :, :end])
+        left, right = least.take(self.left), least.take(self.right)
+        found = places.take(np.where(right < left, self.right, self.left))
+        return found, np.where(self.empty, np.inf, np.minimum(left, right))
 
 
 def _before(numbers: Sequence[Any] | Array) -> Array:

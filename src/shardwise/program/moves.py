@@ -41,6 +41,8 @@ def plan_moves(
     held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
 ) -> tuple[Move, ...]:
     """The moves from one layout to another; empty when nothing has to be done."""
+    if held == needed:
+        return ()
     held, needed = _align(held, _relax(held, needed, sizes, carries_grad), sizes)
     changed = [a for a, p in held.axes if p != needed[a]]
     changed = _with_nested(held, needed, changed)

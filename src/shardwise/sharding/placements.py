@@ -178,7 +178,10 @@ def local_dim(layout: Layout, dim: int, size: int, coordinate: Coordinate) -> in
 
 def local_shape(layout: Layout, shape: tuple[int, ...], coordinate: Coordinate) -> tuple[int, ...]:
     """The shape of this rank's part."""
-    return tuple(local_dim(layout, d, size, coordinate) for d, size in enumerate(shape))
+    sizes = list(shape)
+    for dim in {shard.dim for _, shard in layout.shards}:
+        sizes[dim] = local_dim(layout, dim, shape[dim], coordinate)
+    return tuple(sizes)
 
 
 def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:

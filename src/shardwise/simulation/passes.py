@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from shardwise.runtime.reducer import OUTSTANDING_BYTES
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.kept import kept_in
 from shardwise.simulation.setting import SIZES, Setting
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.sums import Share
@@ -56,20 +56,38 @@ def stage_memory(
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Summed:
-    """Parameters of a stage whose gradients are summed in the same way."""
+    """Parameters of positions `first:end` whose gradients are summed in the same way."""
 
     share: Share
     zero: int
     ranks: int
-    own: Floats  # elements at every position
-    arrived: Floats  # elements that have gradients when a position's backward runs
-    complete: Floats  # elements whose gradients are complete
+    first: int
+    end: int
 
-    @property
+    @cached_property
     def all(self) -> float:
-        return float(self.own.sum())
+        """Elements."""
+        return float(self.share.numel[self.end] - self.share.numel[self.first])
+
+    @cached_property
+    def own(self) -> Floats:
+        """Elements at every position."""
+        return np.diff(self.share.numel[self.first : self.end + 1])
+
+    @cached_property
+    def complete(self) -> Floats:
+        """Elements whose gradients are complete when a position's backward runs."""
+        found: Floats = self.share.numel[self.end] - self.share.numel[self.first : self.end]
+        return found
+
+    @cached_property
+    def arrived(self) -> Floats:
+        """Elements that have gradients then."""
+        appeared = self.share.arrives[self.end] - self.share.arrives[self.first : self.end]
+        found: Floats = np.maximum(appeared, self.complete)
+        return found
 
     @property
     def sharded(self) -> bool:
@@ -95,14 +113,12 @@ class StageMemory:
             numel for numel, users in _tied(layers)
             if users[0] < first and any(first <= u < end for u in users[1:])
         )  # fmt: skip
-        self.received = float(self.whole("crossing")[first]) if first else 0.0
-        self.sends = float(self.whole("crossing")[end]) if end < layers.fold.size else 0.0
-        self.waiting = float(self.cut("waiting").sum())
+        self.activations = kept_in(first, end, layers, self.mode)
+        self.received, self.sends = self.activations.received, self.activations.sends
+        self.kept = self.activations.total
         work = layers.work
         self.batch = work.inputs_bytes * setting.microbatches if cuda else work.batch_bytes
         self._needs: dict[tuple[str, str], Need] = {}
-        self._gathered()
-        self._activations()
         self.offloaded = 0.0  # of a micro-batch, to host memory and back
         if "activations" in setting.offload and cuda:
             self.offloaded = 0.9 * self.kept
@@ -126,17 +142,13 @@ class StageMemory:
         always = static["parameters"] + static["optimizer"]
         return always + (static["gradients"] if gradients else 0.0) + flying * self.kept
 
-    def whole(self, name: str) -> Floats:
-        """An array of the work at every position of the model."""
-        key = ("spread", name)
-        if key not in self.layers.passes:
-            self.layers.passes[key] = self.layers.fold.spread(getattr(self.layers.work, name))
-        found: Floats = self.layers.passes[key]
-        return found
-
     def cut(self, name: str) -> Floats:
         """An array of the work at the positions of the stage."""
-        return self.whole(name)[self.first : self.end]
+        return self.activations.cut(name)
+
+    @cached_property
+    def waiting(self) -> float:
+        return float(self.cut("waiting").sum())
 
     @cached_property
     def talking(self) -> frozenset[tuple[str, ...]]:
@@ -151,13 +163,9 @@ class StageMemory:
     # --- parameters --------------------------------------------------------------------------
 
     def _summed(self) -> Iterator[_Summed]:
-        first, end = self.first, self.end
         for (axes, zero, _), share in self.layers.parameters(self.setting).items():
-            own = np.diff(share.numel[first : end + 1])
-            complete = share.numel[end] - share.numel[first:end]
-            arrived = np.maximum(share.arrives[end] - share.arrives[first:end], complete)
             ranks = self.group.along(axes).shape[-1]
-            yield _Summed(share, zero, ranks, own, arrived, complete)
+            yield _Summed(share, zero, ranks, self.first, self.end)
 
     @cached_property
     def static(self) -> Mapping[str, float]:
@@ -243,89 +251,56 @@ class StageMemory:
             return np.zeros_like(mine.own)
         return np.minimum(mine.complete * wire, OUTSTANDING_BYTES + mine.own * wire)
 
-    def _gathered(self) -> None:
-        """Bytes of parameters that are whole, at every position of forward and of backward."""
-        shape = self.end - self.first
-        self.whole_forward, self.whole_backward = np.zeros(shape), np.zeros(shape)
-        self.root = 0.0
+    @cached_property
+    def _units(self) -> list[tuple[float, str, int, int]]:
+        """The units whose parameters are gathered: bytes, name and places in the stage."""
         shares = [s for s in self.summed if s.zero == 3 and s.sharded]
         if not shares:
-            return
-        runs = [(n, a - self.first, b - self.first)
-                for n, a, b in self.layers.fold.runs(self.first, self.end)]  # fmt: skip
-        sizes = [
-            sum(float(s.own[a:b].sum()) * s.share.itemsize for s in shares) for _, a, b in runs
-        ]
-        self.root = sum(size for size, (name, _, _) in zip(sizes, runs, strict=True) if not name)
-        units = [(size, a, b) for size, (name, a, b) in zip(sizes, runs, strict=True) if name]
-        for i, (size, a, b) in enumerate(units):
-            following = units[i + 1][0] if i + 1 < len(units) else 0.0
-            self.whole_forward[a:b] = size + following
-            self.whole_backward[a:b] = size + (units[i - 1][0] if i else 0.0)
-
-    # --- activations -------------------------------------------------------------------------
-
-    def _activations(self) -> None:
-        """What is kept at every position in backward, and the second forward of blocks."""
-        held, plain = self.cut("held" + self.mode), self.cut("held")
-        # What of the stages before is kept here: of a block that is cut, or as it enters the first.
-        before = self.whole("saved" + self.mode)[: self.first].sum()
-        self.begun = max(float(before - self.whole("held" + self.mode)[: self.first].sum()), 0.0)
-        self.entered = 0.0
-        if self.first:  # what is received stays, needed or not; the rest each stage has for itself
-            counted = self.begun + self._entering()
-            self.entered = max(self.received - counted, 0.0)
-            self.entered += float(self.whole("shared")[self.first])
-        kept = np.cumsum(held)
-        self.kept = self.entered + (float(kept[-1]) if len(kept) else 0.0)
-        self.again = np.zeros_like(kept)
-        if self.mode:
-            starts, ends = _blocks(self.layers.fold, self.first, self.end)
-            inside = starts >= 0
-            start, last = np.maximum(starts, 0), np.maximum(ends - 1, 0)
-            whole = np.cumsum(plain)
-            kept_again = kept[start] - held[start] + whole - whole[start] + plain[start]
-            new = np.maximum(self.cut("saved") - self.cut("saved" + self.mode), 0.0)
-            made = np.cumsum(new) - new  # before each position
-            fresh = made - made[start]
-            extra = self.cut("unsaved") + self.cut("forward_extra")
-            again = kept[last] + fresh + extra + self.cut("gradients")[last] + self.incoming[last]
-            self.again = np.where(inside, again, 0.0)
-            kept = np.where(inside, kept_again, kept)
-        self.kept_at = self.entered + kept
+            return []
+        found = []
+        for name, first, end in self.layers.fold.runs(self.first, self.end):
+            a, b = first - self.first, end - self.first
+            size = sum(float(s.own[a:b].sum()) * s.share.itemsize for s in shares)
+            found.append((size, name, a, b))
+        return found
 
     @cached_property
-    def incoming(self) -> Floats:
-        """Gradients from the next stage, which stay until backward has run; the last has them."""
-        held = np.full(self.end - self.first, self.sends)
-        held[-1:] = 0.0
-        return held
+    def root(self) -> float:
+        return sum(size for size, name, _, _ in self._units if not name)
 
-    def _entering(self) -> float:
-        """What enters the first block of the stage, and is kept there."""
-        _, _, end = next(iter(self.layers.fold.runs(self.first, self.end)))
-        return float(self.whole("entering" + self.mode)[self.first : end].sum())
+    def _gathered(self, beside: int) -> Floats:
+        """Bytes of parameters that are whole at every position: its block's, and one's beside."""
+        found = np.zeros(self.end - self.first)
+        units = [unit for unit in self._units if unit[1]]
+        for i, (size, _, a, b) in enumerate(units):
+            has = 0 <= i + beside < len(units)
+            found[a:b] = size + (units[i + beside][0] if has else 0.0)
+        return found
+
+    # --- passes ------------------------------------------------------------------------------
 
     def _forward(self) -> Need:
-        saved = self.cut("saved" + self.mode)
+        saved, mine = self.cut("saved" + self.mode), self.activations
         kept = np.cumsum(saved) - saved
-        rest = self.cut("unsaved" + self.mode) + self.cut("forward_extra") + self.whole_forward
-        entered = self.entered + min(self.received, self.begun)
+        rest = self.cut("unsaved" + self.mode) + self.cut("forward_extra") + self._gathered(1)
+        entered = mine.entered + min(mine.received, mine.begun)
         return _most(np.zeros_like(kept), kept + entered, rest)
 
     def _backward(self, kind: str) -> Need:
-        gradients = self._parameter_gradients(kind)
-        rest = self.cut("gradients") + self.cut("backward_extra") + self.incoming
-        needed = np.maximum(self.kept_at + rest, self.entered + self.again)
-        return _most(gradients, self.kept_at, needed - self.kept_at + self.whole_backward)
+        gradients, mine = self._parameter_gradients(kind), self.activations
+        kept, again = mine.backward
+        rest = self.cut("gradients") + self.cut("backward_extra") + mine.incoming
+        needed = np.maximum(kept + rest, mine.entered + again)
+        return _most(gradients, kept, needed - kept + self._gathered(-1))
 
     def _inputs(self) -> Need:
-        waiting = self.cut("waiting")
+        waiting, mine = self.cut("waiting"), self.activations
         later = waiting[::-1].cumsum()[::-1] - waiting
-        rest = self.cut("gradients") + self.cut("backward_extra") + self.incoming
-        rest += self.whole_backward
-        needed = np.maximum(self.kept_at + rest, self.entered + self.again)
-        return _most(np.zeros_like(later), self.kept_at + later, needed - self.kept_at)
+        kept, again = mine.backward
+        rest = self.cut("gradients") + self.cut("backward_extra") + mine.incoming
+        rest += self._gathered(-1)
+        needed = np.maximum(kept + rest, mine.entered + again)
+        return _most(np.zeros_like(later), kept + later, needed - kept)
 
     def _weight(self, kind: str) -> Need:
         gradients = self._parameter_gradients(kind)
@@ -344,16 +319,6 @@ def _mode(setting: Setting) -> str:
     if setting.recompute == "none":
         return ""
     return "_selective" if setting.recompute == "selective" else "_full"
-
-
-def _blocks(fold: Fold, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each position where its block begins and ends in this stage; -1 outside of blocks."""
-    starts, ends = np.full(end - first, -1), np.full(end - first, -1)
-    for name, a, b in fold.runs(first, end):
-        if name:
-            starts[a - first : b - first] = a - first
-            ends[a - first : b - first] = b - first
-    return starts, ends
 
 
 def _frozen(layers: Layers) -> Floats:

@@ -90,7 +90,7 @@ class Layers:
         work: Work,
         times: NodeTimes,
         setting: Setting,
-        shared: dict[object, dict[Key, Share]] | None = None,
+        shared: dict[object, Any] | None = None,
     ) -> None:
         self.fold, self.work, self.device = fold, work, times.device
         again = _again(fold, work, times, setting)
@@ -113,15 +113,24 @@ class Layers:
         key = (id(self.work.parameters), setting.sums)
         if key not in self._shared:
             self._shared[key] = shares(self.fold, self.work, setting)
-        return self._shared[key]
+        found: dict[Key, Share] = self._shared[key]
+        return found
 
     def sent(self, first: int, end: int, setting: Setting) -> tuple[Sent, ...]:
         """The messages of parameters and gradients of the units among positions `first:end`."""
-        key = ("sent", first, end, setting.sums)
-        if key not in self.passes:
+        key = (id(self.work.parameters), setting.sums, first, end)
+        if key not in self._shared:
             runs = self.fold.runs(first, end)
-            self.passes[key] = tuple(sent(self.parameters(setting), runs, setting))
-        found: tuple[Sent, ...] = self.passes[key]
+            self._shared[key] = tuple(sent(self.parameters(setting), runs, setting))
+        found: tuple[Sent, ...] = self._shared[key]
+        return found
+
+    def whole(self, name: str) -> Floats:
+        """An array of the work at every position of the model."""
+        key = ("whole", name)
+        if key not in self.passes:
+            self.passes[key] = self.fold.spread(getattr(self.work, name))
+        found: Floats = self.passes[key]
         return found
 
     def total(self, name: str, first: int, end: int) -> float:
@@ -192,7 +201,7 @@ def stage_cost(
         tensors += float(share.tensors[end] - share.tensors[first])
         squares += float(share.squares[end] - share.squares[first]) / (ranks**2 if zero else 1)
     last = index + 1 == len(setting.cuts)
-    crossing = 0.0 if last else float(layers.fold.spread(layers.work.crossing)[end])
+    crossing = 0.0 if last else float(layers.whole("crossing")[end])
     return StageCost(
         index=index,
         group=setting.placement[index],

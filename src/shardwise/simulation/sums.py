@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.runtime.flat import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shardwise.simulation.fold import Fold
@@ -25,6 +24,7 @@ from shardwise.simulation.work import Floats, Work
 
 Key = tuple[tuple[str, ...], int, int]  # mesh axes of the gradient's sum, zero level, item bytes
 Run = tuple[str, int, int]  # a unit: its name, and the positions that it has
+Parcel = tuple[int, int, float]  # the number of a run, a position in the stage, elements there
 
 # Why messages are sent: gradients are summed; blocks are gathered for each pass, parameters outside
 # of blocks once a step (zero 3); new parameters go to all ranks (zero 1 and 2).
@@ -163,36 +163,35 @@ def _bucketed(
 
     A message is sent by the run that completes it. Elements of no bytes wait for all.
     """
-    begin = runs[0][1]
-    spans = [slice(first - begin, end - begin) for _, first, end in runs]
-    messages = np.array([alone[span].sum() for span in spans])
-    sizes = np.array([(numel[span] - small[span]).sum() for span in spans])
+    edges = np.array([*(first for _, first, _ in runs), runs[-1][2]]) - runs[0][1]
+    messages = np.diff(before(alone)[edges])  # whole numbers: differences of sums are exact
+    sizes = np.diff(before(numel - small)[edges])
     large = np.flatnonzero(alone)
     formed = int(large[-1]) if large.size else -1  # the position from which something has left
+    waiting: list[list[Parcel]] = [[] for _ in runs]
+    places = np.flatnonzero(small)
+    homes = np.searchsorted(edges, places, side="right") - 1
+    for parcel in zip(homes.tolist(), places.tolist(), small[places].tolist(), strict=True):
+        waiting[parcel[0]].append(parcel)
     for unit in sorted(units, key=lambda unit: -unit[-1]):
-        at = np.concatenate([np.arange(len(small))[spans[run]] for run in unit])
-        home = np.concatenate([np.full(spans[run].stop - spans[run].start, run) for run in unit])
-        for place, size in _filled(small[at], at, formed, itemsize):
-            messages[home[place]] += 1
-            sizes[home[place]] += size
-            formed = max(formed, int(at[place]))
+        parcels = [parcel for run in reversed(unit) for parcel in reversed(waiting[run])]
+        for run, place, size in _filled(parcels, formed, itemsize):
+            messages[run] += 1
+            sizes[run] += size
+            formed = max(formed, place)
     return sizes, messages
 
 
-def _filled(
-    small: Floats, positions: NDArray[np.int64], formed: int, itemsize: int
-) -> Iterator[tuple[int, float]]:
-    """Buckets in the order of backward: the place that completes each, and its elements."""
-    arrived = before(small[::-1])
-    total, taken = float(arrived[-1]), 0.0
-    if not total:
-        return
-    most, first = (b / itemsize if itemsize else total for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
-    limit = most
-    early = int(np.searchsorted(arrived, first))
-    if early <= len(small) and positions[len(small) - early] > formed:
-        limit = first  # nothing is on its way before
-    while taken < total:
-        at = int(np.searchsorted(arrived, min(taken + limit, total)))
-        yield len(small) - at, float(arrived[at]) - taken
-        taken, limit = float(arrived[at]), most
+def _filled(parcels: Sequence[Parcel], formed: int, itemsize: int) -> Iterator[Parcel]:
+    """Buckets in the order of backward: the parcel that completes each, with all its elements."""
+    most, first = (b / itemsize if itemsize else np.inf for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
+    limit, filled = first, 0.0
+    for run, place, size in parcels:
+        filled += size
+        if limit == first <= filled and place <= formed:
+            limit = most  # something is on its way before
+        if filled >= limit:
+            yield run, place, filled
+            limit, filled = most, 0.0
+    if filled:
+        yield run, place, filled

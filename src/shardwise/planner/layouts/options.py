@@ -22,7 +22,8 @@ later values count as not pure, at the price of a move that lowering may spare.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -161,6 +162,12 @@ class Options:
         for index, row in enumerate(rows):
             self._drop_tables(index, row)
         self.rows = rows
+
+    def weighing(self, memory_weight: float) -> Options:
+        """The same options where memory counts so many seconds per byte."""
+        found = copy(self)
+        found.task = replace(self.task, memory_weight=memory_weight)
+        return found
 
     @cached_property
     def of(self) -> dict[str, tuple[Option, ...]]:

@@ -35,14 +35,21 @@ def solve_layouts(
     graph: Graph, facts: Facts, task: LayoutTask, prices: Prices, *, time_limit_s: float = 30.0
 ) -> LayoutSolution:
     """The cheapest layouts of all nodes and parameters over all mesh axes at once."""
+    return solve_options(Options(graph, facts, task), prices, time_limit_s=time_limit_s)
+
+
+def solve_options(
+    options: Options, prices: Prices, *, time_limit_s: float = 30.0
+) -> LayoutSolution:
+    """The same, where what nodes may do is known already."""
     begun = time.monotonic()
-    search = _Search(Options(graph, facts, task), prices, begun + time_limit_s)
+    search = _Search(options, prices, begun + time_limit_s)
     found = search.find(None)
-    limit = task.memory_limit_bytes
+    limit = options.task.memory_limit_bytes
     if limit is not None and search.memory(found) > limit:  # most limits do not bind
         found = search.find(limit)
     return LayoutSolution(
-        graph=graph,
+        graph=options.graph,
         assignments=search.assignments(found),
         cost_s=found.solved.cost,
         bound_s=min(found.solved.bound, found.solved.cost),

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.cluster import Mesh
-from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask, solve_layouts
+from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask
 from shardwise.planner.layouts.alike import Likeness
 from shardwise.planner.layouts.build import build
 from shardwise.planner.layouts.options import Options
-from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of
+from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of, solve_options
 from shardwise.planner.layouts.task import Placements
 from shardwise.planner.search.near import nearest
 from shardwise.planner.search.prices import CallPrices
@@ -93,6 +93,7 @@ class Bank:
         self._found: dict[tuple[int, int], Layouts] = {}
         self._numbers: dict[tuple[int, str], int] = {}  # of layouts that `near` found
         self._batch: Assignment | None = None
+        self._asked: dict[tuple[int, bool], tuple[Options, CallPrices]] = {}
 
     def get(self, tp: int, layout: int) -> Layouts:
         """The layouts for `tp` ranks: 0 the quickest, 1 the leanest, 2 with the batch cut too.
@@ -158,30 +159,36 @@ class Bank:
 
     def _solve(self, tp: int, layout: int) -> Layouts:
         self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed")[layout])
-        tensor = self._tensor(tp)
-        cluster = self.evaluator.cluster
+        key = (tp, layout == MIXED)
+        if key not in self._asked:
+            self._asked[key] = self._problem(tp, mixed=layout == MIXED)
+        options, prices = self._asked[key]
+        if layout == LEANEST:
+            limit = self.evaluator.cluster.device(0).usable_bytes
+            options = options.weighing(LEAN * self.get(tp, QUICKEST).solution.cost_s / limit)
+        solution = solve_options(options, prices, time_limit_s=TIME_LIMIT_S)
+        return self._layouts(solution, self._tensor(tp))
+
+    def _problem(self, tp: int, *, mixed: bool) -> tuple[Options, CallPrices]:
+        """What nodes may do on `tp` ranks, and what it costs."""
+        tensor, cluster = self._tensor(tp), self.evaluator.cluster
         dp = max(1, min(cluster.num_ranks // tp, self.rows))
         group = Group(
             mesh=Mesh(axes=(("dp", dp), *tensor)),
             ranks=tuple(range(min(dp * tp, cluster.num_ranks))),
         )
-        weight = 0.0
-        if layout == LEANEST:
-            limit = cluster.device(0).usable_bytes
-            weight = LEAN * self.get(tp, 0).solution.cost_s / limit
-        task = self._task(tensor, dp if layout == MIXED else self._parts(dp), weight)
+        task = self._task(tensor, dp if mixed else self._parts(dp))
+        graph = self.fold.graph
         prices = CallPrices(
-            self.fold.graph,
+            graph,
             self.facts,
             task,
             group,
             cluster.device(0),
             self.evaluator.clock,
-            microbatches=1.0 if layout == MIXED else TYPICAL_MICROBATCHES,
+            microbatches=1.0 if mixed else TYPICAL_MICROBATCHES,
         )
-        graph = self.fold.graph
-        solution = solve_layouts(graph, self.facts, task, prices, time_limit_s=TIME_LIMIT_S)
-        return self._layouts(solution, tensor)
+        return Options(graph, self.facts, task), prices
 
     def _layouts(self, solution: LayoutSolution, tensor: tuple[tuple[str, int], ...]) -> Layouts:
         names = [axis for axis, _ in tensor]
@@ -194,9 +201,7 @@ class Bank:
         sizes = tensor_axes(self.fold.graph, self.facts, tp) if tp > 1 else ()
         return tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
 
-    def _task(
-        self, tensor: tuple[tuple[str, int], ...], parts: int, weight: float = 0.0
-    ) -> LayoutTask:
+    def _task(self, tensor: tuple[tuple[str, int], ...], parts: int) -> LayoutTask:
         """The problem of a rank that has one of `parts` of the batch."""
         cuts = self._cuts()
         axes = [LayoutAxis(name=name, ranks=n) for name, n in tensor]
@@ -213,7 +218,6 @@ class Bank:
             copies=self.likeness.copies,
             moves=self.likeness.moves,
             alike=self.likeness.alike,
-            memory_weight=weight,
         )
 
     def _parts(self, dp: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.cluster import Device
-from shardwise.cost import CallCost, call_cost, kernel_seconds
+from shardwise.cost import CallCost, Signature, call_cost, call_signature, kernel_seconds
 from shardwise.ir import Graph, Node, Parameter, TensorType
 from shardwise.planner.layouts.task import LayoutTask, Placements
 from shardwise.program.local import local_call
@@ -52,6 +52,8 @@ class CallPrices:
         self.by_name = {p.name: p for p in graph.parameters}
         self.whole = {i.value for i in graph.inputs} | {b.value for b in graph.buffers}
         self.whole |= {c.value for c in graph.constants}
+        self._kinds: dict[str, Signature] = {}
+        self._costs: dict[tuple[Signature, tuple[Candidate, ...]], CallCost] = {}
 
     def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
         """Forward and backward of a node on its local shapes."""
@@ -128,7 +130,36 @@ class CallPrices:
         return float(prod(local_shape(layout, kind.shape, self.coordinate)) * kind.dtype.itemsize)
 
     def _cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
-        """The cost of a node's call on its local shapes."""
+        """The cost of a node's call on its local shapes, once for equal nodes of all layers."""
+        if node.name not in self._kinds:
+            self._kinds[node.name] = self._kind(node)
+        key = (self._kinds[node.name], choice)
+        if key not in self._costs:
+            self._costs[key] = self._find_cost(node, choice)
+        return self._costs[key]
+
+    def _kind(self, node: Node) -> Signature:
+        """The node's call on whole values."""
+        grads, values = self._grads(node), self.graph.values
+        return call_signature(
+            node.op,
+            node.args,
+            node.kwargs,
+            [values[n] for n in node.inputs],
+            grads,
+            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
+            results=[values[n] for n in node.outputs],
+            autocast=node.autocast,
+            function=self.graph.functions.get(node.op),
+        )
+
+    def _grads(self, node: Node) -> frozenset[int]:
+        """The operands that get a gradient."""
+        grads = self.facts.carries_grad
+        trained = node.grad_enabled and any(o in grads for o in node.outputs)
+        return frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads)
+
+    def _find_cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
         needs, gives = self._layouts(node, choice)
         call = local_call(
             node,
@@ -139,14 +170,12 @@ class CallPrices:
             gives,
             self.coordinate,
         )
-        grads = self.facts.carries_grad
-        trained = node.grad_enabled and any(o in grads for o in node.outputs)
         return call_cost(
             call.fn,
             call.args,
             call.kwargs,
             [self._local(n, layout) for n, layout in zip(node.inputs, needs, strict=True)],
-            frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads),
+            self._grads(node),
             frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
             results=[self._local(n, layout) for n, layout in zip(node.outputs, gives, strict=True)],
             autocast=node.autocast,
