@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -29,6 +30,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update-golden` writes the expected files of `tests/golden` anew."""
     parser.addoption("--update-golden", action="store_true", help="write expected files anew")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no later collection of garbage looks at it again.
+
+    Predictions of memory and some libraries collect explicitly: 0.3 s each with all that is here.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
