@@ -23,10 +23,10 @@ import numpy as np
 
 from shardwise.cluster import Cluster, Device
 from shardwise.ir import Graph
-from shardwise.sharding.placements import Shard
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.step import pairs
 from tests.unit.planner.search.neighbours import (
+    EXACT,
     Choices,
     Figures,
     Neighbours,
@@ -54,8 +54,11 @@ def quicker(
         if not every:  # fewer places to cut than stages
             continue
         check_locality(mine, kind, 3 if kind.tp > 1 else 1)
-        for choices, figures in _chunks(mine, kind, every, seconds):
-            for alike, bounds in _groups(mine, kind, every, choices, figures, seconds):
+        for choices, figures in _chunks(mine, kind, seconds):
+            for alike, bounds in _groups(
+                mine, kind, every, choices, figures, seconds, memory_bytes
+            ):
+                _check_alike(mine, alike, every[int(bounds.argmin())])
                 for setting, bound in zip(every, bounds, strict=True):
                     if bound >= min(seconds, best):
                         continue
@@ -84,15 +87,20 @@ def _quickest(
     return best, what
 
 
-def _chunks(
-    mine: Neighbours, kind: Kind, every: Sequence[Setting], seconds: float
-) -> Iterator[tuple[np.ndarray, Figures]]:
+def _check_alike(mine: Neighbours, alike: Sequence[Choices], setting: Setting) -> None:
+    """Two layouts that are said to take the same time do."""
+    found = [works for works in map(mine.works, {alike[0], alike[-1]}) if works is not None]
+    times = {mine.evaluator(works).estimate(works, setting).step_time_s for works in found}
+    assert not times or max(times) <= min(times) * (1 + EXACT), (alike[0], alike[-1])
+
+
+def _chunks(mine: Neighbours, kind: Kind, seconds: float) -> Iterator[tuple[np.ndarray, Figures]]:
     """Layouts and their figures, without those that take longer however they are run."""
     for family in mine.families:
         tables = mine.tables(family, kind)
         for first in range(0, family.size, CHUNK):
             choices, found = figures_of(family, tables, first, min(family.size, first + CHUNK))
-            kept = np.flatnonzero(Least(mine, kind, found).anyhow() < seconds)
+            kept = np.flatnonzero(Least(mine, kind, found, choices).anyhow() < seconds)
             if len(kept):
                 yield choices[:, kept], found.only(kept)
 
@@ -104,15 +112,16 @@ def _groups(
     choices: np.ndarray,
     figures: Figures,
     seconds: float,
+    memory_bytes: float,
 ) -> list[tuple[list[Choices], np.ndarray]]:
     """Layouts that take the same time however they are run, with bounds for every setting.
 
     The most promising ones come first, without those that take longer.
     """
-    least = Least(mine, kind, figures)
-    bounds = np.stack([least.step(setting) for setting in every])
+    least = Least(mine, kind, figures, choices)
+    bounds = np.stack([_bound(least, setting, memory_bytes) for setting in every])
     kept = np.flatnonzero(bounds.min(axis=0) < seconds)
-    rows = np.concatenate([figures.rows, _crossing(mine, choices)])[:, kept]
+    rows = np.concatenate([figures.rows, mine.crossing(choices)])[:, kept]
     if not mine.is_exact[kind]:  # equal bounds are not equal times
         rows = choices[:, kept].astype(np.float64)
     rows = rows / np.maximum(np.abs(rows).max(axis=1, initial=0.0, keepdims=True), 1e-30)
@@ -126,18 +135,9 @@ def _groups(
     return sorted(groups, key=lambda group: float(group[1].min()))
 
 
-def _crossing(mine: Neighbours, choices: np.ndarray) -> np.ndarray:
-    """What would be sent at every place to cut, as parts of the whole values: a row for each."""
-    graph, found = mine.graph, np.zeros(choices.shape)
-    for name, maker in mine.makers.items():
-        last = max(mine.users.get(name, {maker}))
-        if name not in mine.carries or last <= maker:
-            continue
-        at = list(graph.nodes[maker].outputs).index(name)
-        cut = [isinstance(c.results[at], Shard) for c in mine.rows[maker]]
-        part = np.where(np.array(cut), 1 / mine.tp, 1.0)
-        found[maker + 1 : last + 1] += part[choices[maker]] * graph.values[name].num_bytes
-    return found
+def _bound(least: Least, setting: Setting, memory_bytes: float) -> np.ndarray:
+    """Seconds of layouts under a setting, inf where they do not fit."""
+    return np.where(least.memory(setting) <= memory_bytes, least.step(setting), inf)
 
 
 class Least:
@@ -145,53 +145,67 @@ class Least:
 
     A group of ranks runs each of its stages once for every micro-batch, and not before the stages
     ahead of its first one had their forward of a micro-batch; then its optimizer reads and writes
-    what it holds. Where backward is not split, the groups before it have theirs after its last one.
-    One micro-batch passes through all stages, and back. Gradients are summed over `dp` ranks in the
-    last backward, or after it; where ranks hold only parts of the optimizer's state, new parameters
-    travel at the end. Messages' times are concave in their bytes: many take no less than one of all
-    their bytes.
+    what it holds. Where groups have one stage and backward is not split, the groups before it have
+    theirs after its last one. One micro-batch passes through all stages, and back to each of them,
+    whose group then has its weights to compute and to update; the weights of later stages may wait
+    where backward is split. Gradients are summed over `dp` ranks in the last backward, or after it;
+    where ranks hold only parts of the optimizer's state, new parameters travel at the end. Times
+    of messages are concave in their bytes: many take no less than one of all their bytes.
     """
 
-    def __init__(self, mine: Neighbours, kind: Kind, figures: Figures) -> None:
+    def __init__(self, mine: Neighbours, kind: Kind, figures: Figures, choices: np.ndarray) -> None:
         self.mine, self.kind = mine, kind
         forward, backward, weight = (_before(figures.least(i)) for i in range(3))
         self.forward, self.backward, self.weight = forward, backward, weight
         self.numel = _before(figures.numel)
+        self.crossing = mine.crossing(choices)
         parameters = [mine.graph.values[p.value] for p in mine.graph.parameters]
-        self.itemsize = min(p.dtype.itemsize for p in parameters) if parameters else 4
+        self.itemsize = min(p.dtype.itemsize for p in parameters)
 
     def anyhow(self) -> np.ndarray:
         """Of the quickest setting: one of `pp` groups has at least its part of all work."""
         kind = self.kind
         work = kind.microbatches * (self.forward[-1] + self.backward[-1])
-        update = self._update(self.numel[-1] / kind.dp)
-        return np.maximum((work + update) / kind.pp, self._path())
+        update = self._update(self.numel[-1] / (kind.dp * kind.tp))
+        path = self.forward[-1] + self.backward[-1] - self.weight[-1]
+        return np.maximum((work + update) / kind.pp, path)
 
     def step(self, setting: Setting) -> np.ndarray:
         """Of one setting."""
         bounds = [*setting.cuts, len(self.forward) - 1]
         places = setting.placement
-        sends = [self._send(setting, a, b) for a, b in pairwise(places)]
-        whole = setting.schedule is None or setting.schedule.name == "1f1b"
+        sends = _before(np.stack(self._sends(setting)))
+        name = setting.schedule.name if setting.schedule is not None else "1f1b"
+        numels = [self._sum(self.numel, bounds, places, g) for g in range(len(setting.groups))]
+        tails = [self._tail(setting, numel) for numel in numels]
         found = np.zeros(self.forward.shape[1])
-        first_tail = self._tail(setting, self._sum(self.numel, bounds, places, 0))
-        for group in range(len(setting.groups)):
+        waits = self.weight if name.startswith("zb") else np.zeros(self.weight.shape)
+        for stage, group in enumerate(places):
+            there = self.forward[-1] + sends[-1]
+            back = self.backward[-1] - self.backward[bounds[stage]] + sends[-1] - sends[stage]
+            back = back - (waits[-1] - waits[bounds[stage + 1]])
+            found = np.maximum(found, there + back + tails[group])
+        for group, (numel, tail) in enumerate(zip(numels, tails, strict=True)):
             first = places.index(group)
-            before = self.forward[bounds[first]] + sum(sends[:first])
             forward = self._sum(self.forward, bounds, places, group)
             backward = self._sum(self.backward, bounds, places, group)
-            numel = self._sum(self.numel, bounds, places, group)
-            end = before + setting.microbatches * (forward + backward)
-            summed = end
-            if whole:
-                after = self.backward[bounds[first]] + sum(sends[:first])
-                found = np.maximum(found, end + after + first_tail)
-                summed = np.maximum(end, end - backward + self._sums(setting, numel))
-            found = np.maximum(found, summed + self._tail(setting, numel))
-        return np.maximum(found, self._path() + 2 * sum(sends) + first_tail)
+            end = self.forward[bounds[first]] + sends[first]
+            end = end + setting.microbatches * (forward + backward)
+            if name == "1f1b":
+                after = self.backward[bounds[first]] + sends[first]
+                found = np.maximum(found, end + after + tails[0])
+                end = np.maximum(end, end - backward + self._sums(setting, numel))
+            found = np.maximum(found, end + tail)
+        return found
 
-    def _path(self) -> np.ndarray:
-        found: np.ndarray = self.forward[-1] + self.backward[-1] - self.weight[-1]
+    def memory(self, setting: Setting) -> np.ndarray:
+        """Bytes of the fullest rank: parameters, gradients and two states while it updates them."""
+        bounds, places = [*setting.cuts, len(self.forward) - 1], setting.placement
+        whole = {0: 4, 1: 2, 2: 1, 3: 0}[setting.zero]
+        each = whole + (4 - whole) / (self.kind.dp * self.kind.tp)
+        groups = range(len(setting.groups))
+        numel = np.max([self._sum(self.numel, bounds, places, g) for g in groups], axis=0)
+        found: np.ndarray = numel * each * self.itemsize
         return found
 
     @staticmethod
@@ -240,11 +254,16 @@ class Least:
         devices = self.mine.whole.devices
         return _each(numel, lambda n: min(seconds(n, d) for d in devices) if n else 0.0)
 
-    def _send(self, setting: Setting, here: int, there: int) -> float:
-        """Of the smallest message from a group to the next."""
-        a, b = setting.groups[here], setting.groups[there]
-        model = self.mine.whole.clock.collective("send", pairs(a.array, b.array))
-        return model.seconds(1.0) if here != there else 0.0
+    def _sends(self, setting: Setting) -> list[np.ndarray]:
+        """Of the smallest message from every stage to the next, if there is one."""
+        nothing = np.zeros(self.crossing.shape[1])
+        found = [nothing] * max(1, len(setting.placement) - 1)
+        for stage, (here, there) in enumerate(pairwise(setting.placement)):
+            a, b = setting.groups[here], setting.groups[there]
+            if a is not b:
+                model = self.mine.whole.clock.collective("send", pairs(a.array, b.array))
+                found[stage] = np.where(self.crossing[setting.cuts[stage + 1]], model.seconds(1), 0)
+        return found
 
 
 def _before(values: np.ndarray) -> np.ndarray:

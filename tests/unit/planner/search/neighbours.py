@@ -33,6 +33,7 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
 from shardwise.sharding.factors import analyze
+from shardwise.sharding.placements import Shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
@@ -137,6 +138,7 @@ class Neighbours:
         self._works: dict[Choices, Works | None] = {}
         self._evaluators: dict[object, Evaluator] = {}
         self._held: dict[object, int] = {}
+        self._stored: dict[Works, tuple[np.ndarray, np.ndarray]] = {}
         self._parts: dict[Kind, dict[Key, np.ndarray]] = {}
         self._asked: dict[Choices, list[Works]] = {}
         self.is_exact: dict[Kind, bool] = {}  # whether `parts` are figures, or bounds of them
@@ -194,6 +196,18 @@ class Neighbours:
         evaluator = self.evaluator(works)
         found = [one for g in range(kind.pp) for one in evaluator.group_layers(works, setting, g)]
         return list({id(one): one for one in found}.values())
+
+    def crossing(self, choices: np.ndarray) -> np.ndarray:
+        """Bytes of the batch that would be sent at every place to cut, of layouts (columns)."""
+        found = np.zeros(choices.shape)
+        for name, maker in self.makers.items():
+            last = max(self.users.get(name, {maker}))
+            if name in self.carries and last > maker:
+                at = self.graph.nodes[maker].outputs.index(name)
+                cut = [isinstance(c.results[at], Shard) for c in self.rows[maker]]
+                part = np.where(np.array(cut), 1 / self.tp, 1.0)[choices[maker]]
+                found[maker + 1 : last + 1] += part * self.graph.values[name].num_bytes
+        return found
 
     # ------------------------------------------------------------ neighbourhoods
 
@@ -275,18 +289,23 @@ class Neighbours:
 
     def _figures(self, works: Works, asked: Works, kind: Kind) -> np.ndarray:
         classes = self.layers(asked, kind)
-        setting = Setting(groups=kind.groups, cuts=(0,), placement=(0,))
-        shares, size = classes[0].parameters(setting), len(self.rows)
-        held: list[list[object]] = [[] for _ in range(size)]
-        for (axes, _, itemsize), share in shares.items():
+        times = [np.diff(one.sums[name]) for one in classes for name in TIMES]
+        if works not in self._stored:  # whatever the rows
+            self._stored[works] = self._parameters(classes[0])
+        return np.stack([*times, *self._stored[works], np.ones(len(self.rows))])
+
+    def _parameters(self, layers: Layers) -> tuple[np.ndarray, np.ndarray]:
+        """Elements that a node is the first to use, and a number for how they are held."""
+        setting = Setting(groups=(), cuts=(0,), placement=(0,))
+        numel, held = np.zeros(len(self.rows)), [list[object]() for _ in self.rows]
+        for (axes, _, itemsize), share in layers.parameters(setting).items():
+            numel += np.diff(share.numel)
             columns = [np.diff(getattr(share, name)) for name in share.ARRAYS]
             for i, values in enumerate(zip(*columns, strict=True)):
                 if any(values):
                     held[i].append((axes, itemsize, values))
         numbers = [self._held.setdefault(tuple(sorted(h)), len(self._held)) for h in held]
-        numel = np.sum([np.diff(s.numel) for s in shares.values()] or [np.zeros(size)], axis=0)
-        times = [np.diff(one.sums[name]) for one in classes for name in TIMES]
-        return np.stack([*times, numel, np.array(numbers, dtype=np.float64), np.ones(size)])
+        return numel, np.array(numbers, dtype=np.float64)
 
     def _least_figures(self, choices: Choices, kind: Kind) -> np.ndarray:
         """The least that the simulator may take for a layout's nodes in another layout."""
@@ -371,8 +390,13 @@ def check_locality(mine: Neighbours, kind: Kind, count: int) -> None:
     for _ in range(count):
         family = rng.choices(mine.families, [family.size for family in mine.families])[0]
         choices = tuple(rng.choice(domain) for domain in family.domains)
-        if mine.works(choices) is None:
+        works = mine.works(choices)
+        if works is None:
             continue
+        crossing = mine.crossing(np.array(choices)[:, None])[:, 0]
+        layers = mine.layers(works, kind)[0]
+        sent = layers.fold.spread(layers.work.crossing)
+        assert np.all((crossing > 0) == (sent > 0)), (choices, kind)
         parts, figures = mine.parts(kind), mine.figures(choices, kind)
         for i in range(len(choices)):
             key = family.key(i, choices)
