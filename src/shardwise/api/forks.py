@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import RankError, ShardwiseError
+from shardwise.pages import keep_pages
 
 TIMEOUT_S = 120.0
 Found = TypeVar("Found")
@@ -117,6 +118,7 @@ def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -
 
 def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout: float) -> None:
     torch.set_num_threads(1)  # a fork has none of its parent's threads
+    keep_pages()  # as ranks do
     try:
         answer: dict[str, Any] = {"found": work(rank, lambda: barrier.wait(timeout))}
     except BrokenBarrierError:

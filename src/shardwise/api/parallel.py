@@ -24,6 +24,7 @@ from shardwise.errors import BatchError, LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
+from shardwise.pages import keep_pages
 from shardwise.planner.search.replay import decisions
 from shardwise.plans import Plan
 from shardwise.plans.choices import known_choices
@@ -60,6 +61,8 @@ def parallelize(
         graph, program = factory.compile(batch, True)
         agree(program.fingerprint)
     grow_segments(factory.device)
+    if factory.device.type == "cpu":
+        keep_pages()
     mesh = factory.mesh()
     factory.recorder = _recorder(record, mesh, factory.device)
     if factory.recorder is not None:

@@ -107,7 +107,7 @@ def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
         optimizer = torch.optim.AdamW([parameter], lr=1e-4)
         samples = []
         for _ in range(1 + UPDATE_REPEATS):
-            settle(device.kind, fresh=True)
+            settle(device.kind)
             started = time.perf_counter()
             optimizer.step()
             samples.append(time.perf_counter() - started)

@@ -4,15 +4,13 @@ Enters: `Signature`s and the device they run on. Leaves: an `OpTable`. A call th
 in memory, or does not run on random numbers, is left out with a note.
 
 A program finds a CPU in another state than a loop over one call does: what a node reads has left
-the nearest cache, and what forward keeps is memory that the system has just given. `settle` brings
-this state about before every run.
+the nearest cache. `settle` brings this state about before every run. Memory is kept (`keep_pages`),
+as ranks keep theirs.
 """
 
 from __future__ import annotations
 
-import ctypes
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -29,6 +27,7 @@ from shardwise.cost.signature import Signature
 from shardwise.cost.table import OpTable
 from shardwise.cost.trial import cost_of, function_of
 from shardwise.ir import TensorType, map_refs
+from shardwise.pages import keep_pages
 
 BUDGET_S = 0.02  # for forward, and as much for backward
 MOST_REPEATS, FEWEST_REPEATS, WARM_UPS = 20, 3, 2
@@ -43,6 +42,8 @@ def measure(
     memory_bytes: int | None = None,
 ) -> OpTable:
     """Medians of repeated runs of every call, kept under the name of `device`."""
+    if device.kind == "cpu":
+        keep_pages()
     table = OpTable()
     limit = device.usable_bytes if memory_bytes is None else memory_bytes
     for call in dict.fromkeys(calls):
@@ -88,7 +89,7 @@ def _timed(call: Signature, kind: str, budget_s: float, indices: bool) -> tuple[
 
     with local.Talks(kind), torch.set_grad_enabled(bool(call.grads)):
         results = [t for t in tensors(forward()) if t.requires_grad]
-        forward_s = _median(forward, kind, budget_s, fresh=True)
+        forward_s = _median(forward, kind, budget_s)
         leaves = [t for t in made.values() if t.requires_grad]
         if not results or not leaves:
             return forward_s, 0.0
@@ -127,29 +128,17 @@ def _scratch() -> Tensor:
     return torch.zeros(CACHE_BYTES // 4)
 
 
-@cache
-def _trim() -> Callable[[int], int] | None:
-    """The function that gives freed memory back (glibc), where there is one."""
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+def settle(kind: str) -> None:
+    """Leave a CPU's caches as a program would."""
+    if kind == "cpu":
+        _scratch().add_(1.0)
 
 
-def settle(kind: str, *, fresh: bool) -> None:
-    """Leave a CPU's caches as a program would; with `fresh` the next results are new memory."""
-    if kind != "cpu":
-        return
-    _scratch().add_(1.0)
-    trim = _trim()
-    if fresh and trim is not None:
-        trim(0)
-
-
-def _median(run: Callable[[], Any], kind: str, budget_s: float, *, fresh: bool = False) -> float:
+def _median(run: Callable[[], Any], kind: str, budget_s: float) -> float:
     """The median of runs, as many as the budget holds."""
 
     def once() -> float:
-        settle(kind, fresh=fresh)
+        settle(kind)
         _wait(kind)
         began = time.perf_counter()
         run()

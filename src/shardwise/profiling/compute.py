@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.pages import keep_pages
 from shardwise.profiling.timing import Clock, largest
 
 Points = list[list[float]]
@@ -40,6 +41,8 @@ LONGEST_CALL_S = 0.15  # products that would take longer are left out: emulated 
 def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[str, Any]:
     """All rates of this rank's device."""
     kind = clock.device.type
+    if kind == "cpu":
+        keep_pages()
     kept = slice(None, None, 2) if quick else slice(None)
     progress("the cost of a call")
     overhead_s = _overhead(clock)
