@@ -188,7 +188,54 @@ def test_command_without_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no file" in capsys.readouterr().err
 
 
+LLAMA_405B = {
+    "layers": 126, "hidden": 16384, "ffn_hidden": 53248, "heads": 128, "kv_heads": 8,
+    "vocab": 128256, "seq_len": 8192, "params_b": 405.0, "cp": 2,
+}  # fmt: skip
+NEMOTRON_340B = {
+    "layers": 96, "hidden": 18432, "ffn_hidden": 73728, "heads": 96, "kv_heads": 8,
+    "vocab": 256000, "seq_len": 4096, "params_b": 340.0,
+}  # fmt: skip
+GPT_175B = {
+    "layers": 96, "hidden": 12288, "ffn_hidden": 49152, "heads": 96, "kv_heads": 96,
+    "vocab": 51200, "seq_len": 2048, "params_b": 175.0,
+}  # fmt: skip
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "gpu", "split", "batch", "seconds"),
+    [
+        (LLAMA_405B, "DGX-H100", (8, 9, 7, 16), 1008, 17.62),
+        (LLAMA_405B, "GB200", (4, 8, 8, 2), 64, 9.347),
+        (NEMOTRON_340B, "DGX-H100", (8, 8, 12, 2), 32, 4.61),
+        (NEMOTRON_340B, "GB200", (8, 4, 12, 16), 512, 8.468),
+        (GPT_175B, "DGX-H100", (4, 8, 12, 4), 256, 8.309),
+    ],
+)
+def test_other_tables_are_met(
+    model: dict[str, int], gpu: str, split: tuple[int, ...], batch: int, seconds: float
+) -> None:
+    """Rows of NVIDIA's dgxc-benchmarking that are not in the file, on up to 2,304 devices."""
+    tp, pp, vpp, dp = split
+    row: Row = replace(
+        ROW,
+        **{**model, "gpu": gpu, "tp": tp, "pp": pp, "vpp": vpp, "dp": dp},  # type: ignore[arg-type]
+        params_tolerance_b=5.0,
+        gpus=tp * pp * dp * model.get("cp", 1),
+        gpus_per_node=None,
+        sharding=Sharding(level=1, prefetch=True),
+        micro_batch=1,
+        global_batch=batch,
+    )
+    cluster = cluster_of(row)
+    predicted, memory_bytes = predict_row(row, cluster)
+    assert predicted == pytest.approx(seconds, rel=0.05)
+    assert memory_bytes < cluster.nodes[0].device.usable_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the whole file may take ten minutes
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here")
 def test_published_measurements_are_met() -> None:
     """Targets of the cost model: 8% in the median, 20% at the 90th percentile, order 0.9."""
