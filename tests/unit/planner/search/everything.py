@@ -16,7 +16,7 @@ facts spare most of that work:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -100,7 +100,7 @@ def _chunks(mine: Neighbours, kind: Kind, seconds: float) -> Iterator[tuple[np.n
         tables = mine.tables(family, kind)
         for first in range(0, family.size, CHUNK):
             choices, found = figures_of(family, tables, first, min(family.size, first + CHUNK))
-            kept = np.flatnonzero(Least(mine, kind, found, choices).anyhow() < seconds)
+            kept = np.flatnonzero(Least(mine, kind, found).anyhow() < seconds)
             if len(kept):
                 yield choices[:, kept], found.only(kept)
 
@@ -118,10 +118,11 @@ def _groups(
 
     The most promising ones come first, without those that take longer.
     """
-    least = Least(mine, kind, figures, choices)
+    least = Least(mine, kind, figures)
     bounds = np.stack([_bound(least, setting, memory_bytes) for setting in every])
     kept = np.flatnonzero(bounds.min(axis=0) < seconds)
-    rows = np.concatenate([figures.rows, mine.crossing(choices)])[:, kept]
+    sent = mine.given(choices) if kind.pp > 1 else np.zeros((0, choices.shape[1]))
+    rows = np.concatenate([figures.rows, sent])[:, kept]
     if not mine.is_exact[kind]:  # equal bounds are not equal times
         rows = choices[:, kept].astype(np.float64)
     rows = rows / np.maximum(np.abs(rows).max(axis=1, initial=0.0, keepdims=True), 1e-30)
@@ -153,12 +154,12 @@ class Least:
     of messages are concave in their bytes: many take no less than one of all their bytes.
     """
 
-    def __init__(self, mine: Neighbours, kind: Kind, figures: Figures, choices: np.ndarray) -> None:
+    def __init__(self, mine: Neighbours, kind: Kind, figures: Figures) -> None:
         self.mine, self.kind = mine, kind
         forward, backward, weight = (_before(figures.least(i)) for i in range(3))
         self.forward, self.backward, self.weight = forward, backward, weight
         self.numel = _before(figures.numel)
-        self.crossing = mine.crossing(choices)
+        self.crosses = mine.crosses()
         parameters = [mine.graph.values[p.value] for p in mine.graph.parameters]
         self.itemsize = min(p.dtype.itemsize for p in parameters)
 
@@ -174,7 +175,7 @@ class Least:
         """Of one setting."""
         bounds = [*setting.cuts, len(self.forward) - 1]
         places = setting.placement
-        sends = _before(np.stack(self._sends(setting)))
+        sends = [0.0, *accumulate(self._sends(setting))]
         name = setting.schedule.name if setting.schedule is not None else "1f1b"
         numels = [self._sum(self.numel, bounds, places, g) for g in range(len(setting.groups))]
         tails = [self._tail(setting, numel) for numel in numels]
@@ -254,15 +255,14 @@ class Least:
         devices = self.mine.whole.devices
         return _each(numel, lambda n: min(seconds(n, d) for d in devices) if n else 0.0)
 
-    def _sends(self, setting: Setting) -> list[np.ndarray]:
+    def _sends(self, setting: Setting) -> list[float]:
         """Of the smallest message from every stage to the next, if there is one."""
-        nothing = np.zeros(self.crossing.shape[1])
-        found = [nothing] * max(1, len(setting.placement) - 1)
-        for stage, (here, there) in enumerate(pairwise(setting.placement)):
-            a, b = setting.groups[here], setting.groups[there]
-            if a is not b:
-                model = self.mine.whole.clock.collective("send", pairs(a.array, b.array))
-                found[stage] = np.where(self.crossing[setting.cuts[stage + 1]], model.seconds(1), 0)
+        found = []
+        for cut, (here, there) in zip(setting.cuts[1:], pairwise(setting.placement), strict=True):
+            a, b = setting.groups[here].array, setting.groups[there].array
+            sent = here != there and self.crosses[cut]
+            model = self.mine.whole.clock.collective("send", pairs(a, b))
+            found.append(model.seconds(1) if sent else 0.0)
         return found
 
 

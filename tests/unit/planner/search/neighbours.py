@@ -4,8 +4,8 @@ Enters: a graph, a cluster, a number of tensor-parallel ranks. Leaves: `Family`s
 of choices that together are all layouts, and `Figures` of all their members.
 
 What a node takes depends on its own choice and on those of its neighbours: who makes its operands,
-who used them before (a conversion serves all uses), and who else uses an input or a parameter, as
-these are held so that all uses are served. That is all but for one case: values that come from
+who used them before (a conversion serves all uses), and who else uses a parameter, as that is held
+for all of them; parts of inputs cost nothing. That is all but for one case: values that come from
 parameters by the same work on all ranks (`same`) leave the sum of their gradients to the
 parameters if all work at their end differs; so that work and its ends are one neighbourhood. In a
 family `same` is fixed. Layouts are lowered until every choice of every neighbourhood has been seen
@@ -33,7 +33,6 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
 from shardwise.sharding.factors import analyze
-from shardwise.sharding.placements import Shard
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
@@ -126,6 +125,7 @@ class Neighbours:
         self.graph, self.cluster, self.tp = graph, cluster, tp
         facts = analyze(graph)
         self.carries = facts.carries_grad
+        self.parameters = {p.value for p in graph.parameters}
         self.rows = [
             self._useful(i, candidates(facts.rules[n.name], facts.structures[n.name]))
             for i, n in enumerate(graph.nodes)
@@ -197,16 +197,21 @@ class Neighbours:
         found = [one for g in range(kind.pp) for one in evaluator.group_layers(works, setting, g)]
         return list({id(one): one for one in found}.values())
 
-    def crossing(self, choices: np.ndarray) -> np.ndarray:
-        """Bytes of the batch that would be sent at every place to cut, of layouts (columns)."""
-        found = np.zeros(choices.shape)
+    def crosses(self) -> np.ndarray:
+        """For every place to cut whether anything would be sent that carries a gradient."""
+        found = np.zeros(len(self.rows), dtype=bool)
         for name, maker in self.makers.items():
-            last = max(self.users.get(name, {maker}))
-            if name in self.carries and last > maker:
-                at = self.graph.nodes[maker].outputs.index(name)
-                cut = [isinstance(c.results[at], Shard) for c in self.rows[maker]]
-                part = np.where(np.array(cut), 1 / self.tp, 1.0)[choices[maker]]
-                found[maker + 1 : last + 1] += part * self.graph.values[name].num_bytes
+            if name in self.carries:
+                found[maker + 1 : max(self.users.get(name, {maker})) + 1] = True
+        return found
+
+    def given(self, choices: np.ndarray) -> np.ndarray:
+        """A number for how every node (row) leaves its results, in layouts (columns)."""
+        found = np.zeros(choices.shape)
+        for node, row in enumerate(self.rows):
+            numbers: dict[object, int] = {}
+            each = [numbers.setdefault(c.results, len(numbers)) for c in row]
+            found[node] = np.array(each)[choices[node]]
         return found
 
     # ------------------------------------------------------------ neighbourhoods
@@ -255,7 +260,7 @@ class Neighbours:
         for name in self.graph.nodes[index].inputs:
             if name in self.makers:
                 found |= {self.makers[name], *(i for i in self.users[name] if i < index)}
-            else:
+            elif name in self.parameters:
                 found |= self.users[name]
         return found
 
@@ -393,10 +398,9 @@ def check_locality(mine: Neighbours, kind: Kind, count: int) -> None:
         works = mine.works(choices)
         if works is None:
             continue
-        crossing = mine.crossing(np.array(choices)[:, None])[:, 0]
         layers = mine.layers(works, kind)[0]
         sent = layers.fold.spread(layers.work.crossing)
-        assert np.all((crossing > 0) == (sent > 0)), (choices, kind)
+        assert np.array_equal(mine.crosses(), sent > 0), (choices, kind)
         parts, figures = mine.parts(kind), mine.figures(choices, kind)
         for i in range(len(choices)):
             key = family.key(i, choices)
