@@ -55,12 +55,37 @@ class Levels:
 
     def _rounds(self) -> list[Ints]:
         """The actions of every level."""
-        spans = run_in_order(self.schedule.actions, Links.of(self.schedule.num_stages))
-        start = np.array([span.start for mine in spans for span in mine])
-        level = np.round(start).astype(np.int64)  # when every action takes one unit of time
+        level = self._level()
         order = np.argsort(level, kind="stable")
         ends = np.flatnonzero(np.diff(level[order])) + 1
         return list(np.split(order, ends))
+
+    def _level(self) -> Ints:
+        """When every action would start if each took one unit of time."""
+        unknown, nothing = -2, -1
+        level = [unknown] * len(self.stage) + [nothing]  # the last one: nothing to wait for
+        needs, before = self.needs.tolist(), self.before.tolist()
+        starts = np.searchsorted(self.group, np.arange(self.schedule.num_groups + 1)).tolist()
+        at, moved = starts[:-1], True
+        while moved:
+            moved = False
+            for group, end in enumerate(starts[1:]):
+                for action in range(at[group], end):
+                    ready = [level[need] for need in needs[action]]
+                    if unknown in ready:
+                        break
+                    level[action] = 1 + max(*ready, level[before[action]])
+                    at[group], moved = action + 1, True
+        if at != starts[1:] or self._lacks():
+            run_in_order(self.schedule.actions, Links.of(self.schedule.num_stages))  # says why
+        return np.array(level[:-1])
+
+    def _lacks(self) -> bool:
+        """Whether an action needs a result that no list has."""
+        is_forward, is_weight = self.kind == 0, self.kind == 3
+        first = ~is_forward | (self.stage > 0)
+        second = ~(is_forward | is_weight) & (self.stage < self.schedule.num_stages - 1)
+        return bool(((self.needs < 0) & np.stack([first, second], axis=1)).any())
 
     def play(
         self,

@@ -111,6 +111,7 @@ class Evaluator:
         self._shared: dict[object, dict[Key, Share]] = {}
         self._schedules: dict[object, Schedule] = {}
         self._signatures: dict[int, tuple[Group, object]] = {}
+        self._classed: dict[object, tuple[Group, list[_Class]]] = {}
 
     def estimate(
         self,
@@ -231,6 +232,13 @@ class Evaluator:
 
     def _classes(self, group: Group, works: Works, microbatches: int) -> list[_Class]:
         """The distinct devices and shares among a group's ranks."""
+        key = (id(group), *works.batch, works.rows, microbatches)
+        known = self._classed.get(key)
+        if known is None or known[0] is not group:
+            known = self._classed[key] = (group, self._find_classes(group, works, microbatches))
+        return known[1]
+
+    def _find_classes(self, group: Group, works: Works, microbatches: int) -> list[_Class]:
         shares = _shares(group.mesh, works.batch)
         total = float(shares.sum()) or 1.0
         rows = works.rows / microbatches

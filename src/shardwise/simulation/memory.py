@@ -86,7 +86,8 @@ def group_memory(
         following = actions[index + 1] if index + 1 < len(actions) else None
         parts = held.at(action, following)
         held.after(action)
-        host = max(host, held.on_host(), key=lambda parts: sum(parts.values()))
+        if held.uses_host:
+            host = max(host, held.on_host(), key=lambda parts: sum(parts.values()))
         total = sum(parts.values())
         over_time.append((str(action), total))
         if total > sum(best.values()):
@@ -141,9 +142,19 @@ class _Held:
         }
         self.between = max((s.batch for s in stages.values()), default=0.0)
         self.fixed = self.between + sum(s.root for s in stages.values())
+        self.uses_host = any(s.static["host"] or s.offloaded for s in stages.values())
+        self._known: dict[object, dict[str, float]] = {}
 
     def at(self, action: Action, following: Action | None) -> dict[str, float]:
-        """The parts of memory at their highest while the action runs."""
+        """The parts of memory at their highest while the action runs; lists repeat themselves."""
+        passing = self.sent + (self._arriving(following) if following is not None else 0.0)
+        key = (action.kind, action.stage, self._is_last(action), passing, len(self.begun),
+               len(self.done), *self.flying.values(), *self.waiting.values())  # fmt: skip
+        if key not in self._known:
+            self._known[key] = self._parts(action, passing)
+        return self._known[key]
+
+    def _parts(self, action: Action, passing: float) -> dict[str, float]:
         mine = self.stages[action.stage]
         kept = sum(n * self.stages[s].kept for s, n in self.flying.items())
         kept += sum(n * self.stages[s].waiting for s, n in self.waiting.items())
@@ -156,7 +167,6 @@ class _Held:
         else:
             kept -= mine.waiting if action.kind == "W" else mine.kept
             need = self._backward(action, mine)
-        passing = self.sent + (self._arriving(following) if following is not None else 0.0)
         return {
             **self.always,
             "gradients": gradients + need.gradients,
@@ -166,12 +176,16 @@ class _Held:
 
     def _backward(self, action: Action, mine: StageMemory) -> Need:
         """The need of a backward, by whether gradients are there before, and summed after it."""
-        final = self.last.get(action.stage) == action
+        final = self._is_last(action)
         begun = action.stage in self.begun
         kind = ("last" if final else "middle") if begun else ("only" if final else "first")
         if action.kind == "B" and self.split:
             return max(mine.need("I"), mine.need("W", kind), key=lambda need: need.total)
         return mine.need(action.kind, kind)
+
+    def _is_last(self, action: Action) -> bool:
+        """Whether an action completes the gradients of its stage."""
+        return self.last.get(action.stage) is action
 
     def _gradients(self, stage: int) -> float:
         found = self.stages[stage].static
@@ -197,7 +211,7 @@ class _Held:
             self.waiting[action.stage] -= 1
         if action.kind in "BW":
             self.begun.add(action.stage)
-            if self.last.get(action.stage) == action:
+            if self._is_last(action):
                 self.done.add(action.stage)
 
     def on_host(self) -> dict[str, float]:
