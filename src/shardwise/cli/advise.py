@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.figures import Column, amount, seconds, size, table, terminal_width, wrapped
+from shardwise.cli.figures import (
+    Column,
+    amount,
+    money,
+    seconds,
+    size,
+    table,
+    terminal_width,
+    wrapped,
+)
 from shardwise.cli.target import AsJson, Target, capture_target
 
 if TYPE_CHECKING:
@@ -83,7 +92,7 @@ def advice_text(advice: Advice, width: int) -> str:
             seconds(row.step_time_s or 0.0),
             amount(row.per_s(unit) or 0.0),
             f"{row.price_per_hour:,.2f}" if row.price_per_hour else "-",
-            _money(row.cost_per_million(unit)),
+            money(row.cost_per_million(unit)),
             size(row.headroom_bytes or 0.0),
             _best(row, advice),
         )
@@ -114,9 +123,3 @@ def _best(row: AdviceRow, advice: Advice) -> str:
     ]
     plan = row.plan.search["best"]["what"] if row.plan is not None else ""
     return f"{row.cluster}{''.join(f' [{mark}]' for mark in marks)}: {plan}"
-
-
-def _money(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from shardwise.reporting.words import amount, seconds, size
 
-__all__ = ["Column", "amount", "bar", "seconds", "size", "table", "terminal_width", "wrapped"]
+__all__ = [
+    "Column",
+    "amount",
+    "bar",
+    "counted",
+    "money",
+    "seconds",
+    "size",
+    "table",
+    "terminal_width",
+    "wrapped",
+]
 
 NARROWEST = 40  # columns; below, a terminal's size is not to be believed
 PIPE = 100  # columns where the output is no terminal
@@ -23,6 +34,26 @@ def terminal_width() -> int:
     """The terminal's columns; a usual number where there is none."""
     width = shutil.get_terminal_size((0, 0)).columns
     return PIPE if width < NARROWEST else width
+
+
+def counted(number: int, what: str) -> str:
+    """So many of something.
+
+    >>> counted(1, "rank"), counted(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def money(value: float | None) -> str:
+    """A price, with digits that show.
+
+    >>> money(12.345), money(0.00123), money(None)
+    ('12.35', '0.00123', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def bar(share: float, width: int) -> str:

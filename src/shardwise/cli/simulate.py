@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.figures import amount, seconds, size, terminal_width, wrapped
+from shardwise.cli.figures import amount, counted, seconds, size, terminal_width, wrapped
 from shardwise.cli.files import load_plan
 from shardwise.cli.target import AsJson, capture_target
 from shardwise.cli.verdict import cause_text, shares
@@ -115,7 +115,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
     )
     parts = [
         [
-            f"{plan.model}, plan {plan.name!r}, {estimate.num_ranks} ranks",
+            f"{plan.model}, plan {plan.name!r}, {counted(estimate.num_ranks, 'rank')}",
             f"  step           {seconds(time)}, {amount(estimate.rows / time)} samples/s",
             f"  communication  {seconds(exposed)} exposed, {exposed / time:.1%} of the step",
             f"  bubbles        {timeline.bubble_fraction:.1%} of all groups' time is not computing",

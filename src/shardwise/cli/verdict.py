@@ -10,7 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.figures import Column, amount, bar, seconds, size, table, wrapped
+from shardwise.cli.figures import (
+    Column,
+    amount,
+    bar,
+    counted,
+    money,
+    seconds,
+    size,
+    table,
+    wrapped,
+)
 from shardwise.errors import PlanError
 from shardwise.reporting.compared import differences, why_not
 
@@ -53,7 +63,7 @@ def verdict(plan: Plan, width: int) -> list[str]:
         rates.append(f"{amount(batch['tokens'] / time)} tokens/s")
     free = memory["limit_bytes"] - memory["peak_bytes"]
     lines = [
-        f"{plan.model} on {cluster['name']}, {cluster['num_ranks']} ranks",
+        f"{plan.model} on {cluster['name']}, {counted(cluster['num_ranks'], 'rank')}",
         f"  step    {seconds(time)}: {', '.join(rates)}",
         f"  memory  {size(memory['peak_bytes'])} of {size(memory['limit_bytes'])} per device, "
         f"{size(free)} free",
@@ -61,9 +71,8 @@ def verdict(plan: Plan, width: int) -> list[str]:
     ]
     if cluster.get("price_per_hour"):
         paid = cluster["price_per_hour"] / 3600 * time / batch["rows"] * 1e6
-        lines.append(
-            f"  price   {cluster['price_per_hour']:,.2f} per hour, {paid:,.2f} per million samples"
-        )
+        hour = f"{cluster['price_per_hour']:,.2f}"
+        lines.append(f"  price   {hour} per hour, {money(paid)} per million samples")
     return _fit(lines, width, 10)
 
 

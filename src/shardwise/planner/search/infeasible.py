@@ -12,16 +12,17 @@ from math import ceil
 from typing import Any
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.planner.search.found import Candidate, Found
+from shardwise.planner.search.bank import LEANEST
+from shardwise.planner.search.found import Bound, Candidate, Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.larger import Fewer, copied
 from shardwise.planner.search.relax import Again
 from shardwise.planner.search.search import Search
-from shardwise.planner.search.space import Fixed, Limits, Point, points
+from shardwise.planner.search.space import RECOMPUTES, Fixed, Limits, Point, points
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
-TRIED = 12  # points with the least memory that are simulated
+TRIED = 32  # points with the least memory that are simulated
 COPIES = (2, 4, 8)  # of all nodes
 GIB = 2**30
 
@@ -79,8 +80,28 @@ def _nearest(found: Found, search: Search) -> Candidate | None:
     return min(simulated, key=_excess, default=None)
 
 
-def _leanest(found: Found) -> list[Any]:
-    return sorted(found.bounds, key=lambda b: (b.memory, b.seconds))[:TRIED]
+def _leanest(found: Found) -> list[Bound]:
+    """Of every mesh the point with the least bound, and that with the smallest micro-batches.
+
+    A bound knows what is there all the time, not what an action needs beside it.
+    """
+    chosen: dict[object, Bound] = {}
+    for kind, order in (("bound", _lean), ("parts", _smallest)):
+        for bound in sorted(found.bounds, key=order, reverse=True):
+            mesh = (bound.point.dp, bound.point.tp, bound.point.pp, bound.point.offload)
+            chosen[kind, mesh] = bound
+    distinct = {bound.point: bound for bound in chosen.values()}
+    return sorted(distinct.values(), key=_lean)[:TRIED]
+
+
+def _lean(bound: Bound) -> tuple[float, ...]:
+    return (bound.memory, *_smallest(bound))
+
+
+def _smallest(bound: Bound) -> tuple[float, ...]:
+    point = bound.point
+    kept = RECOMPUTES[::-1].index(point.recompute)
+    return (-point.microbatches, kept, point.layout != LEANEST, bound.memory, bound.seconds)
 
 
 def _excess(candidate: Candidate) -> float:

@@ -160,7 +160,9 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
         lean = [replace(p, layout=LEANEST) for p in quick if search.may_beat(p, best)]
         found = search.run([*wanted, *lean])
     if not found.feasible and fixed.offload is None:
-        found = search.run(points(limits, fixed, offloads=True))
+        on_host = search.run(points(limits, fixed, offloads=True))
+        bounds = sorted((*found.bounds, *on_host.bounds), key=lambda bound: bound.seconds)
+        found = replace(on_host, bounds=tuple(bounds))
     found = found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
     return polished(search, found, wanted)
 

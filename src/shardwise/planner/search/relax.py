@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import ceil, floor, log10
 from typing import Any
 
 from shardwise.cluster import Cluster, Device
@@ -20,7 +21,7 @@ from shardwise.simulation.memory import peak_of
 
 MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # parts of a device's memory
 TRIED = 4  # quicker points that are simulated for each
-SIMULATED = 12  # points in all, for each
+SIMULATED = 12  # points in all that were not simulated before, for each
 WORTH = 0.001  # of the step: a change that buys less is not told
 GIB = 2**30
 
@@ -56,9 +57,19 @@ def _memory(found: Found, search: Search) -> Iterator[dict[str, Any]]:
         candidate = _with_memory(found, search, 1 + share, shortest)
         if candidate is not None:
             shortest = candidate.estimate.step_time_s
-            extra = (peak_of(candidate.estimate.memory).peak_bytes - limit) / GIB
-            change = f"{extra:.1f} GiB more per device"
+            extra = rounded_up((peak_of(candidate.estimate.memory).peak_bytes - limit) / GIB)
+            change = f"{extra:g} GiB more per device"
             yield _row(change, "memory", shortest, time, gib=extra, what=str(candidate.point))
+
+
+def rounded_up(gib: float) -> float:
+    """As few digits as still are enough.
+
+    >>> rounded_up(10.72), rounded_up(0.1403), rounded_up(0.0031)
+    (10.8, 0.15, 0.0031)
+    """
+    places: int = 1 if gib >= 1 else 1 - floor(log10(gib))
+    return round(ceil(gib * 10.0**places - 1e-9) / 10.0**places, places)
 
 
 def _with_memory(found: Found, search: Search, most: float, shortest: float) -> Candidate | None:
@@ -70,8 +81,8 @@ def _with_memory(found: Found, search: Search, most: float, shortest: float) -> 
             break
         if bound.memory > most:
             continue
+        simulated += not search.knows(bound.point)  # of less memory: the next goes further
         candidate = search.simulate(bound.point)
-        simulated += 1
         if not 1.0 < _fullest(candidate) <= most:
             continue
         candidate = search.simulate(bound.point, whole=True)

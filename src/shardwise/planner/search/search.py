@@ -136,6 +136,10 @@ class Search:
             points=sum(map(len, families.values())),
         )
 
+    def knows(self, point: Point) -> bool:
+        """Whether a point has been simulated."""
+        return point in self._simulated
+
     def may_beat(self, point: Point, seconds: float) -> bool:
         """Whether a point's work, which no other layouts do in less time, takes less than that."""
         core = self.bounds.core(replace(point, zero=0, outer=None, offload=()))

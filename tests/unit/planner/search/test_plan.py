@@ -102,9 +102,9 @@ def test_constraints_are_kept(gpt) -> None:
 class Chain(torch.nn.Module):
     """Two blocks of four products each."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
-        rows = [[torch.nn.Linear(256, 256, bias=False) for _ in range(4)] for _ in range(2)]
+        rows = [[torch.nn.Linear(width, width, bias=False) for _ in range(4)] for _ in range(2)]
         self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*row) for row in rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,3 +182,23 @@ def test_too_little_memory_says_how_much_is_needed(gpt) -> None:
     with pytest.raises(InfeasiblePlan, match=r"too much|GiB|MiB") as caught:
         sw.plan(graph, cluster, memory_gib=1e-5, progress=False)
     assert caught.value.hint
+
+
+def test_what_is_told_of_memory_is_so() -> None:
+    """What would fit does, and little less does not; more memory buys what it is said to buy."""
+    with torch.device("meta"):
+        graph = sw.capture(Chain(4096), {"x": torch.ones(64, 512, 4096)})
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
+
+    def planned(memory_gib: float) -> sw.Plan:
+        return sw.plan(graph, cluster, memory_gib=memory_gib, progress=False)
+
+    with pytest.raises(InfeasiblePlan) as caught:
+        planned(0.1)
+    needed = next(c["memory_gib"] for c in caught.value.report["changes"] if c["kind"] == "memory")
+    with pytest.raises(InfeasiblePlan):
+        planned(0.9 * needed)
+    lean = planned(needed)
+    row = next(row for row in lean.search["relaxations"] if row["kind"] == "memory")
+    more = planned(needed + row["gib"]).search["best"]["step_time_s"]
+    assert more <= row["step_time_s"] * (1 + 1e-9) < lean.search["best"]["step_time_s"]
