@@ -7,14 +7,15 @@ micro-batches, schedules and zero levels, and each is judged by lowering and sim
 facts spare most of that work:
 
 - What the nodes of a layout take is put together from neighbourhoods (`neighbours`), for all
-  layouts at once.
+  layouts at once; with layouts drawn at random that is compared (`check_locality`).
 - Nodes' times bound the step from below (`Least`), before a layout is lowered.
 - Layouts of which all figures that a simulation of time reads are equal take the same time: one of
-  them that fits is simulated.
+  them that fits is simulated, and some with another one (`check_alike`).
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
@@ -27,16 +28,17 @@ from shardwise.simulation.setting import Setting
 from shardwise.simulation.step import pairs
 from tests.unit.planner.search.neighbours import (
     EXACT,
+    TINY,
     Choices,
     Figures,
     Neighbours,
-    check_locality,
     figures_of,
 )
 from tests.unit.planner.search.tried import Kind, divisors, kinds, quickest, settings
 
 DIGITS = 10
 CHUNK = 50_000  # layouts that are looked at together
+CHECKED = 5  # groups of layouts that are alike, of each chunk
 
 
 def quicker(
@@ -55,10 +57,9 @@ def quicker(
             continue
         check_locality(mine, kind, 3 if kind.tp > 1 else 1)
         for choices, figures in _chunks(mine, kind, seconds):
-            for alike, bounds in _groups(
-                mine, kind, every, choices, figures, seconds, memory_bytes
-            ):
-                _check_alike(mine, alike, every[int(bounds.argmin())])
+            groups = _groups(mine, kind, every, choices, figures, seconds, memory_bytes)
+            check_alike(mine, [(alike, every[int(b.argmin())]) for alike, b in groups[:CHECKED]])
+            for alike, bounds in groups:
                 for setting, bound in zip(every, bounds, strict=True):
                     if bound >= min(seconds, best):
                         continue
@@ -87,11 +88,34 @@ def _quickest(
     return best, what
 
 
-def _check_alike(mine: Neighbours, alike: Sequence[Choices], setting: Setting) -> None:
+def check_alike(mine: Neighbours, groups: Sequence[tuple[list[Choices], Setting]]) -> None:
     """Two layouts that are said to take the same time do."""
-    found = [works for works in map(mine.works, {alike[0], alike[-1]}) if works is not None]
-    times = {mine.evaluator(works).estimate(works, setting).step_time_s for works in found}
-    assert not times or max(times) <= min(times) * (1 + EXACT), (alike[0], alike[-1])
+    for alike, setting in groups:
+        found = [works for works in map(mine.works, {alike[0], alike[-1]}) if works is not None]
+        times = {mine.evaluator(works).estimate(works, setting).step_time_s for works in found}
+        assert not times or max(times) <= min(times) * (1 + EXACT), (alike[0], alike[-1])
+
+
+def check_locality(mine: Neighbours, kind: Kind, count: int) -> None:
+    """Layouts drawn at random take what is put together from their neighbourhoods."""
+    rng = random.Random(1)
+    for _ in range(count):
+        family = rng.choices(mine.families, [family.size for family in mine.families])[0]
+        choices = tuple(rng.choice(domain) for domain in family.domains)
+        works = mine.works(choices)
+        if works is None:
+            continue
+        layers = mine.layers(works, kind)[0]
+        sent = layers.fold.spread(layers.work.crossing)
+        assert np.array_equal(mine.crosses(), sent > 0), (choices, kind)
+        parts, figures = mine.parts(kind), mine.figures(choices, kind)
+        for i in range(len(choices)):
+            key = family.key(i, choices)
+            if key in parts:
+                least, actual = parts[key], figures[:, i]
+                if mine.is_exact[kind]:
+                    assert np.allclose(least, actual, rtol=EXACT, atol=TINY), (key, kind)
+                assert np.all(least <= actual * (1 + EXACT) + TINY), (key, kind)
 
 
 def _chunks(mine: Neighbours, kind: Kind, seconds: float) -> Iterator[tuple[np.ndarray, Figures]]:

@@ -14,7 +14,7 @@ in one of them, which are some hundreds where layouts are hundreds of thousands.
 For a number of rows `Works.at` has the figures of the very program, or of one on a line through two
 others, by whether the whole layout is on such a line. Where that made the figures of any
 neighbourhood differ between two layouts, the least of all these programs' are taken: then they
-are bounds (not `is_exact`). `check_locality` compares with layouts drawn at random.
+are bounds (not `is_exact`).
 """
 
 from __future__ import annotations
@@ -387,25 +387,3 @@ def figures_of(
         rows.append(table[:, at])
     found = np.stack(rows, axis=1)
     return choices, Figures(times=found[:-3], numel=found[-3], held=found[-2], known=found[-1])
-
-
-def check_locality(mine: Neighbours, kind: Kind, count: int) -> None:
-    """Layouts drawn at random take what is put together from their neighbourhoods."""
-    rng = random.Random(1)
-    for _ in range(count):
-        family = rng.choices(mine.families, [family.size for family in mine.families])[0]
-        choices = tuple(rng.choice(domain) for domain in family.domains)
-        works = mine.works(choices)
-        if works is None:
-            continue
-        layers = mine.layers(works, kind)[0]
-        sent = layers.fold.spread(layers.work.crossing)
-        assert np.array_equal(mine.crosses(), sent > 0), (choices, kind)
-        parts, figures = mine.parts(kind), mine.figures(choices, kind)
-        for i in range(len(choices)):
-            key = family.key(i, choices)
-            if key in parts:
-                least, actual = parts[key], figures[:, i]
-                if mine.is_exact[kind]:
-                    assert np.allclose(least, actual, rtol=EXACT, atol=TINY), (key, kind)
-                assert np.all(least <= actual * (1 + EXACT) + TINY), (key, kind)
