@@ -29,7 +29,7 @@ def test_bounds_are_below_what_is_simulated(name: str) -> None:
         model = GPT(layers=8, width=256, heads=8, length=64, vocab=512)
     ids = torch.zeros(16, 64, dtype=torch.long, device="meta")
     graph = sw.capture(model, {"input_ids": ids, "labels": ids})
-    search = _prepare(graph, cluster, None, None, Precision.of("bf16"), None, lambda _: None)
+    search = _prepare(graph, cluster, {}, None, Precision.of("bf16"), None, lambda _: None)
     fixed = Fixed()
     every = list(points(_limits(search, graph, cluster, fixed), fixed))
     tried = 0
