@@ -26,7 +26,8 @@ meshes = st.dictionaries(st.sampled_from(["dp", "fsdp", "tp", "cp", "pp"]), size
     lambda axes: Mesh.of(**axes)
 )
 positive = st.floats(1e-6, 1e18)
-latency = st.floats(0, 1)
+latency = st.just(0.0) | st.floats(1e-12, 1)
+efficiency = st.floats(1e-6, 2)  # sums in a switch reach more than the wire carries
 words = st.text("abc: #-{}'\"\\é 0123", min_size=1)
 curves = st.dictionaries(positive, positive, min_size=1).map(
     lambda points: Curve(tuple(sorted(points.items())))
@@ -44,11 +45,11 @@ links = st.builds(
     bandwidth_bytes_per_s=positive,
     latency_s=latency,
     bus_bytes_per_s=positive | st.just(math.inf),
-    efficiency=positive,
+    efficiency=efficiency,
     collectives=factors,
 )
 nics = st.builds(
-    Nic, bandwidth_bytes_per_s=positive, latency_s=latency, count=sizes, efficiency=positive
+    Nic, bandwidth_bytes_per_s=positive, latency_s=latency, count=sizes, efficiency=efficiency
 )
 rates = st.dictionaries(st.sampled_from(["float32", "bfloat16"]), curves, min_size=1).map(
     lambda found: tuple(found.items())
