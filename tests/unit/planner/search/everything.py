@@ -24,6 +24,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster, Device
 from shardwise.ir import Graph
+from shardwise.schedules.levels import levels_of
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.step import pairs
 from tests.unit.planner.search.neighbours import (
@@ -154,9 +155,13 @@ def _groups(
     found: dict[int, list[int]] = {}
     for at, group in zip(kept.tolist(), number.ravel().tolist(), strict=True):
         found.setdefault(group, []).append(at)
-    groups = [
-        ([tuple(choices[:, i].tolist()) for i in at], bounds[:, at[0]]) for at in found.values()
-    ]
+    groups = []
+    for at in found.values():
+        times = bounds[:, at[0]]
+        for i in np.flatnonzero(times < seconds).tolist():
+            times[i] = max(times[i], least.played(every[i], at[0]))
+        if times.min() < seconds:
+            groups.append(([tuple(choices[:, i].tolist()) for i in at], times))
     return sorted(groups, key=lambda group: float(group[1].min()))
 
 
@@ -221,6 +226,24 @@ class Least:
                 found = np.maximum(found, end + after + tails[0])
                 end = np.maximum(end, end - backward + self._sums(setting, numel))
             found = np.maximum(found, end + tail)
+        return found
+
+    def played(self, setting: Setting, layout: int) -> float:
+        """Of one layout: the schedule's actions in their order, without waiting for parameters."""
+        if setting.schedule is None:
+            return 0.0
+        levels, bounds = levels_of(setting.schedule), [*setting.cuts, len(self.forward) - 1]
+        forward, backward, weight = (
+            np.diff(sums[bounds, layout]) for sums in (self.forward, self.backward, self.weight)
+        )
+        kinds = np.stack([forward, backward, backward - weight, weight])  # as levels.KINDS
+        sends = np.array([*self._sends(setting), 0.0])
+        _, ends = levels.play(kinds[levels.kind, levels.stage], sends)
+        found = 0.0
+        for group in range(len(setting.groups)):
+            numel = self._sum(self.numel[:, layout, None], bounds, setting.placement, group)
+            end = float(ends[levels.group == group].max())
+            found = max(found, end + float(self._tail(setting, numel)[0]))
         return found
 
     def memory(self, setting: Setting) -> np.ndarray:
