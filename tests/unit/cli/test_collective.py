@@ -131,11 +131,11 @@ HOST = "devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 1}"
         (
             f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{switches: [{{name: s, nodes: "h[0-1]", '
             "oversubscription: .inf}]}",
-            "oversubscription is inf",
+            "oversubscription is '.inf', must be a number above 0",
         ),
         (
             f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{latency_us: 1.0e+999999999}}',
-            "latency_s is inf",
+            "latency_us is '1.0e+999999999', not between",
         ),
         (
             f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{trunks: [{{name: t, between: [h0, h7], '
@@ -150,7 +150,7 @@ def test_wrong_links_are_told(capsys, tmp_path, text, message):
     code, _, err = run(capsys, "solve", str(path))
     assert code == 1
     assert message in err
-    assert "try:" in err or "did you mean" in err or " is inf" in err
+    assert "try:" in err or "did you mean" in err
     assert err.count("cluster.yaml") == 1
 
 
