@@ -40,12 +40,15 @@ class Core:
     bounds: Ints
     layers: Sequence[Layers]
     ends: dict[int, float]  # of each group's work, at least
+    paths: dict[
+        int, float
+    ]  # when each group has had the last backward of one micro-batch, at least
     back: float  # when the first stage has its last backward, at least
     watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
 
     @property
     def seconds(self) -> float:
-        return max(self.back, *self.ends.values())
+        return max(self.back, *self.ends.values(), *self.paths.values())
 
 
 class Bounds:
@@ -76,7 +79,7 @@ class Bounds:
             wire = least_wire(ranges, layers, members, setting, self.evaluator.clock)
             end = least_end(core.ends[group], ranges, layers, point.microbatches, wire)
             tail = self._tail(stages, core.bounds, layers, setting) + wire.update
-            seconds = max(seconds, end + tail)
+            seconds = max(seconds, end + tail, core.paths[group] + tail)
             if group == setting.placement[0]:
                 seconds = max(seconds, core.back + tail)
             full = self._fullest(point, group, stages, core.bounds, core.layers[group], setting)
@@ -107,9 +110,14 @@ class Bounds:
         sends = self._sends(setting, bounds, layers[0]) if alike else np.zeros(len(times))
         forward = self._times(layers, bounds, setting.placement, alike, ("forward",))
         before = np.concatenate([[0.0], np.cumsum(forward + sends)])
-        around = before  # where backward is split, a group need not wait for others' backward
-        if not point.schedule.startswith("zb"):
+        around, waits = before, np.zeros(len(times))
+        if point.schedule.startswith("zb"):  # a group need not wait for others' whole backward
+            waits = self._times(layers, bounds, setting.placement, alike, ("weight",))
+        else:
             around = np.concatenate([[0.0], np.cumsum(times + 2 * sends)])
+        # One micro-batch goes through all stages, and back to each, which then has its weights.
+        back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
+        path = (forward + sends).sum() + back + waits
         alone = {g: point.microbatches * times[mine].sum() for g, mine in stages.items()}
         few = {0, 1, point.pp - 1} if alike else set(stages)
         return Core(
@@ -117,6 +125,7 @@ class Bounds:
             bounds=bounds,
             layers=layers,
             ends={g: float(before[mine[0]] + alone[g]) for g, mine in stages.items()},
+            paths={g: float(path[mine].max()) for g, mine in stages.items()},
             back=max(float(around[mine[0]] + alone[g]) for g, mine in stages.items()),
             watched={g: mine for g, mine in stages.items() if g in few},
         )
