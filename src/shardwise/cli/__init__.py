@@ -79,6 +79,8 @@ def plan(
         wanted.machines(), wanted.search_options()
     elif measure is not None:
         raise typer.BadParameter("--measure: for plans that are searched, with --cluster")
+    if measure is not None:
+        wanted.hide_unplanned_gpus()
     _, graph = _capture(target, wanted)
     made = wanted.plan(graph) if measure is None else wanted.measured_plan(graph, measure)
     if out is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
@@ -137,6 +138,14 @@ class Wanted:
         return shardwise.plan(
             graph, cluster, progress=not self.no_progress, **self.search_options()
         )
+
+    def hide_unplanned_gpus(self) -> None:
+        """From models and torch, where a plan is for processors: ranks that are tried are forks,
+        which cannot compute if this process has woken the driver of a GPU.
+        """
+        cluster = self.machines()
+        if cluster is not None and all(node.devices[0].kind == "cpu" for node in cluster.nodes):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     def measured_plan(self, graph: Graph, times: Path) -> Plan:
         """The plan by times measured here, which are added to a file."""
