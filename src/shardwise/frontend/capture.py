@@ -84,6 +84,23 @@ def _check(model: nn.Module, loss_fn: LossFn | None) -> None:
             "loss_fn has parameters of its own, which nothing would train",
             hint="make it a submodule of the model and return the loss from forward",
         )
+    if loss_fn is not None:
+        _check_call(loss_fn)
+
+
+def _check_call(loss_fn: LossFn) -> None:
+    """It can be called with an output and a batch, as far as its signature tells."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise CaptureError(
+            f"loss_fn takes {signature}, but it is called with the model's output and the batch",
+            hint='loss_fn=lambda output, batch: F.cross_entropy(output, batch["labels"])',
+        ) from None
 
 
 def _export(

@@ -219,3 +219,16 @@ def test_a_loss_with_parameters_of_its_own_is_refused():
 
     with pytest.raises(CaptureError, match="parameters of its own"):
         capture(Model(lambda f, x: f(x)), (data(),), Loss())
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [lambda output: output.mean(), lambda output, batch, weight: output.mean()]
+)
+def test_a_loss_function_of_other_arguments_is_told(loss_fn):
+    with pytest.raises(CaptureError, match="called with the model's output and the batch"):
+        capture(nn.Linear(2, 1), (torch.zeros(3, 2),), loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda *args: args[0].mean(), lambda y, b, k=1: k * y.mean()])
+def test_a_loss_function_may_take_more(loss_fn):
+    assert capture(nn.Linear(2, 1), (torch.zeros(3, 2),), loss_fn).nodes
