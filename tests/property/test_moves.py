@@ -212,3 +212,14 @@ def test_a_cut_under_another_name_costs_nothing() -> None:
     one = layout(shape, a="S(0:[2]x16)", b="R")
     (move,) = plan_moves(one, layout(shape, a="S(0)", b="S(0)"), sizes, True)
     assert (move.fn, move.axes) == ("rt.shard", ("b",))
+
+
+def test_an_axis_of_one_rank_is_in_no_ones_way() -> None:
+    rows, columns = Shard(0, ((1, 8, 1),)), Shard(1, ((1, 8, 1),))
+    held, needed = Layout((("dp", rows), ("tp", columns))), Layout((("dp", rows), ("tp", rows)))
+
+    def names(dp: int) -> list[str]:
+        return [move.fn for move in plan_moves(held, needed, {"dp": dp, "tp": 2}, True)]
+
+    assert names(1) == ["rt.all_to_all"]
+    assert "rt.all_to_all" not in names(2)

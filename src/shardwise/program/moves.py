@@ -64,7 +64,7 @@ def plan_moves(
         placement = held[axis]
         if isinstance(placement, Shard):
             target = needed[axis]
-            if isinstance(target, Shard) and _alone(held, needed, axis):
+            if isinstance(target, Shard) and _alone(held, needed, axis, sizes):
                 move("rt.all_to_all", (axis,), target)
             elif isinstance(target, Partial):
                 move("rt.pad", (axis,), target)
@@ -155,11 +155,11 @@ def _shares(a: Shard, b: Shard) -> bool:
     return a.dim == b.dim and any(x == y for x, y in zip(a.of, b.of, strict=False))
 
 
-def _alone(held: Layout, needed: Layout, axis: str) -> bool:
-    """Whether no other axis cuts a dim that this axis leaves or enters."""
+def _alone(held: Layout, needed: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
+    """Whether no other axis cuts a dim that this axis leaves or enters; one rank cuts nothing."""
     mine, target = held[axis], needed[axis]
     assert isinstance(mine, Shard)
     assert isinstance(target, Shard)
     dims = {mine.dim, target.dim}
-    others = [p for layout in (held, needed) for n, p in layout.axes if n != axis]
+    others = [p for layout in (held, needed) for n, p in layout.axes if n != axis and sizes[n] > 1]
     return not any(isinstance(p, Shard) and p.dim in dims for p in others)
