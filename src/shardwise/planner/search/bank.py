@@ -50,19 +50,18 @@ class Nearby:
     """Layouts under the `number` by which `Bank.get` gives them.
 
     `seconds` are those of nodes and of what moves between them, for one micro-batch: a step takes
-    no fewer. `numel` are the trained elements that a rank holds.
+    no fewer. `likely` has its part of the gradients' sums and of the optimizer, too, as a guess.
+    `numel` are the trained elements that a rank holds.
     """
 
     seconds: float
+    likely: float
     number: int
     numel: float
 
 
-class _Passing(CallPrices):
-    """The prices of what passes from node to node alone: parameters may travel meanwhile."""
-
-    def hold(self, parameter: str, stored: Placements) -> float:
-        return 0.0
+class _Counting(CallPrices):
+    """Prices that tell elements, too."""
 
     def numel(self, parameter: str, stored: Placements) -> float:
         """The trained elements of a parameter on a rank."""
@@ -108,10 +107,10 @@ class Bank:
     def near(
         self, tp: int, dp: int, microbatches: int, group: Group, most: int, below: float
     ) -> tuple[list[Nearby], bool]:
-        """The numbers of the cheapest layouts for a micro-batch of a point, cheapest first.
+        """The numbers of the likely cheapest layouts for a micro-batch of a point, cheapest first.
 
-        Of layouts that cost the same at every node there is one. `below` is what they may cost, and
-        whether there are no others below that is said too.
+        Of layouts that cost the same at every node there is one. `below` is what their nodes may
+        take, and whether there are no others below that is said too.
         """
         tensor, graph = self._tensor(tp), self.fold.graph
         task = self._task(tensor, max(1, min(self.rows, dp * microbatches)))
@@ -119,12 +118,18 @@ class Bank:
         if options.num_joint() > MAX_JOINT:
             return [], False
         device, clock = self.evaluator.cluster.device(0), self.evaluator.clock
-        prices = _Passing(graph, self.facts, task, group, device, clock)
+        prices = _Counting(graph, self.facts, task, group, device, clock, microbatches)
         built = build(options, prices, limit=float("inf"))
+        held = {  # what parameters cost, by the variables of how they are stored
+            number: built.model.variables[number].unary
+            for number in {built.sources[value] for value in built.parameters}
+        }
+        below += sum(float(costs.max()) for costs in held.values())
         found = nearest(built.model, most, below, built.sources.values())
         nearby = [
             Nearby(
-                seconds=near.cost,
+                seconds=near.cost - sum(float(c[near.chosen[n]]) for n, c in held.items()),
+                likely=near.cost,
                 number=self._number(
                     tp, assignments_of(task, built, near.chosen, near.cost), tensor
                 ),

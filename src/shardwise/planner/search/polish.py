@@ -9,18 +9,18 @@ longest stage sets the pace. So for few ranks and few distinct nodes,
 
 - every way to cut a small model into stages is a point of its own; of a larger one, those with one
   cut moved to the next place;
-- for the micro-batch of every point the cheapest layouts are listed, up to those whose work alone
+- for the micro-batch of every point the cheapest layouts are listed, without those whose work alone
   takes as long as the best step.
 
-Points are simulated in the order of their bounds until none is below the best step. If that was
-within the budgets, which count simulations and nodes, nothing among them is quicker.
+Layouts are tried in the order of their prices, points of each in that of their bounds, until no
+bound is below the best step. If that was within the budgets, which count simulations and nodes,
+nothing among them is quicker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop
 from itertools import combinations
 from math import comb
 
@@ -53,6 +53,7 @@ class _Trial:
     """Layouts for the micro-batches of some points, which take so long at least."""
 
     seconds: float
+    likely: float  # seconds
     layout: int
     points: tuple[Point, ...]
 
@@ -72,14 +73,13 @@ class _Polisher:
         """Try cuts with the layouts that are known, then layouts with all cuts."""
         before = self.best.estimate.step_time_s
         self._try([p for p in self._with_cuts(self.points) if p.cuts])
-        heap = [(t.seconds, t.layout, at, t) for at, t in enumerate(self._trials())]
-        heapify(heap)
         room = LOWERED_NODES // len(self.search.fold.graph.nodes)
-        while heap and heap[0][0] < self._goal:
+        for trial in sorted(self._trials(), key=lambda t: (t.likely, t.layout)):
+            if trial.seconds >= self._goal:
+                continue
             if self.layouts >= room or self.simulated >= SIMULATED:
                 self.complete = False
                 break
-            trial = heappop(heap)[-1]
             self.layouts += 1
             mine = [replace(p, layout=trial.layout) for p in trial.points]
             self._try(list(self._with_cuts(mine)))
@@ -168,8 +168,12 @@ class _Polisher:
             self.complete &= complete
             for near in found:
                 spent = self._update(near.numel / (pp * dp), group)
-                least = max(near.seconds * times, near.seconds * count / pp + spent)
-                yield _Trial(seconds=least, layout=near.number, points=tuple(points))
+                yield _Trial(
+                    seconds=max(near.seconds * times, near.seconds * count / pp + spent),
+                    likely=near.likely * (count + pp - 1) / pp,  # stages of equal length
+                    layout=near.number,
+                    points=tuple(points),
+                )
 
     def _update(self, numel: float, group: Group) -> float:
         return self.search.bounds.least_update(numel, group)
