@@ -12,7 +12,12 @@ import torch
 import shardwise as sw
 from benchmarks.models import GPT, tokens
 from shardwise.cluster import Cluster, Device
-from shardwise.simulation.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, Budget
+from shardwise.simulation.budget import (
+    COMMUNICATOR_BYTES,
+    LEAST_LEFT_OVER_BYTES,
+    WORKSPACE_BYTES,
+    Budget,
+)
 from shardwise.simulation.estimate import Estimate
 from shardwise.simulation.memory import MemoryUse
 
@@ -27,9 +32,10 @@ def test_communicators_and_the_allocator_take_their_part() -> None:
     alone, three = Budget.of(device()), Budget.of(device(), communicators=3)
     free = device().usable_bytes - WORKSPACE_BYTES
     assert alone.taken(alone.limit_bytes) == pytest.approx(free)
-    assert three.taken(alone.limit_bytes - three.limit_bytes) == pytest.approx(
+    assert three.taken(alone.limit_bytes) - three.taken(three.limit_bytes) == pytest.approx(
         2 * COMMUNICATOR_BYTES
     )
+    assert alone.taken(0) == LEAST_LEFT_OVER_BYTES
     for budget in (alone, three):
         assert sum(budget.others().values()) + budget.limit_bytes == pytest.approx(
             device().memory_bytes
