@@ -245,7 +245,8 @@ class _Tuning:
         fixed = {name: point[name] for name in names if point[name] not in (None, "")}
         again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
         if _same(again, best.plan):
-            return again
+            of = {**_found(again)["cluster"], "fingerprint": self.cluster.fingerprint}
+            return again.with_(search={**again.search, "cluster": of})
         made = figures(self.graph, best.plan, self.cluster, table)
         named = {name: _best(best.plan)[name] for name in ("what", "point")}
         return made.with_(search={**made.search, "best": {**_best(made), **named}})
@@ -272,4 +273,8 @@ def _same(one: Plan, other: Plan) -> bool:
 
 
 def _best(made: Plan) -> Any:
-    return made.search["best"]
+    return _found(made)["best"]
+
+
+def _found(made: Plan) -> Any:
+    return made.search

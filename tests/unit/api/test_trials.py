@@ -190,6 +190,8 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
     fixed = {"pp": 1, "tp": 1, "microbatches": 1, "zero": 0}
     plan, _ = tune(graph, measured(2), report=said.append, **fixed)
     assert not plan.collectives
+    search: Any = plan.search
+    assert search["cluster"]["fingerprint"] == measured(2).fingerprint
     assert [line for line in said if "measured" in line] == [
         "dp=2, tp=1, pp=1, zero 0, shared collectives: 1e+03 ms measured",
         "dp=2, tp=1, pp=1, zero 0: 900 ms measured",
