@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from shardwise.api.proving import ProvingGround
+from shardwise.api.proving import MEASURING_S, ProvingGround
 from shardwise.cluster import Cluster, Device
 from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
 from shardwise.cost.calls import UPDATES, encode
@@ -29,7 +29,6 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.simulation.simulate import plan_calls, simulate
 
-TIMEOUT_S = 600.0
 _TAIL = 6  # lines of a failed process's last words
 
 
@@ -152,9 +151,9 @@ def _worker(job: dict[str, Any]) -> Any:
 
 def _answer(process: subprocess.Popen[str], rank: int) -> OpTable:
     try:
-        said, errors = process.communicate(timeout=TIMEOUT_S)
+        said, errors = process.communicate(timeout=MEASURING_S)
     except subprocess.TimeoutExpired:
-        raise RankError(f"process {rank} measured no calls within {TIMEOUT_S:g} s") from None
+        raise RankError(f"process {rank} measured no calls within {MEASURING_S:g} s") from None
     if process.returncode:
         words = "\n    ".join(errors.splitlines()[-_TAIL:])
         raise RankError(

@@ -4,7 +4,7 @@ Enters: a graph, a plan and the cluster, on one of its machines. Leaves: `Rehear
 training and of the optimizer for every group of ranks that has a rank on one node.
 
 The sum of the times of calls is not the time of a program: what a node reads has left the caches,
-memory comes fresh from the system, Python runs between the calls. As many ranks as one node has
+ranks wait for the slowest, Python runs between the calls. As many ranks as one node has
 run at the same time, each a process with what the plan gives it, and start every step together.
 What a rank takes to pretend that others have answered does not count.
 """

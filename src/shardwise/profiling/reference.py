@@ -3,7 +3,7 @@
 Enters: a measured cluster. Leaves: a number, by which all rates are corrected.
 
 Rates are those of one call after the other on the same tensors. A training step finds its operands
-out of the caches and its results in fresh memory, and waits for the slowest rank. Two small models
+out of the caches, runs Python between the calls, and waits for the slowest rank. Two small models
 are trained here, on all ranks at once and without communication, to see what that costs.
 """
 

@@ -47,7 +47,7 @@ class Levels:
             mine = np.flatnonzero(np.isin(self.kind, kinds))
             table[self.stage[mine] + 1, self.microbatch[mine]] = mine
         here, number = self.stage + 1, self.microbatch
-        is_forward, is_weight = self.kind == 0, self.kind == 3
+        is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
         first = np.where(is_forward, forward[here - 1, number], forward[here, number])
         first = np.where(is_weight, backward[here, number], first)
         second = np.where(is_forward | is_weight, -1, backward[here + 1, number])
@@ -82,7 +82,7 @@ class Levels:
 
     def _lacks(self) -> bool:
         """Whether an action needs a result that no list has."""
-        is_forward, is_weight = self.kind == 0, self.kind == 3
+        is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
         first = ~is_forward | (self.stage > 0)
         second = ~(is_forward | is_weight) & (self.stage < self.schedule.num_stages - 1)
         return bool(((self.needs < 0) & np.stack([first, second], axis=1)).any())

@@ -1,0 +1,18 @@
+"""Where a plan is for processors, `--measure` hides GPUs; where it is for GPUs, it does not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from shardwise.cli.options import Wanted
+
+
+@pytest.mark.parametrize(("cluster", "hidden"), [("local:2", True), ("h100:2", False)])
+def test_gpus_are_hidden_from_plans_for_processors(
+    cluster: str, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    Wanted(cluster=cluster).hide_unplanned_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0,1")
