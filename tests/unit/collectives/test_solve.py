@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import networkx
 import numpy as np
@@ -15,6 +14,7 @@ from shardwise.collectives.known import ring
 from shardwise.collectives.trees import load_time
 from shardwise.errors import ClusterError
 from shardwise.messages import check
+from tests.support.work import calls
 
 MBIT = 125e3
 MB_64 = 16_000_000  # elements of 4 bytes
@@ -197,13 +197,11 @@ def test_shallow_trees_keep_their_depth():
     assert not shallow(np.where(line < 10, line, np.inf), ones, both, weights, 2)[1].any()
 
 
-# ------------------------------------------------------------ CPU time
+# ------------------------------------------------------------ work
 
 
-def cpu_s(network: Network, num_bytes: int) -> float:
-    began = time.process_time()
-    solve(network, "all_reduce", num_bytes // 4)
-    return time.process_time() - began
+def solving(network: Network, num_bytes: int) -> int:
+    return calls(lambda: solve(network, "all_reduce", num_bytes // 4))
 
 
 def test_eight_ranks_take_a_moment():
@@ -212,14 +210,14 @@ def test_eight_ranks_take_a_moment():
     pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
     wires = {pair: float(np.exp(random.uniform(14, 19))) for pair in pairs}
     mesh = Network.of_links(wires, latency_s=5e-5)
-    for network in (cards, mesh):  # the best of some: others use the machine, too
-        assert min(cpu_s(network, 64_000_000) for _ in range(3)) < 0.2
+    for network in (cards, mesh):  # about 0.1 s; twice the work is far too much
+        assert solving(network, 64_000_000) < 300_000
 
 
 @pytest.mark.slow
 def test_hundreds_of_ranks_by_symmetry():
-    assert cpu_s(Network.of_cluster(Cluster.preset("h100", nodes=4)), 2**28) < 5
-    assert cpu_s(Network.of_cluster(Cluster.preset("h100", nodes=64)), 2**30) < 60
+    assert solving(Network.of_cluster(Cluster.preset("h100", nodes=4)), 2**28) < 1_000_000
+    assert solving(Network.of_cluster(Cluster.preset("h100", nodes=64)), 2**30) < 40_000_000
 
 
 @pytest.mark.parametrize("wrong", [{"numel": 2.5}, {"numel": "9"}, {"item_bytes": 2.5}])

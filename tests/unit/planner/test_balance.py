@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import time
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.time import values_of_inputs
 from tests.support import zoo
 from tests.support.tiers import thinned
+from tests.support.work import calls
 
 
 @functools.cache
@@ -165,9 +165,8 @@ def test_the_longest_stage_is_near_the_best_of_all_cuts(seed: int) -> None:
 def test_ten_thousand_nodes_take_a_moment() -> None:
     graph = chain([16] * 10_000, 0)
     facts = analyze(graph)
-    begin = time.perf_counter()
-    starts = balance(graph, facts, [1] * 16)
-    assert time.perf_counter() - begin < 10  # 1 s alone on one core
+    starts: list[int] = []
+    assert calls(lambda: starts.extend(balance(graph, facts, [1] * 16))) < 2_000_000
     work = stage_work(graph, facts, starts)
     assert max(work) < 1.05 * sum(work) / 16
 
