@@ -20,7 +20,7 @@ def faults():
         torch.ones(12 << 20).add(1.0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-print(faults(), keep_pages(), faults() and faults())
+print(faults(), keep_pages(), min(faults() for _ in range(8)))  # the first ones find their places
 """
 
 
