@@ -134,9 +134,10 @@ def test_a_t5_is_certified() -> None:
             {"pp": 3, "tp": 1, "dp": 1, "schedule": "zero_bubble", "num_microbatches": 3},
             ("blocks: 8 layers -> 3",),
         ),
-        (
+        pytest.param(
             {"pp": 2, "tp": 1, "dp": 4, "per_microbatch": True},
             ("micro-batches: 8 -> 4",),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"pp": 1, "tp": 2, "dp": 8, "zero": 3},
