@@ -86,6 +86,9 @@ class _Class:
     most: float  # rows of the largest micro-batch
 
 
+_Ranks = tuple[_Class, Layers, Layers]  # a class, and what it does: typically, and at most
+
+
 class Evaluator:
     """Estimates of one model on one cluster."""
 
@@ -124,35 +127,50 @@ class Evaluator:
         Memory is worked out for the groups in `watched`, by default for all.
         """
         found = [self._group(works, setting, number) for number in range(len(setting.groups))]
-        bounds = [*setting.cuts, self.fold.size]
-        stages: list[StageCost] = []
-        memories: list[dict[int, StageMemory]] = [{} for _ in setting.groups]
-        for index, number in enumerate(setting.placement):
-            cost, memory = self._stage(
-                index, bounds[index], bounds[index + 1], found[number], number, setting
-            )
-            stages.append(cost)
-            memories[number][index] = memory
-        name = "1f1b" if len(stages) == len(setting.groups) else "interleaved"
-        schedule = setting.schedule or self.schedule(
-            name, len(setting.groups), setting.microbatches, len(stages)
-        )
-        setting = replace(setting, schedule=schedule)
-        kinds = [[kind for kind, _, _ in classes] for classes in found]
-        slowest = [max(mine, key=lambda c: c.rows / c.device.speed).device for mine in kinds]
-        tightest = [min(mine, key=lambda c: c.device.usable_bytes).device for mine in kinds]
+        setting = replace(setting, schedule=self._scheduled(setting))
+        stages = [
+            self._cost(stage, found[number], setting)
+            for stage, number in enumerate(setting.placement)
+        ]
+        slowest = [max(mine, key=lambda c: c[0].rows / c[0].device.speed)[0] for mine in found]
+        devices = [kind.device for kind in slowest]
         any_works = works if isinstance(works, Works) else next(iter(works.values()))
         return Estimate(
-            timeline=play_step(stages, setting, Messages.of(stages, setting, self.clock), slowest),
-            memory=tuple(
-                group_memory(number, memories[number], schedule, tightest[number])
-                for number in range(len(setting.groups))
-                if watched is None or number in watched
-            ),
+            timeline=play_step(stages, setting, Messages.of(stages, setting, self.clock), devices),
+            memory=self.memory(works, setting, watched),
             stages=tuple(stages),
             rows=any_works.rows,
             num_ranks=setting.num_ranks,
         )
+
+    def memory(
+        self,
+        works: Mapping[Mesh, Works] | Works,
+        setting: Setting,
+        watched: Collection[int] | None = None,
+    ) -> tuple[MemoryUse, ...]:
+        """What the fullest rank needs, of every group in `watched`, by default of all."""
+        schedule, found = self._scheduled(setting), []
+        for number in range(len(setting.groups)):
+            if watched is None or number in watched:
+                classes = self._group(works, setting, number)
+                stages = {
+                    stage: max(
+                        self._memories(stage, classes, setting),
+                        key=lambda m: m.need("B", "middle").total,
+                    )
+                    for stage, group in enumerate(setting.placement)
+                    if group == number
+                }
+                tightest = min((kind.device for kind, _, _ in classes), key=_usable_bytes)
+                found.append(group_memory(number, stages, schedule, tightest))
+        return tuple(found)
+
+    def _scheduled(self, setting: Setting) -> Schedule:
+        """The order of actions: as set, or the usual one."""
+        groups, stages = len(setting.groups), len(setting.placement)
+        name = "1f1b" if stages == groups else "interleaved"
+        return setting.schedule or self.schedule(name, groups, setting.microbatches, stages)
 
     def schedule(self, name: str, groups: int, microbatches: int, stages: int) -> Schedule:
         """A schedule by name, made once."""
@@ -165,7 +183,7 @@ class Evaluator:
 
     def _group(
         self, works: Mapping[Mesh, Works] | Works, setting: Setting, number: int
-    ) -> list[tuple[_Class, Layers, Layers]]:
+    ) -> list[_Ranks]:
         """What every class of ranks of a group does, per position: typical, and at most."""
         group = setting.groups[number]
         mine = works if isinstance(works, Works) else works[group.mesh]
@@ -257,31 +275,38 @@ class Evaluator:
             classes.append(_Class(self.devices[kind], typical, max(typical, most)))
         return classes
 
-    def _stage(
-        self,
-        index: int,
-        first: int,
-        end: int,
-        classes: Sequence[tuple[_Class, Layers, Layers]],
-        number: int,
-        setting: Setting,
-    ) -> tuple[StageCost, StageMemory]:
-        """The cost of a stage on its slowest rank, and its memory on the fullest."""
-        group = setting.groups[number]
+    def _cost(self, stage: int, classes: Sequence[_Ranks], setting: Setting) -> StageCost:
+        """The cost of a stage on its slowest rank."""
+        first, end = self._positions(stage, setting)
+        group = setting.groups[setting.placement[stage]]
         costs = [
-            stage_cost(index, first, end, layers, group, setting, self.clock)
+            stage_cost(stage, first, end, layers, group, setting, self.clock)
             for _, layers, _ in classes
         ]
-        memories = [
+        at = max(range(len(costs)), key=lambda i: costs[i].forward + costs[i].backward)
+        offloaded = self._memories(stage, classes, setting)[at].offloaded
+        if not offloaded:
+            return costs[at]
+        return with_offload(costs[at], offloaded / classes[at][0].device.host_bytes_per_s)
+
+    def _memories(
+        self, stage: int, classes: Sequence[_Ranks], setting: Setting
+    ) -> list[StageMemory]:
+        """The memory of a stage on a rank of every class."""
+        first, end = self._positions(stage, setting)
+        group = setting.groups[setting.placement[stage]]
+        return [
             stage_memory(first, end, most, group, setting, cuda=kind.device.kind == "cuda")
             for kind, _, most in classes
         ]
-        at = max(range(len(costs)), key=lambda i: costs[i].forward + costs[i].backward)
-        cost = costs[at]
-        if memories[at].offloaded:
-            seconds = memories[at].offloaded / classes[at][0].device.host_bytes_per_s
-            cost = with_offload(cost, seconds)
-        return cost, max(memories, key=lambda m: m.need("B", "middle").total)
+
+    def _positions(self, stage: int, setting: Setting) -> tuple[int, int]:
+        last = stage + 1 == len(setting.cuts)
+        return setting.cuts[stage], self.fold.size if last else setting.cuts[stage + 1]
+
+
+def _usable_bytes(device: Device) -> float:
+    return device.usable_bytes
 
 
 def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:

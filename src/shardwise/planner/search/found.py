@@ -25,7 +25,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A point with its bounds: no step is quicker, no rank needs less memory."""
+    """A point with its bounds: no step is quicker, no rank needs less memory.
+
+    A memory that fits is what the fullest rank does need.
+    """
 
     point: Point
     seconds: float
@@ -47,8 +50,7 @@ class Found:
     """What the search came to, best first."""
 
     feasible: tuple[Candidate, ...]
-    infeasible: tuple[Candidate, ...]
-    bounds: tuple[Bound, ...]  # of all points
+    bounds: tuple[Bound, ...]  # of all that were looked at
     next_bound_s: float  # of the first point that was not simulated
     points: int
     polish: Polish | None = None
@@ -61,9 +63,7 @@ class Found:
     def limited_by_memory(self) -> bool:
         """Whether a point that does not fit might be quicker than the best that does."""
         best = self.best.estimate.step_time_s if self.feasible else float("inf")
-        return any(bound.memory > 1 and bound.seconds < best for bound in self.bounds) or any(
-            other.estimate.step_time_s < best for other in self.infeasible
-        )
+        return any(bound.memory > 1 and bound.seconds < best for bound in self.bounds)
 
     @property
     def gap(self) -> float:

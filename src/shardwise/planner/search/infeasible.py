@@ -22,7 +22,8 @@ from shardwise.planner.search.space import RECOMPUTES, Fixed, Limits, Point, poi
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
-TRIED = 32  # points with the least memory that are simulated
+LOOKED = 2_000  # points whose memory is worked out, those with the least bounds
+TRIED = 32  # points with the least memory that are simulated for a smaller batch
 COPIES = (2, 4, 8)  # of all nodes
 GIB = 2**30
 
@@ -74,10 +75,15 @@ def _nothing(search: Search, fixed: Fixed, limits: Limits) -> InfeasiblePlan:
 
 
 def _nearest(found: Found, search: Search) -> Candidate | None:
-    """The simulated point that exceeds its memory least."""
-    simulated = [search.simulate(bound.point) for bound in _leanest(found)]
-    simulated += found.infeasible
-    return min(simulated, key=_excess, default=None)
+    """The point whose fullest rank needs least."""
+    best, least = None, float("inf")
+    for bound in sorted(found.bounds, key=_lean)[:LOOKED]:
+        if bound.memory >= least:
+            break
+        full = search.fullness(bound.point)
+        if full < least:
+            best, least = bound.point, full
+    return None if best is None else search.simulate(best, whole=True)
 
 
 def _leanest(found: Found) -> list[Bound]:
@@ -102,11 +108,6 @@ def _smallest(bound: Bound) -> tuple[float, ...]:
     point = bound.point
     kept = RECOMPUTES[::-1].index(point.recompute)
     return (-point.microbatches, kept, point.layout != LEANEST, bound.memory, bound.seconds)
-
-
-def _excess(candidate: Candidate) -> float:
-    use = peak_of(candidate.estimate.memory)
-    return use.fullness
 
 
 def _needs(use: MemoryUse) -> tuple[float, float]:

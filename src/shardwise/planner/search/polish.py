@@ -13,16 +13,18 @@ longest stage sets the pace. So for few ranks and few distinct nodes,
   takes as long as the best step.
 
 Layouts are tried in the order of their prices, points of each in that of their bounds, until no
-bound is below the best step. If that was within the budgets, which count simulations and nodes,
-nothing among them is quicker.
+bound is below the best step; where the memory of several layouts in a row is too much for all of
+some points, other points come first. If that was within the budgets, which count simulations and
+nodes, nothing among them is quicker.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import comb
+from math import comb, inf
 
 from shardwise.planner.search.bank import QUICKEST
 from shardwise.planner.search.found import Found, Polish
@@ -36,14 +38,15 @@ MOST_CUTS = 64  # ways to cut a model up to which all are tried
 NEAR = 256  # layouts that are listed for a micro-batch
 LOWERED_NODES = 1200  # of the layouts that are tried, all nodes together
 SIMULATED = 400  # points
+PATIENCE = 8  # layouts that do not fit, after which their points wait for others
 LEAST_FORWARD = 0.25  # of a node's forward and backward: that of products is a third
 GAIN = 1e-6  # of the step: less is no improvement
 
 
 def polished(search: Search, found: Found, points: Sequence[Point]) -> Found:
-    """The best point, or a better one with other cuts and layouts."""
+    """The best point, or a better one with other cuts and layouts; one that fits, if none did."""
     ranks = len(search.evaluator.kind)
-    if not found.feasible or ranks > MOST_RANKS or ranks == 1:
+    if ranks > MOST_RANKS or ranks == 1:
         return found
     return _Polisher(search, found, points).run()
 
@@ -52,6 +55,7 @@ def polished(search: Search, found: Found, points: Sequence[Point]) -> Found:
 class _Trial:
     """Layouts for the micro-batches of some points, which take so long at least."""
 
+    kind: int  # of the points: those of a mesh and a number of micro-batches
     seconds: float
     likely: float  # seconds
     layout: int
@@ -60,53 +64,57 @@ class _Trial:
 
 class _Polisher:
     def __init__(self, search: Search, found: Found, points: Iterable[Point]) -> None:
-        self.search, self.found, self.best = search, found, found.best
+        self.search, self.found = search, found
+        self.best = found.best if found.feasible else None
         wanted = [p for p in points if p.layout == QUICKEST]
         if not found.limited_by_memory:  # computing again only takes longer
             least = wanted[0].recompute
             wanted = [p for p in wanted if p.recompute == least]
         self.points = wanted
         self.simulated = self.layouts = 0
+        self.full: Counter[int] = Counter()  # layouts with which no point of a kind fits
         self.complete = True
 
     def run(self) -> Found:
         """Try cuts with the layouts that are known, then layouts with all cuts."""
-        before = self.best.estimate.step_time_s
+        before = self._seconds
         self._try([p for p in self._with_cuts(self.points) if p.cuts])
         room = LOWERED_NODES // len(self.search.fold.graph.nodes)
-        for trial in sorted(self._trials(), key=lambda t: (t.likely, t.layout)):
-            if trial.seconds >= self._goal:
-                continue
+        for trial in self._in_turn():
             if self.layouts >= room or self.simulated >= SIMULATED:
                 self.complete = False
                 break
             self.layouts += 1
             mine = [replace(p, layout=trial.layout) for p in trial.points]
-            self._try(list(self._with_cuts(mine)))
-        after = self.best.estimate.step_time_s
+            self.full[trial.kind] += not self._try(list(self._with_cuts(mine)))
         told = Polish(
             layouts=self.layouts,
             simulated=self.simulated,
-            gain=1 - after / before,
+            gain=1 - self._seconds / before if before < inf else 0.0,
             complete=self.complete,
         )
-        better = () if self.best is self.found.best else (self.best,)
+        better = () if self.best is None or self._seconds == before else (self.best,)
         return replace(self.found, feasible=(*better, *self.found.feasible), polish=told)
+
+    @property
+    def _seconds(self) -> float:
+        """Of the best step."""
+        return inf if self.best is None else self.best.estimate.step_time_s
 
     @property
     def _goal(self) -> float:
         """Seconds that a step must be below."""
-        return self.best.estimate.step_time_s * (1 - GAIN)
+        return self._seconds * (1 - GAIN)
 
-    def _try(self, points: Sequence[Point]) -> None:
-        """Simulate those that may be quicker."""
+    def _try(self, points: Sequence[Point]) -> bool:
+        """Simulate those that may be quicker; whether not all of them need too much memory."""
         room = max(0, SIMULATED - self.simulated)
         found = self.search.run(points, below=self._goal, enough=0, most=room)
-        tried = len(found.feasible) + len(found.infeasible)
-        self.simulated += tried
-        self.complete &= tried < room or found.next_bound_s >= self._goal
+        self.simulated += len(found.feasible)
+        self.complete &= found.next_bound_s >= self._goal
         if found.feasible and found.best.estimate.step_time_s < self._goal:
             self.best = found.best
+        return bool(found.feasible) or not found.bounds
 
     # ------------------------------------------------------------ cuts
 
@@ -144,6 +152,19 @@ class _Polisher:
 
     # ------------------------------------------------------------ layouts
 
+    def _in_turn(self) -> Iterator[_Trial]:
+        """What may be quicker, the likely quickest first; kinds of points that do not fit wait."""
+        queues: dict[int, deque[_Trial]] = {}
+        for trial in sorted(self._trials(), key=_likely):
+            queues.setdefault(trial.kind, deque()).append(trial)
+        while queues:
+            kind = min(queues, key=lambda k: (self.full[k] // PATIENCE, *_likely(queues[k][0])))
+            trial = queues[kind].popleft()
+            if not queues[kind]:
+                del queues[kind]
+            if trial.seconds < self._goal:
+                yield trial
+
     def _trials(self) -> Iterator[_Trial]:
         """Layouts near the cheapest, for the micro-batches of all points."""
         if len(self.search.fold.graph.nodes) > MOST_NODES:
@@ -155,7 +176,7 @@ class _Polisher:
                 key = (point.tp, point.dp, point.pp, point.microbatches)
                 kinds.setdefault(key, []).append(point)
         alike = len(self.search.evaluator.devices) == 1
-        for (tp, dp, pp, count), points in kinds.items():
+        for kind, ((tp, dp, pp, count), points) in enumerate(kinds.items()):
             core = self.search.bounds.core(points[0])
             if core is None:
                 continue
@@ -163,12 +184,13 @@ class _Polisher:
             spent = self._update(self.search.bank.least_numel(tp) / (pp * dp), group)
             below = min(self._goal / times, (self._goal - spent) * pp / count)
             found, complete = self.search.bank.near(
-                tp, dp, count, group, NEAR, below if alike else float("inf")
+                tp, dp, count, group, NEAR, below if alike else inf
             )
             self.complete &= complete
             for near in found:
                 spent = self._update(near.numel / (pp * dp), group)
                 yield _Trial(
+                    kind=kind,
                     seconds=max(near.seconds * times, near.seconds * count / pp + spent),
                     likely=near.likely * (count + pp - 1) / pp,  # stages of equal length
                     layout=near.number,
@@ -177,6 +199,10 @@ class _Polisher:
 
     def _update(self, numel: float, group: Group) -> float:
         return self.search.bounds.least_update(numel, group)
+
+
+def _likely(trial: _Trial) -> tuple[float, int]:
+    return trial.likely, trial.layout
 
 
 def _times(point: Point) -> float:

@@ -68,7 +68,7 @@ def search_report(
             "layouts": best.layouts.solution.gap,
             "search": found.gap,
             "points": found.points,
-            "simulated": len(found.feasible) + len(found.infeasible),
+            "simulated": len(found.feasible),
         },
         "polish": asdict(found.polish) if found.polish is not None else None,
         "binding": binding(best.estimate, relaxed),

@@ -25,11 +25,13 @@ from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
 from shardwise.schedules import Schedule
-from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.estimate import Evaluator
+from shardwise.simulation.memory import MemoryUse, peak_of
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.times import Group
 
 MOST_SIMULATED = 400
+MOST_CHECKED = 4_000  # points whose memory is worked out, once there is one that fits
 RUNNERS_UP = 5
 REFINED = 2  # points whose parameters outside of blocks are tried at other zero levels
 WORTHWHILE = 0.005  # gain for which a plan gets a second zero level
@@ -57,6 +59,7 @@ class Search:
         self._cuts: dict[object, tuple[int, ...]] = {}
         self.bounds = Bounds(bank, evaluator, self.setting, memory_limit)
         self._simulated: dict[Point, Candidate] = {}
+        self._full: dict[Point, float] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
 
     def run(
@@ -70,8 +73,9 @@ class Search:
         """Simulate points in the order of their bounds until none is below the best.
 
         Points that differ only in what they keep where share a bound on time, and get their own,
-        with that on memory, when their turn comes. Steps of `below` seconds are known already;
-        `enough` that fit are simulated in any case, at most `most` in all.
+        with that on memory, when their turn comes. Memory is worked out first: what does not fit
+        is not simulated. Steps of `below` seconds are known already; `enough` are simulated in any
+        case, at most `most` in all.
         """
         families: dict[Point, list[Point]] = {}
         for point in points:
@@ -96,14 +100,13 @@ class Search:
         most: int,
     ) -> Found:
         feasible: list[Candidate] = []
-        infeasible: list[Candidate] = []
         bounds: list[Bound] = []
         left = float("inf")
         while heap:
             seconds, _, item = heappop(heap)
             enough = len(feasible) >= wanted
-            tried = len(feasible) + len(infeasible)
-            if (seconds >= best and enough) or tried >= most:
+            spent = len(feasible) >= most or (feasible and len(bounds) >= MOST_CHECKED)
+            if (seconds >= best and enough) or spent:
                 left = seconds
                 break
             if isinstance(item, Point):
@@ -111,26 +114,30 @@ class Search:
                     bound = self.bounds.bound(point)
                     heappush(heap, (bound.seconds, f" {point}", bound))
                 continue
+            if item.memory <= 1.0:
+                item = replace(item, memory=self.fullness(item.point))
             bounds.append(item)
             if item.memory > 1.0:
                 continue
-            candidate = self.simulate(item.point)
-            if candidate.estimate.fits:
-                feasible.append(candidate)
-                best = min(best, candidate.estimate.step_time_s)
-            else:
-                infeasible.append(candidate)
-            if tried % 20 == 0:
-                self.report(f"simulated {tried} points")
+            feasible.append(self.simulate(item.point))
+            best = min(best, feasible[-1].estimate.step_time_s)
+            if len(feasible) % 20 == 0:
+                self.report(f"simulated {len(feasible)} points")
         feasible.sort(key=lambda c: (c.estimate.step_time_s, str(c.point)))
         while feasible:  # the first of them with the memory of every group
             feasible[0] = self.simulate(feasible[0].point, whole=True)
             if feasible[0].estimate.fits:
                 break
-            infeasible.append(feasible.pop(0))
+            full = feasible.pop(0)
+            bounds.append(
+                Bound(
+                    point=full.point,
+                    seconds=full.estimate.step_time_s,
+                    memory=full.estimate.peak.fullness,
+                )
+            )
         return Found(
             feasible=tuple(feasible),
-            infeasible=tuple(infeasible),
             bounds=tuple(bounds),
             next_bound_s=left,
             points=sum(map(len, families.values())),
@@ -177,14 +184,24 @@ class Search:
         if whole or point not in self._simulated:
             layouts = self.bank.get(point.tp, point.layout)
             setting = replace(self.setting(point, layouts), schedule=self._schedule(point))
-            watched = None
-            if len(self.evaluator.devices) == 1 and not whole:  # mostly the first or the last
-                watched = {0, 1, point.pp - 1}
-            estimate = self._limited(self.evaluator.estimate(layouts.works, setting, watched))
+            watched = None if whole else self._watched(point)
+            estimate = self.evaluator.estimate(layouts.works, setting, watched)
             self._simulated[point] = Candidate(
-                point=point, setting=setting, estimate=estimate, layouts=layouts
+                point=point,
+                setting=setting,
+                estimate=replace(estimate, memory=self._limited(estimate.memory)),
+                layouts=layouts,
             )
         return self._simulated[point]
+
+    def fullness(self, point: Point) -> float:
+        """What the fullest rank needs, as a part of what it has."""
+        if point not in self._full:
+            layouts = self.bank.get(point.tp, point.layout)
+            setting = replace(self.setting(point, layouts), schedule=self._schedule(point))
+            uses = self.evaluator.memory(layouts.works, setting, self._watched(point))
+            self._full[point] = peak_of(self._limited(uses)).fullness
+        return self._full[point]
 
     def setting(self, point: Point, layouts: Layouts) -> Setting:
         """How a point's step runs, but for its schedule: most points are never simulated."""
@@ -201,14 +218,15 @@ class Search:
             precision=self.precision,
         )
 
-    def _limited(self, estimate: Estimate) -> Estimate:
-        if self.memory_limit is None:
-            return estimate
-        uses = tuple(
-            replace(use, limit_bytes=min(use.limit_bytes, self.memory_limit))
-            for use in estimate.memory
-        )
-        return replace(estimate, memory=uses)
+    def _watched(self, point: Point) -> set[int] | None:
+        """The groups that may be the fullest: mostly the first or the last."""
+        return {0, 1, point.pp - 1} if len(self.evaluator.devices) == 1 else None
+
+    def _limited(self, uses: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
+        limit = self.memory_limit
+        if limit is None:
+            return uses
+        return tuple(replace(use, limit_bytes=min(use.limit_bytes, limit)) for use in uses)
 
     # ------------------------------------------------------------ parts
 
