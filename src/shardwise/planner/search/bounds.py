@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Device
+from shardwise.cost import CollectiveModel
 from shardwise.errors import ShardwiseError
 from shardwise.planner.search.bank import Bank, Layouts
 from shardwise.planner.search.found import Bound
@@ -65,6 +66,7 @@ class Bounds:
         self.memory_limit, self.fold = memory_limit, evaluator.fold
         self._bounds: dict[Point, Bound] = {}
         self._cores: dict[Point, Core | None] = {}
+        self._links: dict[tuple[int, int], tuple[Group, Group, CollectiveModel]] = {}
 
     def bound(self, point: Point) -> Bound:
         if point in self._bounds:
@@ -140,9 +142,16 @@ class Bounds:
         for stage, (here, there) in enumerate(pairwise(groups)):
             size = float(crossing[bounds[stage + 1]])
             if here is not there and size:
-                model = self.evaluator.clock.collective("send", pairs(here.array, there.array))
-                found[stage] = model.seconds(size)
+                found[stage] = self._link(here, there).seconds(size)
         return found
+
+    def _link(self, here: Group, there: Group) -> CollectiveModel:
+        """What a message to the next stage takes."""
+        key = (id(here), id(there))
+        if key not in self._links:
+            model = self.evaluator.clock.collective("send", pairs(here.array, there.array))
+            self._links[key] = (here, there, model)  # the groups, too: their ids stay theirs
+        return self._links[key][2]
 
     def _times(
         self,

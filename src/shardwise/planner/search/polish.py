@@ -73,7 +73,7 @@ class _Polisher:
         self.points = wanted
         self.simulated = self.layouts = 0
         self.full: Counter[int] = Counter()  # layouts with which no point of a kind fits
-        self.complete = True
+        self.complete, self.alike = True, len(search.evaluator.devices) == 1
 
     def run(self) -> Found:
         """Try cuts with the layouts that are known, then layouts with all cuts."""
@@ -123,12 +123,20 @@ class _Polisher:
         known: dict[object, list[tuple[int, ...]]] = {}
         for point in points:
             yield point
-            if point.stages > 1:
+            if point.stages > 1 and self._least(point) < self._goal:
                 key = (point.stages, point.pp, point.schedule == "zb_v", point.layout)
                 if key not in known:
                     known[key] = self._cuts(point)
                 for cuts in known[key]:
                     yield replace(point, cuts=cuts)
+
+    def _least(self, point: Point) -> float:
+        """Seconds of a step, at least, wherever its stages are cut."""
+        core = self.search.bounds.core(replace(point, zero=0, outer=None, offload=()))
+        if core is None or not self.alike:
+            return 0.0
+        work = core.layers[0].sums
+        return _times(point) * float(work["forward"][-1] + work["backward"][-1])
 
     def _cuts(self, point: Point) -> list[tuple[int, ...]]:
         """Other first nodes of stages: all, or those with one cut at the next place."""
@@ -175,7 +183,6 @@ class _Polisher:
             if point.tp > 1:
                 key = (point.tp, point.dp, point.pp, point.microbatches)
                 kinds.setdefault(key, []).append(point)
-        alike = len(self.search.evaluator.devices) == 1
         for kind, ((tp, dp, pp, count), points) in enumerate(kinds.items()):
             core = self.search.bounds.core(points[0])
             if core is None:
@@ -184,7 +191,7 @@ class _Polisher:
             spent = self._update(self.search.bank.least_numel(tp) / (pp * dp), group)
             below = min(self._goal / times, (self._goal - spent) * pp / count)
             found, complete = self.search.bank.near(
-                tp, dp, count, group, NEAR, below if alike else inf
+                tp, dp, count, group, NEAR, below if self.alike else inf
             )
             self.complete &= complete
             for near in found:
