@@ -27,7 +27,7 @@ WORDS = {
     "grouping": "device order {}",
     "cuts": "stages from nodes {}",
 }
-LAYOUTS = ("the quickest", "the leanest", "mixed", "polished")  # the last is of all others
+LAYOUTS = ("the quickest", "lean", "mixed", "the leanest", "polished")  # the last is of all others
 
 
 def differences(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Layouts, solved when they are first asked for.
 
-Enters: a folded model, a cluster and constraints of the user. Leaves: `Works` for a number of
-tensor-parallel ranks, quickest or leanest in memory, with the gap that the solver proved.
+Enters: a folded model, a cluster, constraints of the user, and the memory of a device that a plan
+may use. Leaves: `Works` for a number of tensor-parallel ranks, quick or lean in memory, with the
+gap that the solver proved.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from shardwise.simulation.works import Works, batch_rows
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
 LONG_ROW = 128  # elements
-QUICKEST, LEANEST, MIXED, POLISHED = 0, 1, 2, 3  # kinds of layouts; the last and all above
-LEAN = 0.5  # what filling a device's memory costs in the leanest layouts, in micro-batches
+QUICKEST, LEAN, MIXED, LEANEST, POLISHED = range(5)  # kinds of layouts; the last and all above
+WEIGHTS = {LEAN: 0.5, LEANEST: 50.0}  # what filling the memory costs there, in micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +83,12 @@ class Bank:
         constraints: Mapping[str, Mapping[str, Placement]],
         nodes: Mapping[str, Mapping[str, str]],
         likeness: Likeness,
+        memory_limit: float | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.likeness = likeness
+        usable = float(evaluator.cluster.device(0).usable_bytes)
+        self.memory_bytes = usable if memory_limit is None else min(usable, memory_limit)
         self.fold, self.facts, self.evaluator = fold, facts, evaluator
         self.constraints, self.nodes, self.report = constraints, nodes, report
         self.inputs = batch_inputs(fold.graph, None)
@@ -95,9 +99,11 @@ class Bank:
         self._asked: dict[tuple[int, bool], tuple[Options, CallPrices]] = {}
 
     def get(self, tp: int, layout: int) -> Layouts:
-        """The layouts for `tp` ranks: 0 the quickest, 1 the leanest, 2 with the batch cut too.
+        """The layouts for `tp` ranks, of the kind `layout`.
 
-        From `POLISHED` on they are those of `near`.
+        `QUICKEST`; `LEAN`, which weigh memory against time; `MIXED`, with the batch cut too;
+        `LEANEST`, of which memory is nearly all that counts. From `POLISHED` on they are those of
+        `near`.
         """
         key = (tp, layout)
         if key not in self._found:
@@ -163,14 +169,14 @@ class Bank:
         return self._numbers[key]
 
     def _solve(self, tp: int, layout: int) -> Layouts:
-        self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed")[layout])
+        self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed", ", leanest")[layout])
         key = (tp, layout == MIXED)
         if key not in self._asked:
             self._asked[key] = self._problem(tp, mixed=layout == MIXED)
         options, prices = self._asked[key]
-        if layout == LEANEST:
-            limit = self.evaluator.cluster.device(0).usable_bytes
-            options = options.weighing(LEAN * self.get(tp, QUICKEST).solution.cost_s / limit)
+        if layout in WEIGHTS:
+            cost = WEIGHTS[layout] * self.get(tp, QUICKEST).solution.cost_s
+            options = options.weighing(cost / self.memory_bytes)
         solution = solve_options(options, prices, time_limit_s=TIME_LIMIT_S)
         return self._layouts(solution, self._tensor(tp))
 

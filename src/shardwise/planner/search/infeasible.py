@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.planner.search.bank import LEANEST
+from shardwise.planner.search.bank import WEIGHTS
 from shardwise.planner.search.found import Bound, Candidate, Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.larger import Fewer, copied
@@ -31,7 +31,7 @@ GIB = 2**30
 def infeasible(
     found: Found, search: Search, fixed: Fixed, limits: Limits, again: Again | None = None
 ) -> InfeasiblePlan:
-    """The error that says why no point fits; `again` searches with other options fixed."""
+    """The error that says why no point fits; `again` searches with less fixed."""
     cluster = search.evaluator.cluster
     nearest = _nearest(found, search)
     if nearest is None:
@@ -107,7 +107,7 @@ def _lean(bound: Bound) -> tuple[float, ...]:
 def _smallest(bound: Bound) -> tuple[float, ...]:
     point = bound.point
     kept = RECOMPUTES[::-1].index(point.recompute)
-    return (-point.microbatches, kept, point.layout != LEANEST, bound.memory, bound.seconds)
+    return (-point.microbatches, kept, -WEIGHTS.get(point.layout, 0.0), bound.memory, bound.seconds)
 
 
 def _needs(use: MemoryUse) -> tuple[float, float]:
@@ -198,11 +198,11 @@ def _told(change: Mapping[str, Any]) -> str:
 
 
 def _options(fixed: Fixed, again: Again) -> Iterator[dict[str, Any]]:
-    """Single options that are given up; all of them, where no single one is enough."""
+    """Single options that are given up; all, where no single one is enough; the constraints."""
     given = [name for name in Fixed.__slots__ if getattr(fixed, name) is not None]
     fits = False
     for name in given:
-        freed = again(replace(fixed, **{name: None}))
+        freed = again.options(replace(fixed, **{name: None}))
         if freed.feasible:
             fits = True
             yield _change(
@@ -212,10 +212,13 @@ def _options(fixed: Fixed, again: Again) -> Iterator[dict[str, Any]]:
                 freed.best,
             )
     if len(given) > 1 and not fits:
-        freed = again(Fixed())
+        freed = again.options(Fixed())
         if freed.feasible:
             said = ", ".join(f"{name}={_value(fixed, name)}" for name in given)
             yield _change(f"not {said}", "options", "leave all to the planner", freed.best)
+    if again.constraints is not None and (freed := again.constraints()).feasible:
+        change = "no constraints on parameters"
+        yield _change(change, "constraints", "leave constraints to the planner", freed.best)
 
 
 def _value(fixed: Fixed, name: str) -> str:

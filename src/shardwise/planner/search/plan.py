@@ -7,7 +7,7 @@ why: its estimate, the runners-up, the gaps, what limits it and what relaxing th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from shardwise.ir import Graph
 from shardwise.planner.collectives import with_choices
 from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.progress import Progress
-from shardwise.planner.search.bank import LEANEST, MIXED, QUICKEST, Bank
+from shardwise.planner.search.bank import LEAN, LEANEST, MIXED, QUICKEST, Bank
 from shardwise.planner.search.constraints import (
     Cuts,
     as_texts,
@@ -32,6 +32,7 @@ from shardwise.planner.search.found import Found
 from shardwise.planner.search.grouping import groupings
 from shardwise.planner.search.infeasible import infeasible
 from shardwise.planner.search.polish import MOST_NODES, polished
+from shardwise.planner.search.relax import Again
 from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Search
@@ -81,8 +82,13 @@ def plan(
         search = _prepare(graph, cluster, cuts, memory_gib, kinds, table, bar.update)
         limits = replace(_limits(search, graph, cluster, fixed), least_tensor_ranks=least)
         _check_fixed(fixed, cluster, limits)
-        again = partial(_run, search, limits)
-        found = again(fixed)
+        found = _run(search, limits, fixed)
+
+        def free() -> Found:
+            other = _prepare(graph, cluster, {}, memory_gib, kinds, table, bar.update)
+            return _run(other, replace(limits, least_tensor_ranks=1), fixed)
+
+        again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
         if not found.feasible:
             raise infeasible(found, search, fixed, limits, again)
         given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
@@ -126,6 +132,7 @@ def _prepare(
     facts = analyze(fold.graph)
     evaluator = Evaluator(fold, cluster, table, chooser(cluster))
     values = {p.value for p in fold.graph.parameters}
+    limit = memory_gib * 2**30 if memory_gib is not None else None
     bank = Bank(
         fold,
         facts,
@@ -133,6 +140,7 @@ def _prepare(
         {value: placements for value, placements in fixed.items() if value in values},
         {},
         alike_of(fold, graph, said),
+        limit,
         report,
     )
     rates = _rates(bank, evaluator)
@@ -145,7 +153,6 @@ def _prepare(
         return known[key]
 
     known: dict[int, Any] = {}
-    limit = memory_gib * 2**30 if memory_gib is not None else None
     return Search(graph, bank, evaluator, groups, precision, limit, report)
 
 
@@ -153,18 +160,26 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
     """All points; layouts that spare memory where memory limits, host memory where nothing fits."""
     wanted = list(points(limits, fixed))
     wanted += [replace(point, layout=MIXED) for point in wanted if _may_mix(point, limits)]
-    found = search.run(wanted)
+    found, tried = search.run(wanted), wanted
     if found.limited_by_memory:
-        best = found.best.estimate.step_time_s if found.feasible else float("inf")
-        quick = [p for p in wanted if p.tp > 1 and p.layout == QUICKEST]
-        lean = [replace(p, layout=LEANEST) for p in quick if search.may_beat(p, best)]
-        found = search.run([*wanted, *lean])
+        tried = [*tried, *_leaner(search, wanted, found, LEAN)]
+        found = search.run(tried)
+    if not found.feasible:
+        found = search.run([*tried, *_leaner(search, wanted, found, LEANEST)])
     if not found.feasible and fixed.offload is None:
         on_host = search.run(points(limits, fixed, offloads=True))
         bounds = sorted((*found.bounds, *on_host.bounds), key=lambda bound: bound.seconds)
         found = replace(on_host, bounds=tuple(bounds))
     found = found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
     return polished(search, found, wanted)
+
+
+def _leaner(search: Search, wanted: Sequence[Point], found: Found, layout: int) -> Iterator[Point]:
+    """Points that may be quicker than the best one, with layouts that spare memory."""
+    best = found.best.estimate.step_time_s if found.feasible else math.inf
+    for point in wanted:
+        if point.tp > 1 and point.layout == QUICKEST and search.may_beat(point, best):
+            yield replace(point, layout=layout)
 
 
 def _may_mix(point: Point, limits: Limits) -> bool:

@@ -7,7 +7,7 @@ best one's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, floor, log10
 from typing import Any
 
@@ -25,7 +25,13 @@ SIMULATED = 12  # points in all that were not simulated before, for each
 WORTH = 0.001  # of the step: a change that buys less is not told
 GIB = 2**30
 
-Again = Callable[[Fixed], Found]  # the search with other options fixed
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """The search once more, with less that is fixed."""
+
+    options: Callable[[Fixed], Found]
+    constraints: Callable[[], Found] | None  # without them; None where there are none
 
 
 def relaxations(
@@ -34,7 +40,8 @@ def relaxations(
     """What more memory, other options, quicker links and quicker devices would buy."""
     return [
         *_memory(found, search),
-        *_options(found, fixed, again),
+        *(_options(found, fixed, again) if again is not None else ()),
+        *(_constraints(found, again) if again is not None else ()),
         *_machines(found, search),
     ]
 
@@ -100,17 +107,24 @@ def _fullest(candidate: Candidate) -> float:
     return peak.peak_bytes / peak.limit_bytes
 
 
-def _options(found: Found, fixed: Fixed, again: Again | None) -> Iterator[dict[str, Any]]:
+def _options(found: Found, fixed: Fixed, again: Again) -> Iterator[dict[str, Any]]:
     """What the options that the user fixed cost."""
     given = [name for name in Fixed.__slots__ if getattr(fixed, name) is not None]
-    if again is None or not given:
-        return
+    if given:
+        yield from _left(found, again.options(Fixed()), ", ".join(given), "options")
+
+
+def _constraints(found: Found, again: Again) -> Iterator[dict[str, Any]]:
+    """What the cuts of parameters that the user fixed cost."""
+    if again.constraints is not None:
+        yield from _left(found, again.constraints(), "constraints", "constraints")
+
+
+def _left(found: Found, freed: Found, what: str, kind: str) -> Iterator[dict[str, Any]]:
     time = found.best.estimate.step_time_s
-    freed = again(Fixed())
     if freed.feasible and freed.best.estimate.step_time_s < time * (1 - WORTH):
-        change = f"{', '.join(given)} left to the planner"
-        seconds = freed.best.estimate.step_time_s
-        yield _row(change, "options", seconds, time, what=str(freed.best.point))
+        seconds, best = freed.best.estimate.step_time_s, str(freed.best.point)
+        yield _row(f"{what} left to the planner", kind, seconds, time, what=best)
 
 
 def _machines(found: Found, search: Search) -> Iterator[dict[str, Any]]:

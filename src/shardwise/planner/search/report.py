@@ -47,7 +47,7 @@ def search_report(
     given: Mapping[str, Any],
     again: Again | None = None,
 ) -> dict[str, Any]:
-    """What a plan says of its own making; `again` searches with other options fixed.
+    """What a plan says of its own making; `again` searches with less fixed.
 
     `given` is what the user fixed beside options.
     """
@@ -133,8 +133,8 @@ def described(candidate: Candidate) -> dict[str, Any]:
 
 
 def binding(estimate: Estimate, relaxed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What limits the plan: memory or a fixed option, where relaxing it helps; or a cause."""
-    for kind in ("memory", "options"):
+    """What limits the plan: memory or what is fixed, where relaxing it helps; or a cause."""
+    for kind in ("memory", "options", "constraints"):
         row = next((r for r in relaxed if r["kind"] == kind and r["ratio"] < 1 - BINDS), None)
         if row is not None:
             text = f"{row['change']}: -{1 - row['ratio']:.1%} step time"

@@ -18,7 +18,7 @@ from shardwise.schedules import NAMES
 RECOMPUTES = ("none", "selective", "full")
 MOST_STAGES = 128
 VIRTUAL = (2, 3, 4, 6, 8)
-LAYOUTS = ("", "lean layouts", "mixed layouts", "polished layouts")  # the last is of all others
+LAYOUTS = ("", "lean layouts", "mixed layouts", "leanest layouts", "polished layouts")  # and above
 FAR = 3  # times as many micro-batches
 MICROBATCH_COUNTS = 14  # of all divisors of a rank's rows, at most so many are tried
 

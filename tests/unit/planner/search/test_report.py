@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,32 @@ def test_relaxations_are_what_a_simulation_gives(graph: Graph) -> None:
         assert rows["options"]["step_time_s"] == pytest.approx(free, rel=1e-9)
     else:
         assert free >= plan.search["best"]["step_time_s"] * 0.998
+
+
+def test_constraints_cost_what_a_plan_without_them_gains(graph: Graph) -> None:
+    cluster = sw.Cluster.preset("h100", devices_per_node=2)
+    fixed: dict[str, Any] = {"constraints": {"layers.*.weight": "0"}, "progress": False}
+    plan = sw.plan(graph, cluster, **fixed)
+    (row,) = [row for row in plan.search["relaxations"] if row["kind"] == "constraints"]
+    free = sw.plan(graph, cluster, progress=False)
+    assert row["step_time_s"] == pytest.approx(free.search["best"]["step_time_s"], rel=1e-9)
+    assert row["ratio"] < 1
+
+
+def test_constraints_may_be_what_does_not_fit(graph: Graph) -> None:
+    cluster = sw.Cluster.preset("h100", devices_per_node=2)
+
+    def refused(memory_gib: float, **fixed: Any) -> Mapping[str, Any]:
+        with pytest.raises(InfeasiblePlan) as raised:
+            sw.plan(
+                graph, cluster, memory_gib=memory_gib, tp=2, offload=(), progress=False, **fixed
+            )
+        return raised.value.report
+
+    least = refused(LITTLE)["needs_bytes"]
+    report = refused(1.01 * least / 2**30, constraints={"*": "whole"})
+    (told,) = [c for c in report["changes"] if c["kind"] == "constraints"]
+    assert told["peak_bytes"] <= 1.01 * least < report["needs_bytes"]
 
 
 def test_more_memory_buys_what_a_larger_device_gives(graph: Graph) -> None:

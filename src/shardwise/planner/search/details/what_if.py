@@ -18,6 +18,7 @@ from shardwise.planner.search.relax import faster_devices, faster_links
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
+FIXED = ("options", "constraints")  # relaxations of what is no machine
 KINDS = {"links": "bandwidth"}  # what relaxations call otherwise
 LESS_MEMORY = (0.75, 0.5)
 LINKS = {0.5: "links half as fast", 2.0: "links twice as fast"}
@@ -31,7 +32,7 @@ def what_if(
 ) -> list[dict[str, Any]]:
     """`what_if` of a plan's details; rows that the search simulated are taken as they are."""
     time = _library_time(subject)
-    known = [_known(row) for row in relaxed if row["kind"] != "options"]
+    known = [_known(row) for row in relaxed if row["kind"] not in FIXED]
     told = {row["change"] for row in known}
     return [
         *[row for row in known if row["kind"] == "memory"],
