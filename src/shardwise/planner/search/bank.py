@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from shardwise.cluster import Mesh
+from shardwise.ir import Node
 from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask
 from shardwise.planner.layouts.alike import Likeness
 from shardwise.planner.layouts.build import build
-from shardwise.planner.layouts.options import Options
+from shardwise.planner.layouts.options import Option, Options
 from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of, solve_options
 from shardwise.planner.layouts.task import Placements
-from shardwise.planner.search.near import nearest
+from shardwise.planner.search.near import nearest, nearest_lean
 from shardwise.planner.search.prices import CallPrices
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
 from shardwise.sharding.assign import Assignment, Task, assign
@@ -52,13 +55,16 @@ class Nearby:
 
     `seconds` are those of nodes and of what moves between them, for one micro-batch: a step takes
     no fewer. `likely` has its part of the gradients' sums and of the optimizer, too, as a guess.
-    `numel` are the trained elements that a rank holds.
+    `numel` are the trained elements that a rank holds, `state_bytes` they and all that belongs to
+    them; `saved_bytes` is what nodes keep of a micro-batch for its backward.
     """
 
     seconds: float
     likely: float
     number: int
     numel: float
+    state_bytes: float
+    saved_bytes: float
 
 
 class _Counting(CallPrices):
@@ -70,6 +76,13 @@ class _Counting(CallPrices):
         kind = self.graph.values[found.value].dtype.itemsize
         size = self._bytes(found.value, self._layout(stored)) / kind
         return size if found.requires_grad else 0.0
+
+    def result_bytes(self, node: Node, option: Option) -> float:
+        """What a node makes on a rank."""
+        return sum(
+            self._bytes(value, self._layout(placements))
+            for value, placements in zip(node.outputs, option.gives, strict=True)
+        )
 
 
 class Bank:
@@ -96,7 +109,7 @@ class Bank:
         self._found: dict[tuple[int, int], Layouts] = {}
         self._numbers: dict[tuple[int, str], int] = {}  # of layouts that `near` found
         self._batch: Assignment | None = None
-        self._asked: dict[tuple[int, bool], tuple[Options, CallPrices]] = {}
+        self._asked: dict[tuple[int, int], tuple[Options, CallPrices]] = {}
 
     def get(self, tp: int, layout: int) -> Layouts:
         """The layouts for `tp` ranks, of the kind `layout`.
@@ -111,12 +124,21 @@ class Bank:
         return self._found[key]
 
     def near(
-        self, tp: int, dp: int, microbatches: int, group: Group, most: int, below: float
+        self,
+        tp: int,
+        dp: int,
+        microbatches: int,
+        group: Group,
+        most: int,
+        below: float,
+        *,
+        lean: bool = False,
     ) -> tuple[list[Nearby], bool]:
-        """The numbers of the likely cheapest layouts for a micro-batch of a point, cheapest first.
+        """The likely cheapest layouts for a micro-batch of a point; with `lean` those, too, that
+        are the cheapest with a price on memory.
 
-        Of layouts that cost the same at every node there is one. `below` is what their nodes may
-        take, and whether there are no others below that is said too.
+        Of layouts that cost the same at every node there is the one whose nodes make least.
+        `below` is what nodes may take, and whether there are no others below that is said too.
         """
         tensor, graph = self._tensor(tp), self.fold.graph
         task = self._task(tensor, max(1, min(self.rows, dp * microbatches)))
@@ -131,22 +153,39 @@ class Bank:
             for number in {built.sources[value] for value in built.parameters}
         }
         below += sum(float(costs.max()) for costs in held.values())
-        found = nearest(built.model, most, below, built.sources.values())
-        nearby = [
-            Nearby(
-                seconds=near.cost - sum(float(c[near.chosen[n]]) for n, c in held.items()),
-                likely=near.cost,
-                number=self._number(
-                    tp, assignments_of(task, built, near.chosen, near.cost), tensor
-                ),
-                numel=sum(
-                    prices.numel(value, built.storages[value][near.chosen[variable]])
-                    for value, variable in built.sources.items()
-                    if value in built.parameters
-                ),
+        sizes = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
+        for node in graph.nodes:
+            made = [prices.result_bytes(node, option) for option in built.options[node.name]]
+            sizes[built.nodes[node.name]] += np.array(made)
+        found = nearest(built.model, most, below, built.sources.values(), sizes)
+        solutions = {tuple(near.chosen.items()): near for near in found.solutions}
+        for weight in WEIGHTS.values() if lean and solutions else ():
+            per_byte = weight * found.solutions[0].cost / self.memory_bytes
+            for near in nearest_lean(built.model, most, per_byte, built.sources.values(), sizes):
+                solutions.setdefault(tuple(near.chosen.items()), near)
+        nearby = []
+        for near in solutions.values():
+            weights = {
+                number: float(variable.weight[near.chosen[number]])
+                for number, variable in built.model.variables.items()
+            }
+            states = sum(weights[number] for number in held)
+            nearby.append(
+                Nearby(
+                    seconds=near.cost - sum(float(c[near.chosen[n]]) for n, c in held.items()),
+                    likely=near.cost,
+                    number=self._number(
+                        tp, assignments_of(task, built, near.chosen, near.cost), tensor
+                    ),
+                    numel=sum(
+                        prices.numel(value, built.storages[value][near.chosen[variable]])
+                        for value, variable in built.sources.items()
+                        if value in built.parameters
+                    ),
+                    state_bytes=states,
+                    saved_bytes=sum(weights.values()) - states,
+                )
             )
-            for near in found.solutions
-        ]
         return nearby, found.complete
 
     def least_numel(self, tp: int) -> float:
@@ -170,9 +209,9 @@ class Bank:
 
     def _solve(self, tp: int, layout: int) -> Layouts:
         self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed", ", leanest")[layout])
-        key = (tp, layout == MIXED)
+        key = (tp, layout if layout in (MIXED, LEANEST) else QUICKEST)
         if key not in self._asked:
-            self._asked[key] = self._problem(tp, mixed=layout == MIXED)
+            self._asked[key] = self._problem(*key)
         options, prices = self._asked[key]
         if layout in WEIGHTS:
             cost = WEIGHTS[layout] * self.get(tp, QUICKEST).solution.cost_s
@@ -180,8 +219,12 @@ class Bank:
         solution = solve_options(options, prices, time_limit_s=TIME_LIMIT_S)
         return self._layouts(solution, self._tensor(tp))
 
-    def _problem(self, tp: int, *, mixed: bool) -> tuple[Options, CallPrices]:
-        """What nodes may do on `tp` ranks, and what it costs."""
+    def _problem(self, tp: int, layout: int) -> tuple[Options, CallPrices]:
+        """What nodes may do on `tp` ranks, and what it costs.
+
+        In the leanest layouts parameters may be stored otherwise than they are used.
+        """
+        mixed = layout == MIXED
         tensor, cluster = self._tensor(tp), self.evaluator.cluster
         dp = max(1, min(cluster.num_ranks // tp, self.rows))
         group = Group(
@@ -189,6 +232,7 @@ class Bank:
             ranks=tuple(range(min(dp * tp, cluster.num_ranks))),
         )
         task = self._task(tensor, dp if mixed else self._parts(dp))
+        task = replace(task, move_parameters=layout == LEANEST)
         graph = self.fold.graph
         prices = CallPrices(
             graph,

@@ -199,10 +199,11 @@ class Bounds:
             first, end = bounds[stage], bounds[stage + 1]
             memory = stage_memory(first, end, layers, members, setting)
             total += memory.least(waiting / len(stages), again)
-        return total / self._limit(self._device(members))
+        return total / self.limit(members)
 
-    def _limit(self, device: Device) -> float:
-        limit = Budget.of(device).limit_bytes
+    def limit(self, group: Group) -> float:
+        """The bytes that tensors may take on the smallest device of a group, at most."""
+        limit = Budget.of(self._device(group)).limit_bytes
         return min(limit, self.memory_limit) if self.memory_limit is not None else limit
 
     def least_update(self, numel: float, group: Group) -> float:

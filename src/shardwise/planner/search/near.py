@@ -10,8 +10,8 @@ first `most` solutions are exact. Only where classes are more than `WIDEST` the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,12 +47,16 @@ class _Factor:
 
 
 def nearest(
-    model: Model, most: int, below: float = float("inf"), told: Collection[int] = ()
+    model: Model,
+    most: int,
+    below: float = float("inf"),
+    told: Collection[int] = (),
+    sizes: Mapping[int, Floats] | None = None,
 ) -> Nearest:
     """Up to `most` solutions that cost less than `below`, cheapest first.
 
     Of those that cost and weigh the same in every part, and have the same states of the variables
-    `told`, there is the first.
+    `told`, there is the smallest, by the `sizes` of variables' states.
     """
     factors = _factors(model)
     order = _order(model, factors)
@@ -67,13 +71,16 @@ def nearest(
         costs, picks = costs[kept], picks[kept]
         later = {v for f, end in zip(factors, ends, strict=True) if end > at for v in f.members}
         live = sorted(place[v] for v in later if place[v] <= at)
-        sizes = [len(model.variables[order[p]]) for p in live]
-        kept = _cheapest(costs, _classes(picks[:, live], sizes), most)
+        counts = [len(model.variables[order[p]]) for p in live]
+        kept = _cheapest(costs, _classes(picks[:, live], counts), most)
         complete &= len(kept) < WIDEST
         costs, picks = costs[kept], picks[kept]
     if not len(costs):
         return Nearest(solutions=(), complete=True)
-    cheap = np.argsort(costs, kind="stable")[:most]
+    size = np.zeros(len(costs))
+    for variable, made in (sizes or {}).items():
+        size += made[picks[:, place[variable]]]
+    cheap = np.lexsort((size, _rounded(costs)))[:most]
     parts = _parts(model, factors, order, picks[cheap], told)
     first = cheap[np.sort(np.unique(parts, axis=0, return_index=True)[1])]
     solutions = tuple(
@@ -81,6 +88,26 @@ def nearest(
         for i in first.tolist()
     )
     return Nearest(solutions=solutions, complete=complete and len(cheap) < most)
+
+
+def nearest_lean(
+    model: Model,
+    most: int,
+    per_byte: float,
+    told: Collection[int] = (),
+    sizes: Mapping[int, Floats] | None = None,
+) -> Iterator[Near]:
+    """Up to `most` solutions that are the cheapest where a byte costs so much, with their cost
+    without that.
+    """
+    variables = {
+        number: replace(v, unary=v.unary + per_byte * v.weight)
+        for number, v in model.variables.items()
+    }
+    lean = replace(model, variables=variables)
+    for near in nearest(lean, most, told=told, sizes=sizes).solutions:
+        size = sum(float(v.weight[near.chosen[n]]) for n, v in model.variables.items())
+        yield replace(near, cost=near.cost - per_byte * size)
 
 
 def _factors(model: Model) -> list[_Factor]:

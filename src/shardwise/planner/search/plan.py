@@ -193,20 +193,21 @@ def _may_mix(point: Point, limits: Limits) -> bool:
 
 
 def _limits(search: Search, graph: Graph, cluster: Cluster, fixed: Fixed) -> Limits:
-    """As many stages as blocks or, if these are few, modules with parameters; tensor parallelism
-    inside a node.
+    """As many stages as blocks or, if these are few, modules with parameters, and as places to cut
+    a small model; tensor parallelism inside a node.
 
     More stages where they are asked for; one micro-batch where more would change the result.
     """
     named = len({block for block in search.fold.blocks if block})
     modules = min(len({p.name.rpartition(".")[0] for p in graph.parameters}), FEW_STAGES)
+    places = len(search.cutter.fit) + 1 if len(graph.nodes) <= MOST_NODES else 0
     asked = (fixed.pp or 1) * (fixed.virtual_stages or 1)
     cuts = any(dim is not None for dim in search.bank.inputs.values())
     node = max(node.count for node in cluster.nodes)
     return Limits(
         ranks=cluster.num_ranks,
         rows=search.bank.rows if cuts else 1,
-        stages=max(named, modules, asked),
+        stages=max(named, modules, places, asked),
         virtual_stages=max(named if named > 1 else modules, asked),
         microbatches=search.bank.rows if _may_split(graph) else 1,
         tensor_ranks=max(node, min(cluster.num_ranks, SMALL_CLUSTER)),

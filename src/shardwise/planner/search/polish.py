@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb, inf
 
-from shardwise.planner.search.bank import QUICKEST
+from shardwise.planner.search.bank import QUICKEST, Nearby
 from shardwise.planner.search.found import Found, Polish
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Point
@@ -191,17 +191,27 @@ class _Polisher:
             spent = self._update(self.search.bank.least_numel(tp) / (pp * dp), group)
             below = min(self._goal / times, (self._goal - spent) * pp / count)
             found, complete = self.search.bank.near(
-                tp, dp, count, group, NEAR, below if self.alike else inf
+                tp,
+                dp,
+                count,
+                group,
+                NEAR,
+                below if self.alike else inf,
+                lean=self.found.limited_by_memory,
             )
             self.complete &= complete
+            limit = self.search.bounds.limit(group)
             for near in found:
+                mine = [p for p in points if _least_bytes(near, p) <= limit]
+                if not mine:
+                    continue
                 spent = self._update(near.numel / (pp * dp), group)
                 yield _Trial(
                     kind=kind,
                     seconds=max(near.seconds * times, near.seconds * count / pp + spent),
                     likely=near.likely * (count + pp - 1) / pp,  # stages of equal length
                     layout=near.number,
-                    points=tuple(points),
+                    points=tuple(mine),
                 )
 
     def _update(self, numel: float, group: Group) -> float:
@@ -210,6 +220,12 @@ class _Polisher:
 
 def _likely(trial: _Trial) -> tuple[float, int]:
     return trial.likely, trial.layout
+
+
+def _least_bytes(near: Nearby, point: Point) -> float:
+    """What the fullest rank has, at least: its part of all states, and a micro-batch's values."""
+    states = near.state_bytes / (point.dp if point.zero else 1)
+    return (states + (near.saved_bytes if point.recompute == "none" else 0.0)) / point.pp
 
 
 def _times(point: Point) -> float:
