@@ -20,7 +20,6 @@ from shardwise.planner.layouts.alike import Likeness
 from shardwise.planner.layouts.build import build
 from shardwise.planner.layouts.options import Option, Options
 from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of, solve_options
-from shardwise.planner.layouts.task import Placements
 from shardwise.planner.search.near import nearest, nearest_lean
 from shardwise.planner.search.prices import CallPrices
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
@@ -55,27 +54,19 @@ class Nearby:
 
     `seconds` are those of nodes and of what moves between them, for one micro-batch: a step takes
     no fewer. `likely` has its part of the gradients' sums and of the optimizer, too, as a guess.
-    `numel` are the trained elements that a rank holds, `state_bytes` they and all that belongs to
-    them; `saved_bytes` is what nodes keep of a micro-batch for its backward.
+    `state_bytes` are the parameters that a rank holds and all that belongs to them; `saved_bytes`
+    is what nodes keep of a micro-batch for its backward.
     """
 
     seconds: float
     likely: float
     number: int
-    numel: float
     state_bytes: float
     saved_bytes: float
 
 
 class _Counting(CallPrices):
-    """Prices that tell elements, too."""
-
-    def numel(self, parameter: str, stored: Placements) -> float:
-        """The trained elements of a parameter on a rank."""
-        found = self._parameter(parameter)
-        kind = self.graph.values[found.value].dtype.itemsize
-        size = self._bytes(found.value, self._layout(stored)) / kind
-        return size if found.requires_grad else 0.0
+    """Prices that tell the sizes of results, too."""
 
     def result_bytes(self, node: Node, option: Option) -> float:
         """What a node makes on a rank."""
@@ -176,11 +167,6 @@ class Bank:
                     likely=near.cost,
                     number=self._number(
                         tp, assignments_of(task, built, near.chosen, near.cost), tensor
-                    ),
-                    numel=sum(
-                        prices.numel(value, built.storages[value][near.chosen[variable]])
-                        for value, variable in built.sources.items()
-                        if value in built.parameters
                     ),
                     state_bytes=states,
                     saved_bytes=sum(weights.values()) - states,

@@ -205,7 +205,6 @@ class _Polisher:
                 mine = [p for p in points if _least_bytes(near, p) <= limit]
                 if not mine:
                     continue
-                spent = self._update(near.numel / (pp * dp), group)
                 yield _Trial(
                     kind=kind,
                     seconds=max(near.seconds * times, near.seconds * count / pp + spent),
@@ -224,7 +223,7 @@ def _likely(trial: _Trial) -> tuple[float, int]:
 
 def _least_bytes(near: Nearby, point: Point) -> float:
     """What the fullest rank has, at least: its part of all states, and a micro-batch's values."""
-    states = near.state_bytes / (point.dp if point.zero else 1)
+    states = near.state_bytes / (point.dp * point.tp if point.zero else 1)
     return (states + (near.saved_bytes if point.recompute == "none" else 0.0)) / point.pp
 
 

@@ -167,7 +167,7 @@ class Search:
         trials = []
         for candidate in found.feasible[:REFINED]:
             point = candidate.point
-            if point.dp > 1 and 0 < len(self.outside) < self.count:
+            if point.dp * point.tp > 1 and 0 < len(self.outside) < self.count:
                 trials += [replace(point, outer=z) for z in levels if z != point.zero]
         better = [self.simulate(point, whole=True) for point in trials]
         best = found.best.estimate.step_time_s * (1 - WORTHWHILE) if found.feasible else 0.0

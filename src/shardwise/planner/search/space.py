@@ -218,7 +218,8 @@ def _between(counts: list[int], rows: int) -> Iterator[int]:
 def _savings(
     dp: int, tp: int, pp: int, virtual: int, schedule: str, count: int, fixed: Fixed, offloads: bool
 ) -> Iterator[Point]:
-    zeros = [fixed.zero] if fixed.zero is not None else ([0, 1, 2, 3] if dp > 1 else [0])
+    shared = dp * tp > 1  # tensor-parallel ranks share parameters, too, that they have whole
+    zeros = [fixed.zero] if fixed.zero is not None else ([0, 1, 2, 3] if shared else [0])
     recomputes = [fixed.recompute] if fixed.recompute is not None else list(RECOMPUTES)
     hosts: list[tuple[str, ...]] = [()]
     if fixed.offload is not None:

@@ -67,7 +67,7 @@ def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting
         schedule = evaluator.schedule(name, pp, count, stages) if pp > 1 or count > 1 else None
         placement = schedule.placement if schedule is not None else (0,)
         for later in combinations(places, stages - 1):
-            for zero in (0, 1, 2, 3) if kind.dp > 1 else (0,):
+            for zero in (0, 1, 2, 3) if kind.dp * kind.tp > 1 else (0,):
                 yield Setting(
                     groups=groups, cuts=(0, *later), placement=placement,
                     schedule=schedule, microbatches=count, zero=zero,
