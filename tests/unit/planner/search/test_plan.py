@@ -134,6 +134,16 @@ def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> N
     assert all(high <= 2 * FAR * low for low, high in pairwise(counts))
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (1, 1)])
+def test_ranks_that_share_parameters_have_zero_levels(dp: int, tp: int) -> None:
+    ranks = dp * tp
+    limits = Limits(
+        ranks=ranks, rows=2, microbatches=1, stages=1, virtual_stages=1, tensor_ranks=tp
+    )
+    levels = {p.zero for p in points(limits, Fixed(dp=dp, tp=tp))}
+    assert levels == ({0, 1, 2, 3} if ranks > 1 else {0})
+
+
 def test_batch_norm_is_not_cut_into_micro_batches() -> None:
     model, batch = zoo.build("resnet")
     graph = sw.capture(model, batch)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.cluster import Cluster
 from shardwise.cluster.links import Nic
+from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
@@ -110,9 +112,40 @@ def test_equals_trying_everything_on_unequal_devices(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(300, 310))
+@pytest.mark.parametrize("seed", range(300, 336))
 def test_equals_trying_everything_in_little_memory(seed: int) -> None:
+    graph, cluster, gib = with_need(seed)
+    try:
+        sw.plan(graph, cluster, memory_gib=0.8 * gib, progress=False)
+    except InfeasiblePlan as error:
+        check(graph, cluster, 1.001 * error.report["needs_bytes"] / 2**30)
+    else:
+        check(graph, cluster, 0.8 * gib)
+
+
+def with_need(seed: int) -> tuple[Graph, Cluster, float]:
+    """A graph, machines, and the memory of its plan where there is enough."""
     graph, rng = drawn(seed, MOST)
     cluster = Cluster.preset(rng.choice(KINDS), nodes=1, devices_per_node=rng.choice((2, 3, 4)))
     free = sw.plan(graph, cluster, progress=False)
-    check(graph, cluster, free.search["best"]["memory"]["peak_bytes"] / 2**30 * 0.8)
+    return graph, cluster, free.search["best"]["memory"]["peak_bytes"] / 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(400, 420))
+@pytest.mark.parametrize("part", [0.9, 0.75, 0.6, 0.4])
+def test_what_is_fixed_is_never_quicker(seed: int, part: float) -> None:
+    graph, cluster, gib = with_need(seed)
+
+    def step(**fixed: Any) -> float:
+        try:
+            plan = sw.plan(graph, cluster, memory_gib=part * gib, progress=False, **fixed)
+        except InfeasiblePlan:
+            return math.inf
+        return float(plan.search["best"]["step_time_s"])
+
+    options = [("tp", cluster.num_ranks), ("pp", cluster.num_ranks), ("zero", 3),
+               ("microbatches", 4), ("recompute", "full")]  # fmt: skip
+    free = step()
+    for name, value in options:
+        assert free <= step(**{name: value}) * (1 + 1e-9), (name, value)
