@@ -98,6 +98,16 @@ class Bounds:
                 self._cores[point] = None
         return self._cores[point]
 
+    def shares(self, point: Point) -> bool:
+        """Whether ranks share any parameters, of which zero levels could keep parts."""
+        core = self.core(point)
+        assert core is not None
+        return any(
+            core.setting.groups[group].along(axes).shape[-1] > 1
+            for group in core.watched
+            for axes, _, _ in core.layers[group].parameters(core.setting)
+        )
+
     def _find_core(self, point: Point) -> Core:
         layouts = self.bank.get(point.tp, point.layout)
         setting = self.setting(point, layouts)

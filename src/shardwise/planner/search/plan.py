@@ -165,11 +165,8 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
         tried = [*tried, *_leaner(search, wanted, found, LEAN)]
         found = search.run(tried)
     if not found.feasible:
-        found = search.run([*tried, *_leaner(search, wanted, found, LEANEST)])
-    if not found.feasible and fixed.offload is None:
-        on_host = search.run(points(limits, fixed, offloads=True))
-        bounds = sorted((*found.bounds, *on_host.bounds), key=lambda bound: bound.seconds)
-        found = replace(on_host, bounds=tuple(bounds))
+        on_host = points(limits, fixed, offloads=True) if fixed.offload is None else ()
+        found = search.run([*tried, *_leaner(search, wanted, found, LEANEST), *on_host])
     found = found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
     return polished(search, found, wanted)
 

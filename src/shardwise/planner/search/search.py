@@ -110,7 +110,10 @@ class Search:
                 left = seconds
                 break
             if isinstance(item, Point):
+                shared = self.bounds.shares(item)
                 for point in families[item]:
+                    if not shared and point.zero != families[item][0].zero:  # all zero levels alike
+                        continue
                     bound = self.bounds.bound(point)
                     heappush(heap, (bound.seconds, f" {point}", bound))
                 continue
