@@ -15,7 +15,7 @@ States may also have a weight in bytes, whose sum is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
@@ -149,6 +149,10 @@ class Model:
             a, b, table = b, a, table.T
         known = self.pairs.get((a, b))
         self.pairs[a, b] = table if known is None else known + table
+
+    def weigh(self, chosen: Mapping[int, int]) -> float:
+        """The bytes of these states of all variables."""
+        return sum(float(v.weight[chosen[number]]) for number, v in self.variables.items())
 
     def neighbours(self) -> dict[int, list[tuple[int, int]]]:
         """The pairs of every variable."""

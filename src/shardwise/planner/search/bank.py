@@ -17,7 +17,8 @@ from shardwise.cluster import Mesh
 from shardwise.ir import Node
 from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask
 from shardwise.planner.layouts.alike import Likeness
-from shardwise.planner.layouts.build import build
+from shardwise.planner.layouts.build import Built, build
+from shardwise.planner.layouts.model import Floats
 from shardwise.planner.layouts.options import Option, Options
 from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of, solve_options
 from shardwise.planner.search.near import nearest, nearest_lean
@@ -68,8 +69,15 @@ class Nearby:
 class _Counting(CallPrices):
     """Prices that tell the sizes of results, too."""
 
-    def result_bytes(self, node: Node, option: Option) -> float:
-        """What a node makes on a rank."""
+    def sizes(self, built: Built) -> dict[int, Floats]:
+        """The bytes that nodes make on a rank, for every state of every variable."""
+        found = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
+        for node in self.graph.nodes:
+            options = built.options[node.name]
+            found[built.nodes[node.name]] += [self._made(node, option) for option in options]
+        return found
+
+    def _made(self, node: Node, option: Option) -> float:
         return sum(
             self._bytes(value, self._layout(placements))
             for value, placements in zip(node.outputs, option.gives, strict=True)
@@ -144,10 +152,7 @@ class Bank:
             for number in {built.sources[value] for value in built.parameters}
         }
         below += sum(float(costs.max()) for costs in held.values())
-        sizes = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
-        for node in graph.nodes:
-            made = [prices.result_bytes(node, option) for option in built.options[node.name]]
-            sizes[built.nodes[node.name]] += np.array(made)
+        sizes = prices.sizes(built)
         found = nearest(built.model, most, below, built.sources.values(), sizes)
         solutions = {tuple(near.chosen.items()): near for near in found.solutions}
         for weight in WEIGHTS.values() if lean and solutions else ():
@@ -156,20 +161,16 @@ class Bank:
                 solutions.setdefault(tuple(near.chosen.items()), near)
         nearby = []
         for near in solutions.values():
-            weights = {
-                number: float(variable.weight[near.chosen[number]])
-                for number, variable in built.model.variables.items()
-            }
-            states = sum(weights[number] for number in held)
+            assignments = assignments_of(task, built, near.chosen, near.cost)
+            states = sum(float(built.model.variables[n].weight[near.chosen[n]]) for n in held)
+            weight = built.model.weigh(near.chosen)
             nearby.append(
                 Nearby(
                     seconds=near.cost - sum(float(c[near.chosen[n]]) for n, c in held.items()),
                     likely=near.cost,
-                    number=self._number(
-                        tp, assignments_of(task, built, near.chosen, near.cost), tensor
-                    ),
+                    number=self._number(tp, assignments, tensor),
                     state_bytes=states,
-                    saved_bytes=sum(weights.values()) - states,
+                    saved_bytes=weight - states,
                 )
             )
         return nearby, found.complete

@@ -106,8 +106,7 @@ def nearest_lean(
     }
     lean = replace(model, variables=variables)
     for near in nearest(lean, most, told=told, sizes=sizes).solutions:
-        size = sum(float(v.weight[near.chosen[n]]) for n, v in model.variables.items())
-        yield replace(near, cost=near.cost - per_byte * size)
+        yield replace(near, cost=near.cost - per_byte * model.weigh(near.chosen))
 
 
 def _factors(model: Model) -> list[_Factor]:
