@@ -69,7 +69,7 @@ class Nearby:
 class _Counting(CallPrices):
     """Prices that tell the sizes of results, too."""
 
-    def sizes(self, built: Built) -> dict[int, Floats]:
+    def made_bytes(self, built: Built) -> dict[int, Floats]:
         """The bytes that nodes make on a rank, for every state of every variable."""
         found = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
         for node in self.graph.nodes:
@@ -152,7 +152,7 @@ class Bank:
             for number in {built.sources[value] for value in built.parameters}
         }
         below += sum(float(costs.max()) for costs in held.values())
-        sizes = prices.sizes(built)
+        sizes = prices.made_bytes(built)
         found = nearest(built.model, most, below, built.sources.values(), sizes)
         solutions = {tuple(near.chosen.items()): near for near in found.solutions}
         for weight in WEIGHTS.values() if lean and solutions else ():
