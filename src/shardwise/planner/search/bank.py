@@ -163,14 +163,14 @@ class Bank:
         for near in solutions.values():
             assignments = assignments_of(task, built, near.chosen, near.cost)
             states = sum(float(built.model.variables[n].weight[near.chosen[n]]) for n in held)
-            weight = built.model.weigh(near.chosen)
+            total = built.model.weigh(near.chosen)
             nearby.append(
                 Nearby(
                     seconds=near.cost - sum(float(c[near.chosen[n]]) for n, c in held.items()),
                     likely=near.cost,
                     number=self._number(tp, assignments, tensor),
                     state_bytes=states,
-                    saved_bytes=weight - states,
+                    saved_bytes=total - states,
                 )
             )
         return nearby, found.complete

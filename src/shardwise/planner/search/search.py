@@ -101,11 +101,11 @@ class Search:
     ) -> Found:
         feasible: list[Candidate] = []
         bounds: list[Bound] = []
-        left = float("inf")
+        left, checked = float("inf"), 0
         while heap:
             seconds, _, item = heappop(heap)
             enough = len(feasible) >= wanted
-            spent = len(feasible) >= most or (feasible and len(bounds) >= MOST_CHECKED)
+            spent = len(feasible) >= most or (feasible and checked >= MOST_CHECKED)
             if (seconds >= best and enough) or spent:
                 left = seconds
                 break
@@ -118,6 +118,7 @@ class Search:
                     heappush(heap, (bound.seconds, f" {point}", bound))
                 continue
             if item.memory <= 1.0:
+                checked += 1
                 item = replace(item, memory=self.fullness(item.point))
             bounds.append(item)
             if item.memory > 1.0:
