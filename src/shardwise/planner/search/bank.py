@@ -37,7 +37,7 @@ TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
 LONG_ROW = 128  # elements
 QUICKEST, LEAN, MIXED, LEANEST, POLISHED = range(5)  # kinds of layouts; the last and all above
-WEIGHTS = {LEAN: 0.5, LEANEST: 50.0}  # what filling the memory costs there, in micro-batches
+WEIGHTS = {LEAN: 0.5, LEANEST: 1e4}  # what filling the memory costs there, in micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -279,6 +279,17 @@ def test_changes_that_are_named_do_fit(graph: Graph, options: dict[str, object])
         assert plan.search["best"]["step_time_s"] <= kinds["devices"]["step_time_s"] * (1 + 1e-9)
 
 
+def test_the_smallest_memory_is_the_same_whatever_there_is() -> None:
+    ids = torch.randint(0, 40, (6, 10))
+    graph = sw.capture(Tokens(width=24, layers=2, words=40), {"ids": ids, "labels": ids})
+    fixed: dict[str, Any] = {"tp": 2, "offload": (), "progress": False}
+    with pytest.raises(InfeasiblePlan) as raised:
+        sw.plan(graph, sw.Cluster.local(2), memory_gib=1e-6, **fixed)
+    needs = raised.value.report["needs_bytes"]
+    plan = sw.plan(graph, sw.Cluster.local(2), memory_gib=1.0001 * needs / 2**30, **fixed)
+    assert plan.search["best"]["memory"]["peak_bytes"] <= 1.0001 * needs
+
+
 def test_a_smaller_batch_that_is_named_does_fit() -> None:
     def captured(rows: int) -> Graph:
         ids = torch.randint(0, 128, (rows, 512))
