@@ -6,8 +6,8 @@ step of every plan.
 Two plans whose predictions are a few percent apart cannot be told apart by predictions. Where all
 ranks of the cluster fit on the machine that plans, they are forks of this process, connected by
 gloo; they hold all plans at once, without weights, and take turns step by step, in another order
-every round, so that whatever else the machine does meets all plans alike. After some rounds those
-that are far behind are left out.
+every round, so that whatever else the machine does meets all plans alike. They race in heats:
+after each of them those that are behind are left out, and the few that are left run longest.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.runtime.optimizer import optimizer
 
-WARM_UPS, SCREENED, ROUNDS = 2, 3, 16
-BEHIND = 1.1  # of the quickest: those slower than this after the first rounds run no more
+WARM_UPS = 2  # rounds
+HEATS = ((3, 1.15), (12, 1.06), (25, 1.06))  # rounds, and what of the quickest the next heat admits
+RACE_S = 90.0  # after these no round begins, once every plan has run
+TRIAL_S = 300.0  # the most that ranks may take, from their start to their last round
 SHARE = 0.5  # of the machine's memory that all ranks of all plans may take
 
 
@@ -48,12 +50,12 @@ def can_try(cluster: Cluster) -> bool:
 
 
 def fitting(plans: Sequence[Plan], cluster: Cluster) -> list[Plan]:
-    """The first plans that have room beside each other."""
+    """The first plans that have room beside each other, on every rank."""
     found, used = [], 0.0
     device = cluster.device(0)
-    most = SHARE * (device.host_memory_bytes or device.memory_bytes)
+    most = SHARE * (device.host_memory_bytes or device.memory_bytes)  # of one rank's share
     for plan in plans:
-        used += cluster.num_ranks * plan.search["best"]["memory"]["peak_bytes"]
+        used += plan.search["best"]["memory"]["peak_bytes"]
         if used > most:
             break
         found.append(plan)
@@ -65,7 +67,7 @@ def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[flo
     programs = [compile(graph, plan) for plan in plans]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
 
-        def rounds(rank: int, meet: Callable[[], object]) -> list[list[float]]:
+        def race(rank: int, meet: Callable[[], object]) -> list[float]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
             dist.init_process_group(
                 "gloo",
@@ -75,38 +77,50 @@ def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[flo
                 timeout=timedelta(seconds=TIMEOUT_S),
             )
             meet()
-            return _rounds([_Tried(program, rank) for program in programs])
+            return _race([_Tried(program, rank) for program in programs])
 
-        found = together(rounds, cluster.num_ranks)
-    return [median(times) for times in found[0]]
+        return together(race, cluster.num_ranks, timeout=TRIAL_S)[0]
 
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _rounds(tried: Sequence[_Tried]) -> list[list[float]]:
-    """Seconds of every step of every plan; barriers make them those of all ranks."""
-    found: list[list[float]] = [[] for _ in tried]
+def _race(tried: Sequence[_Tried]) -> list[float]:
+    """Seconds of a step of every plan; of one left out, as far behind the quickest as it was."""
     order = random.Random(0)  # the same on every rank
-    numbers = list(range(len(tried)))
-    for at in range(WARM_UPS + SCREENED + ROUNDS):
-        if at == WARM_UPS + SCREENED:
-            numbers = _near(found)
-        for number in order.sample(numbers, len(numbers)):
-            dist.barrier()
-            began = time.perf_counter()
-            tried[number].step()
-            dist.barrier()
-            if at >= WARM_UPS:
-                found[number].append(time.perf_counter() - began)
+    running = list(range(len(tried)))
+    times: list[list[float]] = [[] for _ in tried]
+    behind, least = [1.0] * len(tried), 0.0
+    until = time.monotonic() + RACE_S
+    for at in range(WARM_UPS):
+        if at and _is_late(until):
+            break
+        for number in running:
+            tried[number].seconds()
+    for rounds, admitted in HEATS:
+        for _ in range(rounds):
+            if times[running[0]] and _is_late(until):
+                break
+            for number in order.sample(running, len(running)):
+                times[number].append(tried[number].seconds())
+        medians = _as_rank_0([median(times[number]) for number in running])
+        least = min(medians)
+        for number, seconds in zip(running, medians, strict=True):
+            behind[number] = seconds / least
+        running = [number for number in running if behind[number] <= admitted]
+    return [least * by for by in behind]
+
+
+def _is_late(until: float) -> bool:
+    return _as_rank_0([float(time.monotonic() > until)]) == [1.0]
+
+
+def _as_rank_0(numbers: Sequence[float]) -> list[float]:
+    """What rank 0 has in their place: all ranks decide alike."""
+    told = torch.tensor(numbers, dtype=torch.float64)
+    dist.broadcast(told, 0)
+    found: list[float] = told.tolist()
     return found
-
-
-def _near(found: Sequence[Sequence[float]]) -> list[int]:
-    """The plans that are not far behind, as rank 0 sees it."""
-    seconds = torch.tensor([median(times) for times in found], dtype=torch.float64)
-    dist.broadcast(seconds, 0)
-    return [int(number) for number in (seconds <= BEHIND * seconds.min()).nonzero()]
 
 
 class _Tried:
@@ -118,10 +132,15 @@ class _Tried:
         self.batch = batch_of(self.alone)
         self.adamw = optimizer(self.alone.module, torch.optim.AdamW, lr=0.0)
 
-    def step(self) -> None:
+    def seconds(self) -> float:
+        """Of a step with its optimizer; barriers make them those of all ranks."""
+        dist.barrier()
+        began = time.perf_counter()
         self.alone.module.train_step(self.batch)
         self.adamw.step()
         self.adamw.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - began
 
 
 def _mesh(plan: Plan) -> rt.ProcessMesh:

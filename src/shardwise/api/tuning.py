@@ -6,6 +6,7 @@ of measured times that says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -169,8 +170,7 @@ class _Tuning:
                 known.append(variant)
         known += [self._by_library(c, table) for c in known if c.plan.collectives]
         least = min(c.seconds for c in known)
-        near = [c for c in known if c.seconds <= FAR * least]
-        near = sorted(near, key=lambda c: c.seconds)[:MOST]
+        near = _in_turns([c for c in known if c.seconds <= FAR * least])[:MOST]
         plans = fitting([c.plan for c in near], self.cluster)
         if len(plans) < 2:
             return None
@@ -250,6 +250,19 @@ class _Tuning:
         made = figures(self.graph, best.plan, self.cluster, table)
         named = {name: _best(best.plan)[name] for name in ("what", "point")}
         return made.with_(search={**made.search, "best": {**_best(made), **named}})
+
+
+def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """The most promising of every kind, then the second of every kind, and so on.
+
+    Predictions are wrong in the same way within a kind: one that looks too quick fills no trial.
+    """
+    before: Counter[tuple[int, ...]] = Counter()
+    turns: list[tuple[int, _Candidate]] = []
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        turns.append((before[candidate.kind], candidate))
+        before[candidate.kind] += 1
+    return [candidate for _, candidate in sorted(turns, key=lambda turn: turn[0])]
 
 
 def _quickest(candidates: Sequence[_Candidate]) -> _Candidate:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.api import tuning
+from shardwise.api import trials, tuning
 from shardwise.api.forks import standby, together
 from shardwise.api.proving import ProvingGround, proving_ground
-from shardwise.api.trials import can_try, try_plans
+from shardwise.api.trials import can_try, fitting, try_plans
 from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
@@ -61,6 +61,65 @@ def test_where_plans_can_be_tried() -> None:
     assert not can_try(Cluster.local(1))
     assert not can_try(Cluster.preset("h100", nodes=1, devices_per_node=2))
     assert not can_try(Cluster.preset("cpu", nodes=2, devices_per_node=2))
+
+
+def test_every_rank_has_its_share_of_the_memory() -> None:
+    graph = sw.capture(*training.make("odd"))
+    cluster = Cluster.local(4)
+    plan = sw.plan(graph, cluster, pp=1, tp=1, progress=False)
+    search: Any = plan.search
+    room = trials.SHARE * cluster.device(0).host_memory_bytes
+    times = int(room // search["best"]["memory"]["peak_bytes"])
+    assert times > 1
+    assert len(fitting([plan] * (times + 1), cluster)) == times
+
+
+class _Runner:
+    """A plan whose steps take what is told, in seconds that do not pass."""
+
+    def __init__(self, *told: float) -> None:
+        self.told, self.ran = told, 0
+
+    def seconds(self) -> float:
+        self.ran += 1
+        return self.told[min(self.ran, len(self.told)) - 1]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_as_rank_0", list)
+
+
+def test_plans_race_in_heats(alone: None) -> None:
+    quick, equal, behind, far = _Runner(1.0), _Runner(1.02), _Runner(1.08), _Runner(1.2)
+    assert trials._race([far, quick, behind, equal]) == pytest.approx([1.2, 1.0, 1.08, 1.02])
+    first, second, third = (rounds for rounds, _ in trials.HEATS)
+    assert far.ran == trials.WARM_UPS + first
+    assert behind.ran == far.ran + second
+    assert quick.ran == equal.ran == behind.ran + third
+
+
+def test_a_plan_left_out_gains_nothing_where_the_machine_slows_down(alone: None) -> None:
+    slower = (*(1.0,) * 5, 3.0)  # from the second heat on
+    assert trials._race([_Runner(*slower), _Runner(1.2)]) == pytest.approx([3.0, 3.6])
+
+
+def test_a_race_that_takes_too_long_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "RACE_S", -1.0)
+    runners = [_Runner(2.0), _Runner(1.0)]
+    assert trials._race(runners) == [2.0, 1.0]
+    assert [runner.ran for runner in runners] == [2, 2]
+
+
+def test_a_kind_that_looks_too_quick_fills_no_trial() -> None:
+    graph = sw.capture(*training.make("odd"))
+    made = {t: sw.plan(graph, Cluster.local(2), tp=t, pp=1, progress=False) for t in (1, 2)}
+    told = [(2, 0.5), (2, 0.6), (2, 0.7), (1, 1.1), (1, 1.0)]
+    candidates = [
+        tuning._Candidate(plan=made[tp], cluster=Cluster.local(2), seconds=s, programs=[])
+        for tp, s in told
+    ]
+    assert [c.seconds for c in tuning._in_turns(candidates)] == [0.5, 1.0, 0.6, 1.1, 0.7]
 
 
 def test_a_fork_that_stands_by_answers_and_fails() -> None:
