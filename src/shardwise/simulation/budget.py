@@ -25,7 +25,8 @@ WORKSPACE_BYTES = 2 * (32 << 20)
 # of them. Of 15 ranks on one H200 that were given 3% more than the predicted peak, 13 ran through
 # (`benchmarks.memory`); of the others one was predicted 2.7% too low, one needed a little more.
 # What is left over does not shrink with the plan: two ranks of 5.5 and 5.8 GiB did not run in 5%
-# more than their predicted peak; with room to spare they took 0.61 and 0.75 GiB more.
+# more than their predicted peak, and do with half a GiB besides; with room to spare they took 0.61
+# and 0.75 GiB more.
 LEFT_OVER, LEAST_LEFT_OVER_BYTES = 0.05, 512 << 20
 
 
