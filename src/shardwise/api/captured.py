@@ -51,7 +51,7 @@ def capture_for_plan(
 
 def require_precision(graph: Graph, plan: Plan) -> None:
     """Raise when the graph was not captured in the number types of the plan."""
-    check_types(graph, plan.precision)
+    check_types(graph, plan.precision, hint="graph = sw.capture_for_plan(model, batch, plan)")
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:

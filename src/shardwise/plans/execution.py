@@ -53,7 +53,7 @@ class Stage:
         return Stage(first=fields["first"], ranks=parse_ranks(fields["ranks"], where), mesh=mesh)
 
 
-def check_types(graph: Graph, precision: Precision) -> None:
+def check_types(graph: Graph, precision: Precision, hint: str = "") -> None:
     """Raise when a graph was not captured in the number types that are asked for."""
     if not precision.compute or precision.autocast:
         return
@@ -64,7 +64,7 @@ def check_types(graph: Graph, precision: Precision) -> None:
             raise PlanError(
                 f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
                 f"{str(found).removeprefix('torch.')}",
-                hint="graph = sw.capture_for_plan(model, batch, plan)",
+                hint=hint or f"graph = sw.capture(model.to(torch.{precision.compute}), batch)",
             )
 
 
