@@ -11,7 +11,7 @@ from math import prod
 
 from shardwise.errors import PlanError
 from shardwise.ir import Graph, Node
-from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
+from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates, written
 from shardwise.sharding.costs import work
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import REPLICATE, Placement, Replicate, Shard, compatible
@@ -46,7 +46,7 @@ class Allowed:
         forced = self.task.choices.get(node.name)
         if forced is None:
             return allowed
-        chosen = tuple(c for c in found if str(c.choice) == forced and self._fits(node, c))
+        chosen = tuple(c for c in written(rule, found, forced) if self._fits(node, c))
         if not chosen:
             known = ", ".join(f"'{c.choice}'" for c in found)
             raise PlanError(

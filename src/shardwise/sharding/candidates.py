@@ -10,7 +10,8 @@ of every operand and what it gives for every result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -63,6 +64,8 @@ class Pass:
 
 
 Choice = Same | Cut | Pass
+_OF_RESHAPE = re.compile(r"g\d+_\d+")  # axes of a reshape, which depend on sizes
+_FACTORS = re.compile(r"(?:(\d+)x)?\[(\d+)\](?:x(\d+))?")  # of a segment: 3x[4]x16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,57 @@ def candidates(
         for operands in rule.linear:
             found.append(pass_candidate(rule, operands))
     return tuple(found)
+
+
+def written(rule: NodeRule, found: Sequence[Candidate], text: str) -> tuple[Candidate, ...]:
+    """The candidates whose choice is written so; else the one that is the same for other sizes.
+
+    A plan is used with other batches, too. Of "cut n0:[8]x128" then stays what is cut: the outer
+    factor of n0, of one element where there is no such factor. Of a reshape that has other axes
+    with these sizes all are meant.
+    """
+    exact = tuple(c for c in found if str(c.choice) == text)
+    asked = _read_cut(text)
+    if exact or asked is None:
+        return exact
+    if asked.axis not in rule.axes:
+        return tuple(found) if _OF_RESHAPE.fullmatch(asked.axis) else ()
+    cuts = [(c, c.choice) for c in found if isinstance(c.choice, Cut)]
+    alike = [(c, cut) for c, cut in cuts if _places(cut) == _places(asked)]
+    for part in (2, 1, 0):  # inner sizes, those that are cut, outer ones
+        sizes = [factors[part] for factors in asked.pattern]
+        same = [(c, cut) for c, cut in alike if [f[part] for f in cut.pattern] == sizes]
+        alike = same or alike
+    if len(alike) == 1:
+        return (alike[0][0],)
+    single = _of_one(asked, rule.axes[asked.axis].size) if not alike else None
+    candidate = cut_candidate(rule, asked.axis, single) if single is not None else None
+    return (candidate,) if candidate is not None else ()
+
+
+def _of_one(asked: Cut, size: int) -> Pattern | None:
+    """The cut of a factor of one element, at the end of an axis at which it is asked for."""
+    if len(asked.pattern) != 1:
+        return None
+    outer, _, inner = asked.pattern[0]
+    if outer == inner == 1 and size != 1:
+        return None
+    return ((size, 1, 1),) if inner == 1 else ((1, 1, size),) if outer == 1 else None
+
+
+def _places(cut: Cut) -> tuple[object, ...]:
+    """What is cut but for its sizes: the axis, and whether there are factors around it."""
+    return cut.axis, *((outer == 1, inner == 1) for outer, _, inner in cut.pattern)
+
+
+def _read_cut(text: str) -> Cut | None:
+    """The cut that is written as `text`, if it is one; without sizes, that of a whole axis."""
+    axis, _, factors = text.removeprefix("cut ").partition(":")
+    found = [_FACTORS.fullmatch(part) for part in (factors or "[1]").split("|")]
+    if not all(found):
+        return None
+    sizes = [[int(size or 1) for size in match.groups()] for match in found if match]
+    return Cut(axis, tuple((outer, size, inner) for outer, size, inner in sizes))
 
 
 def axis_structures(rule: NodeRule) -> dict[str, Structure]:

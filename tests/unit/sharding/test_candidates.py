@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from shardwise.sharding.candidates import Cut, candidates
+import math
+
+import pytest
+
+from shardwise.sharding.candidates import Cut, candidates, written
 from shardwise.sharding.rule import Axis, NodeRule
 
 
@@ -17,3 +21,39 @@ def test_an_outermost_axis_is_cut_as_one_range() -> None:
     assert cuts(axis, ((3, 4),)) == ["cut v:[3]x4"]
     assert cuts(axis, ((8,), (4,))) == ["cut v"]
     assert cuts(Axis("v", 12), ((8,), (4,))) == ["cut v:[8]|[4]", "cut v"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text", "chosen"),
+    [
+        ((8, 128), "cut v:[8]x128", ["cut v:[8]x128"]),
+        ((6, 128), "cut v:[8]x128", ["cut v:[6]x128"]),  # another batch
+        ((6, 64), "cut v:8x[128]", ["cut v:6x[64]"]),  # other lengths besides
+        ((6, 4, 16), "cut v:8x[4]x16", ["cut v:6x[4]x16"]),
+        ((6, 5, 4, 16), "cut v:40x[4]x16", ["cut v:30x[4]x16"]),  # of two inside the outer one
+        ((6, 5, 4, 16), "cut v:99x[9]x99", []),  # either
+        ((128,), "cut v:[8]x128", ["cut v:[1]x128"]),  # one row: a factor of one
+        ((128,), "cut v:128x[8]", ["cut v:128x[1]"]),
+        ((128,), "cut v:2x[8]x64", []),
+        ((), "cut v", ["cut v"]),
+        ((8, 128), "cut v", []),
+        ((8, 128), "cut w:[8]x128", []),
+        ((8, 128), "cut v:[8", []),
+        ((8, 128), "all", []),
+        ((8, 128), "same", ["same"]),
+    ],
+)
+def test_a_choice_is_found_again_with_other_sizes(
+    sizes: tuple[int, ...], text: str, chosen: list[str]
+) -> None:
+    axis = Axis("v", math.prod(sizes))
+    rule = NodeRule(axes={"v": axis}, operands=((("v",),),), results=((("v",),),))
+    found = candidates(rule, {"v": (sizes,)})
+    assert [str(c.choice) for c in written(rule, found, text)] == chosen
+
+
+def test_axes_of_a_reshape_that_are_gone_leave_it_free() -> None:
+    rule = NodeRule(axes={"g0_0": Axis("g0_0", 16)}, operands=(((), ("g0_0",)),),
+                    results=((("g0_0",),),))  # fmt: skip
+    found = candidates(rule)
+    assert written(rule, found, "cut g0_1") == found

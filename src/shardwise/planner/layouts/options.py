@@ -33,7 +33,7 @@ from shardwise.ir import Graph, Node
 from shardwise.planner.layouts.shared import roots_of
 from shardwise.planner.layouts.task import LayoutAxis, LayoutTask, Placements
 from shardwise.sharding.allowed import Allowed, constant_values, input_values, products
-from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
+from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates, written
 from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
@@ -197,10 +197,11 @@ class Options:
     def _on_axis(self, index: int, node: Node) -> list[Candidate]:
         """The candidates of a node on one mesh axis."""
         axis = self.task.axes[index]
-        found = candidates(self.facts.rules[node.name], self.facts.structures[node.name])
+        rule = self.facts.rules[node.name]
+        found = candidates(rule, self.facts.structures[node.name])
         forced = self.task.nodes.get(node.name, {}).get(axis.name)
         if forced is not None:
-            chosen = [c for c in found if str(c.choice) == forced]
+            chosen = list(written(rule, found, forced))
             if not chosen:
                 known = ", ".join(f"'{c.choice}'" for c in found)
                 raise PlanError(
