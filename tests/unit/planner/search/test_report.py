@@ -319,6 +319,16 @@ def test_a_copied_cluster_has_as_many_times_the_devices(kind: str, nodes: int) -
     assert copied(sw.Cluster.local(2), 2).num_ranks == 4  # type: ignore[union-attr]
 
 
+def test_a_single_device_is_planned_for(graph: Graph) -> None:
+    (node,) = sw.Cluster.preset("a100-40", devices_per_node=1).nodes
+    alone = sw.Cluster(name="solo", nodes=(replace(node, link=None, nic=None),))
+    plan = sw.plan(graph, alone, progress=False)
+    rows = plan.search["details"]["what_if"]
+    counts = [row for row in rows if row["kind"] == "devices"]
+    assert counts
+    assert not any(row["feasible"] for row in counts)
+
+
 def hosts(cluster: sw.Cluster, gib: float) -> sw.Cluster:
     """The cluster with so much host memory for each device."""
 

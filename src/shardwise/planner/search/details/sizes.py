@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.cluster.cluster import ClusterNode
+from shardwise.errors import ClusterError
 from shardwise.planner.search.details.subject import Subject
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.times import Group
@@ -23,6 +24,13 @@ BATCH_AXIS = "dp"
 
 def resized(cluster: Cluster, factor: Fraction) -> Cluster | None:
     """`factor` times the machines; where there is one without a network, the devices."""
+    try:
+        return _resized(cluster, factor)
+    except ClusterError:  # nothing is said of what would connect them
+        return None
+
+
+def _resized(cluster: Cluster, factor: Fraction) -> Cluster | None:
     if len(cluster.nodes) != 1 or cluster.network.trunks:
         return None
     (node,) = cluster.nodes
