@@ -78,7 +78,18 @@ class LossError(ShardwiseError):
 
 
 class ClusterError(ShardwiseError, ValueError):
-    """A cluster or mesh is malformed."""
+    """A cluster or mesh is malformed; `part` leads to the field of a cluster file."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        part: tuple[str | int, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.part = part
 
 
 class RuleError(ShardwiseError):

@@ -93,6 +93,7 @@ class ClusterNode:
 
     def __post_init__(self) -> None:
         where = f"node {self.name}"
+        expand(self.name)  # raises
         if not self.devices:
             raise ClusterError("has no devices", where=where, hint="devices: {h100: 8}")
         kinds = sorted({device.kind for device in self.devices})
@@ -151,10 +152,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.nodes:
-            raise ClusterError(f"cluster {self.name} has no nodes", hint="Cluster.local(4)")
+            raise ClusterError(
+                f"cluster {self.name} has no nodes", hint="Cluster.local(4)", part=("nodes",)
+            )
         require_port(self.port)
         if self.num_ranks > MOST:
-            raise ClusterError(f"{self.num_ranks:,} ranks, more than {MOST:,}")
+            raise ClusterError(f"{self.num_ranks:,} ranks, more than {MOST:,}", part=("nodes",))
         from shardwise.cluster.check import check
 
         check(self)
@@ -292,6 +295,9 @@ class Cluster:
         """Read what `save` or a person wrote."""
         try:
             text = Path(path).read_text(encoding="utf-8")
+        except IsADirectoryError:
+            inside = Path(path) / "cluster.yaml"
+            raise ClusterError(f"{path} is a folder, not a file", hint=f"{inside}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ClusterError(
                 f"cannot read {path}: {error}", hint=f"shardwise profile -o {path}"

@@ -20,6 +20,9 @@ from shardwise.errors import ClusterError, did_you_mean
 
 SMALLEST, LARGEST = 1e-20, 1e20  # of numbers in their unit: no machine is beyond
 
+_INFINITE = ("inf", ".inf")
+_NOT_FINITE = ("inf", "infinity", "nan")
+
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -33,8 +36,13 @@ class Entry:
 
     @property
     def where(self) -> str:
+        return self.about(None)
+
+    def about(self, what: str | None) -> str:
+        """This place, with what is there."""
         line = self.node.start_mark.line + 1
-        return f"{self.file}:{line}" + (f" ({self.path})" if self.path else "")
+        told = ", ".join(filter(None, (self.path, what)))
+        return f"{self.file}:{line}" + (f" ({told})" if told else "")
 
     @property
     def is_mapping(self) -> bool:
@@ -79,6 +87,13 @@ class Entry:
                 found[name].fail(f"field {name!r} is empty", hint=f"{name}: …")
         return {name: entry for name, entry in found.items() if not entry.is_null}
 
+    def at(self, part: Sequence[str | int]) -> Entry:
+        """The entry that keys and places in lists lead to."""
+        found = self
+        for key in part:
+            found = found.pairs()[key] if isinstance(key, str) else found.items()[key]
+        return found
+
     def items(self) -> list[Entry]:
         """The elements of a list."""
         if not isinstance(self.node, yaml.SequenceNode):
@@ -99,33 +114,45 @@ class Entry:
 
     def number(self, unit: str = "1", *, zero: bool = False, infinite: bool = False) -> float:
         """A number above 0, or of at least 0, times the unit; "inf" where nothing may limit."""
+        if infinite and isinstance(self.node, yaml.ScalarNode) and self.node.value in _INFINITE:
+            return math.inf
+        no_limit = "inf, for what limits nothing" if infinite else None
+        return float(self._decimal("number", "1.5", zero=zero, beyond=no_limit) * Decimal(unit))
+
+    def whole(self, *, zero: bool = False, unit: str = "1") -> int:
+        """A whole number, once it is in its unit."""
+        if unit != "1":
+            return round(self.number(unit, zero=zero))
+        value = self._decimal("whole number", "8", zero=zero)
+        name = self.path.rpartition(".")[2]
+        if value != int(value):
+            self.fail(f"{name} is {self.text()!r}, must be a whole number", hint=f"{name}: 8")
+        if value > MOST:
+            self.fail(f"{name} is {self.text()!r}, more than {MOST:,}", hint=f"{name}: 8")
+        return int(value)
+
+    def _decimal(
+        self, kind: str, example: str, *, zero: bool, beyond: str | None = None
+    ) -> Decimal:
+        """A number in its unit; `example` is one to type, `beyond` what to type for more."""
         name = self.path.rpartition(".")[2]
         bound = "of at least 0" if zero else "above 0"
+        hint = f"{name}: {example}"
         if not isinstance(self.node, yaml.ScalarNode):
-            self.fail(f"{name} is {_shown(self.node)}, must be a number {bound}")
+            self.fail(f"{name} is {_shown(self.node)}, must be a {kind} {bound}", hint=hint)
         text = self.node.value
-        if infinite and text in ("inf", ".inf"):
-            return math.inf
         try:
             value = Decimal(text)
         except InvalidOperation:
             value = Decimal(-1)
+        if text.lower().lstrip("+-.") in _NOT_FINITE:
+            self.fail(f"{name} is {text!r}, must be a finite number {bound}", hint=hint)
         if not value.is_finite() or value < 0 or (value == 0 and not zero):
-            self.fail(f"{name} is {text!r}, must be a number {bound}", hint=f"{name}: 1.5")
+            self.fail(f"{name} is {text!r}, must be a {kind} {bound}", hint=hint)
         if value and not SMALLEST <= float(value) <= LARGEST:
-            hint = "inf, for what limits nothing" if infinite else f"{name}: 1.5"
+            hint = beyond or hint
             self.fail(f"{name} is {text!r}, not between {SMALLEST:g} and {LARGEST:g}", hint=hint)
-        return float(value * Decimal(unit))
-
-    def whole(self, *, zero: bool = False, unit: str = "1") -> int:
-        """A whole number, once it is in its unit."""
-        value = self.number(unit, zero=zero)
-        name = self.path.rpartition(".")[2]
-        if unit == "1" and value != int(value):
-            self.fail(f"{name} is {self.text()!r}, must be a whole number", hint=f"{name}: 8")
-        if unit == "1" and value > MOST:
-            self.fail(f"{name} is {self.text()!r}, more than {MOST:,}", hint=f"{name}: 8")
-        return round(value)
+        return value
 
 
 def parse(text: str, file: str) -> Entry:

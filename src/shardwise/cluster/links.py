@@ -101,7 +101,7 @@ class Nic:
     efficiency: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "nic")
+        require_finite("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "nic")
         _require_efficiency(self.efficiency, "nic")
         require_positive("count", self.count, "nic")
         require_not_negative("latency_s", self.latency_s, "nic")
@@ -139,7 +139,7 @@ class Switch:
         where = f"switch {self.name}"
         require_finite("oversubscription", self.oversubscription, where)
         if self.uplink_bytes_per_s is not None:
-            require_positive("uplink_bytes_per_s", self.uplink_bytes_per_s, where)
+            require_finite("uplink_bytes_per_s", self.uplink_bytes_per_s, where)
             if self.oversubscription != 1:
                 raise ClusterError(
                     "an uplink and an oversubscription say the same", where=where, hint="give one"
@@ -162,7 +162,7 @@ class Trunk:
 
     def __post_init__(self) -> None:
         where = f"trunk {self.name}"
-        require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, where)
+        require_finite("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, where)
         require_not_negative("latency_s", self.latency_s, where)
 
 

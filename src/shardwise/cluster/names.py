@@ -54,7 +54,9 @@ def _numbers(part: str) -> list[str]:
     if high < low:
         raise _malformed(part)
     if high - low >= MOST:
-        raise ClusterError(f"{high - low + 1:,} names in {part!r}, more than {MOST:,}")
+        raise ClusterError(
+            f"{high - low + 1:,} names in {part!r}, more than {MOST:,}", hint="gpu[0-63]"
+        )
     return [str(number).zfill(len(first)) for number in range(low, high + 1)]
 
 

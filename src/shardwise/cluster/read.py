@@ -20,10 +20,12 @@ from shardwise.cluster.cluster import (
     ClusterNode,
     Ssh,
     Start,
+    require_port,
 )
 from shardwise.cluster.device import Curve, Device, Rates
 from shardwise.cluster.entries import Entry, parse
 from shardwise.cluster.links import ONE, Domain, Factor, Factors, Link, Network, Nic, Switch, Trunk
+from shardwise.cluster.names import expand
 from shardwise.errors import ClusterError, did_you_mean
 
 T = TypeVar("T")
@@ -76,13 +78,13 @@ def read(text: str, file: str) -> Cluster:
         name=top["name"].text() if "name" in top else "cluster",
         nodes=tuple(_node(entry, devices) for entry in top["nodes"].items()),
         network=read_network(top["network"]) if "network" in top else Network(),
-        port=top["port"].whole() if "port" in top else DEFAULT_PORT,
+        port=_port(top["port"]) if "port" in top else DEFAULT_PORT,
         start=_start(top["start"]) if "start" in top else AS_HERE,
     )
     try:
         return make()
     except ClusterError as error:
-        place = f"{file} ({error.where})" if error.where else file
+        place = whole.at(error.part).about(error.where)
         raise ClusterError(error.message, where=place, hint=error.hint) from None
 
 
@@ -139,7 +141,7 @@ def read_link(entry: Entry) -> Link:
     return _located(
         entry,
         Link,
-        bandwidth_bytes_per_s=found["bandwidth_gb_per_s"].number("1e9", infinite=True),
+        bandwidth_bytes_per_s=found["bandwidth_gb_per_s"].number("1e9"),
         latency_s=found["latency_us"].number("1e-6", zero=True),
         bus_bytes_per_s=found["bus_gb_per_s"].number("1e9", infinite=True)
         if "bus_gb_per_s" in found
@@ -181,7 +183,7 @@ def read_nic(entry: Entry) -> Nic:
         entry,
         Nic,
         count=found["count"].whole() if "count" in found else 1,
-        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6", infinite=True),
+        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6"),
         latency_s=_latency(found),
         efficiency=found["efficiency"].number() if "efficiency" in found else 1.0,
     )
@@ -201,11 +203,11 @@ def _node(entry: Entry, devices: dict[str, Device]) -> ClusterNode:
     return _located(
         entry,
         ClusterNode,
-        name=found["name"].text(),
+        name=_range(found["name"]),
         devices=_devices(found["devices"], devices),
         link=read_link(found["link"]) if "link" in found else None,
         nic=read_nic(found["nic"]) if "nic" in found else None,
-        address=found["address"].text() if "address" in found else "",
+        address=_range(found["address"]) if "address" in found else "",
         ssh=_ssh(found["ssh"]) if "ssh" in found else None,
         start=_start(found["start"]) if "start" in found else AS_HERE,
     )
@@ -241,7 +243,7 @@ def _ssh(entry: Entry) -> Ssh:
         Ssh,
         user=found["user"].text() if "user" in found else "",
         key=found["key"].text() if "key" in found else "",
-        port=found["port"].whole() if "port" in found else SSH_PORT,
+        port=_port(found["port"]) if "port" in found else SSH_PORT,
         program=found["program"].text() if "program" in found else SSH_PROGRAM,
         options=found["options"].texts() if "options" in found else (),
     )
@@ -277,7 +279,7 @@ def read_network(entry: Entry) -> Network:
 def _domain(entry: Entry) -> Domain:
     found = entry.fields(("nodes", "every", "link"), ("nodes", "link"))
     return Domain(
-        nodes=found["nodes"].texts(),
+        nodes=_ranges(found["nodes"]),
         every=found["every"].whole() if "every" in found else 0,
         link=read_link(found["link"]),
     )
@@ -291,9 +293,9 @@ def _switch(entry: Entry) -> Switch:
         entry,
         Switch,
         name=found["name"].text(),
-        nodes=found["nodes"].texts(),
+        nodes=_ranges(found["nodes"]),
         every=found["every"].whole() if "every" in found else 0,
-        uplink_bytes_per_s=uplink.number("125e6", infinite=True) if uplink else None,
+        uplink_bytes_per_s=uplink.number("125e6") if uplink else None,
         oversubscription=over.number() if over else 1.0,
         latency_s=_latency(found),
     )
@@ -309,10 +311,27 @@ def _trunk(entry: Entry) -> Trunk:
         entry,
         Trunk,
         name=found["name"].text(),
-        between=(ends[0].texts(), ends[1].texts()),
-        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6", infinite=True),
+        between=(_ranges(ends[0]), _ranges(ends[1])),
+        bandwidth_bytes_per_s=found["bandwidth_gbit_per_s"].number("125e6"),
         latency_s=_latency(found),
     )
+
+
+def _port(entry: Entry) -> int:
+    port = entry.whole()
+    _located(entry, require_port, port)
+    return port
+
+
+def _range(entry: Entry) -> str:
+    """A name, or a range of names."""
+    pattern = entry.text()
+    _located(entry, expand, pattern)
+    return pattern
+
+
+def _ranges(entry: Entry) -> tuple[str, ...]:
+    return tuple(map(_range, entry.items() if entry.is_list else [entry]))
 
 
 def _located(entry: Entry, make: Callable[..., T], *args: Any, **kwargs: Any) -> T:

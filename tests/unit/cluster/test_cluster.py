@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,22 @@ def test_a_domain_reaches_over_nodes() -> None:
         ),
         (
             {
+                "nodes": (node("n[0-3]"),),
+                "network": Network(
+                    switches=(
+                        Switch(name="l", nodes=("n[0-2]",), every=2),
+                        Switch(name="m", nodes=("n[1-3]",)),
+                    )
+                ),
+            },
+            "switches m and l share n1, but n2 and n0 are behind one of them alone",
+        ),
+        (
+            {"nodes": (node("a", link=Link(bandwidth_bytes_per_s=math.inf, latency_s=0.0)),)},
+            "bandwidth_bytes_per_s is inf, must be a finite number",
+        ),
+        (
+            {
                 "nodes": (node("n[0-3]", link=None),),
                 "network": Network(
                     domains=(Domain(nodes=("n[0-3]",), link=FAST),),
@@ -157,6 +174,20 @@ def test_a_domain_reaches_over_nodes() -> None:
 def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster(**({"name": "x", "nodes": TWO_NODES.nodes} | change))  # type: ignore[arg-type]
+
+
+def test_switches_of_the_same_nodes_are_nested() -> None:
+    nodes = node("n[0-7]")
+    sizes = {"a": 2, "b": 8, "c": 4, "d": 2}
+    switches = tuple(Switch(name=s, nodes=("n[0-7]",), every=n) for s, n in sizes.items())
+    cluster = Cluster(name="x", nodes=(nodes,), network=Network(switches=switches))
+    assert len(cluster.topology.levels) == len(sizes)
+
+
+def test_a_folder_is_no_cluster(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="is a folder") as caught:
+        Cluster.load(tmp_path)
+    assert caught.value.hint == str(tmp_path / "cluster.yaml")
 
 
 def test_saved_clusters_load(tmp_path: Path) -> None:

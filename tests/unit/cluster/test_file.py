@@ -233,10 +233,18 @@ QUICK = ("devices", "quick")
         (edit(nodes={}), "expected a list, not fields", "(nodes)"),
         (edit(network=3), "expected latency_us", "(network)"),
         (edit("nodes", 0, devices={"quik": 8}), "no device 'quik'; did you mean 'quick'", "quik"),
-        (edit("nodes", 0, devices={"quick": 0}), "quick is '0', must be a number above 0", "quick"),
+        (edit("nodes", 0, devices={"quick": 0}), "must be a whole number above 0", "quick"),
         (edit("nodes", 0, devices={"quick": 1.5}), "must be a whole number", "quick"),
         (edit("nodes", 0, address="10.0.0.[1-3]"), "3 addresses in", "nodes[0]"),
-        (edit("nodes", 0, name="big[3-0]"), "neither a name nor a range", "nodes[0]"),
+        (edit("nodes", 0, name="big[3-0]"), "neither a name nor a range", "nodes[0].name"),
+        (edit("nodes", 1, name="x[a-c]"), "neither a name nor a range", "nodes[1].name"),
+        (edit("nodes", 1, name="x[0-99999999]"), "more than 1,000,000", "nodes[1].name"),
+        (edit("nodes", 1, name="big2"), "2 nodes are named 'big2'", "(nodes[1], node big2)"),
+        (edit("nodes", 1, link=None), "3 devices and no link", "(nodes[1], node small)"),
+        (edit(port=10**5), "port 100000 is none", "(port)"),
+        (edit("network", "switches", 1, nodes="big[9-1]"), "neither a", "switches[1].nodes"),
+        (edit("network", "trunks", 0, between=["small", "zz"]), "no node 'zz'", "trunks[0], trunk"),
+        (edit("network", "trunks", 0, between=["small"] * 2), "at both ends", "trunks[0], trunk"),
         (edit(*QUICK, memory_gib="eight"), "memory_gib is 'eight'", "devices.quick.memory_gib"),
         (edit(*QUICK, reserved_gib=90), "nothing is left", "devices.quick"),
         (edit(*QUICK, matmul_flops_per_s=3), "expected fields, not '3'", "matmul_flops_per_s"),
@@ -284,6 +292,23 @@ def test_an_error_names_the_line() -> None:
         Cluster.from_yaml(text, "c.yaml")
     assert caught.value.where == "c.yaml:14 (devices.quick.overhead_seconds)"
     assert "did you mean 'overhead_s'" in caught.value.message
+
+
+@pytest.mark.parametrize("value", [".inf", "inf", "-.inf", ".nan", "nan"])
+def test_what_is_not_finite_is_refused(value: str) -> None:
+    for field in ("bandwidth_gb_per_s: 450", "bandwidth_gbit_per_s: 400", "uplink_gbit_per_s: 30"):
+        name = field.partition(":")[0]
+        with pytest.raises(ClusterError, match=f"{name} is '{value}', must be a finite") as caught:
+            Cluster.from_yaml(SAMPLE.replace(field, f"{name}: {value}", 1), "c.yaml")
+        assert name in str(caught.value.where)
+        assert "c.yaml:" in str(caught.value.where)
+
+
+def test_a_hint_can_be_typed() -> None:
+    for number in ("0", "1.5", "-3", "many", "[]"):
+        with pytest.raises(ClusterError) as caught:
+            Cluster.from_yaml(SAMPLE.replace("{quick: 4}", f"{{quick: {number}}}"), "c.yaml")
+        Cluster.from_yaml(SAMPLE.replace("quick: 4", str(caught.value.hint)))
 
 
 def test_no_code_in_a_file_is_run() -> None:
