@@ -18,7 +18,7 @@ from shardwise.schedules import Schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
-from shardwise.simulation.stages import Layers, StageCost, stage_cost, with_offload
+from shardwise.simulation.stages import Layers, StageCost, stage_cost, tied_bytes, with_offload
 from shardwise.simulation.step import Messages, Timeline, play_step
 from shardwise.simulation.sums import Key, Share
 from shardwise.simulation.times import Clock, Group, NodeTimes
@@ -135,8 +135,10 @@ class Evaluator:
         slowest = [max(mine, key=lambda c: c[0].rows / c[0].device.speed)[0] for mine in found]
         devices = [kind.device for kind in slowest]
         any_works = works if isinstance(works, Works) else next(iter(works.values()))
+        tied = tied_bytes([mine[0][1] for mine in found], setting)
+        messages = Messages.of(stages, setting, self.clock, tied)
         return Estimate(
-            timeline=play_step(stages, setting, Messages.of(stages, setting, self.clock), devices),
+            timeline=play_step(stages, setting, messages, devices),
             memory=self.memory(works, setting, watched),
             stages=tuple(stages),
             rows=any_works.rows,

@@ -110,9 +110,10 @@ class StageMemory:
         self.mode = _mode(setting)
         self.summed = list(self._summed())
         self.borrowed = sum(
-            numel for numel, users in _tied(layers)
-            if users[0] < first and any(first <= u < end for u in users[1:])
-        )  # fmt: skip
+            tied.numel
+            for tied in layers.tied
+            if tied.users[0] < first and ((tied.users >= first) & (tied.users < end)).any()
+        )
         self.activations = kept_in(first, end, layers, self.mode)
         self.received, self.sends = self.activations.received, self.activations.sends
         self.kept = self.activations.total
@@ -332,17 +333,4 @@ def _frozen(layers: Layers) -> Floats:
         spread = layers.fold.spread(sizes)
         layers.passes["frozen"] = np.concatenate([[0.0], np.cumsum(spread)])
     result: Floats = layers.passes["frozen"]
-    return result
-
-
-def _tied(layers: Layers) -> list[tuple[float, list[int]]]:
-    """Parameters of one position that are used at others, too: elements, and positions."""
-    if "tied" not in layers.passes:
-        fold, found = layers.fold, []
-        for held in layers.work.parameters:
-            if held.others and held.requires_grad and fold.copies[held.node] == 1:
-                users = np.flatnonzero(np.isin(fold.index, (held.node, *held.others)))
-                found.append((float(held.numel), users.tolist()))
-        layers.passes["tied"] = found
-    result: list[tuple[float, list[int]]] = layers.passes["tied"]
     return result

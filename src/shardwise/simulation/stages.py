@@ -6,6 +6,7 @@ of positions in one block: what is gathered, recomputed and synchronized togethe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -81,6 +82,15 @@ class StageCost:
         return self.forward + self.backward - self.forward_talk - self.backward_talk
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied:
+    """A parameter of one position that is used at others, too, as a rank holds it."""
+
+    numel: float
+    num_bytes: float
+    users: NDArray[np.int64]  # positions, ascending
+
+
 class Layers:
     """What every position of a model costs on one rank: sums over any range are differences."""
 
@@ -131,6 +141,22 @@ class Layers:
         if key not in self.passes:
             self.passes[key] = self.fold.spread(getattr(self.work, name))
         found: Floats = self.passes[key]
+        return found
+
+    @property
+    def tied(self) -> list[Tied]:
+        """The trained parameters that are used at several positions."""
+        if "tied" not in self.passes:
+            self.passes["tied"] = [
+                Tied(
+                    numel=float(held.numel),
+                    num_bytes=float(held.numel * held.itemsize),
+                    users=np.flatnonzero(np.isin(self.fold.index, (held.node, *held.others))),
+                )
+                for held in self.work.parameters
+                if held.others and held.requires_grad and self.fold.copies[held.node] == 1
+            ]
+        found: list[Tied] = self.passes["tied"]
         return found
 
     def total(self, name: str, first: int, end: int) -> float:
@@ -213,6 +239,22 @@ def stage_cost(
         root_gather=sum(seconds["root"]),
         update_s=clock.update(layers.device, numel, squares / numel if numel else 0.0, tensors),
     )
+
+
+def tied_bytes(layers: Sequence[Layers], setting: Setting) -> dict[tuple[int, int], float]:
+    """What a rank holds of parameters that groups share: by their home, the group whose stage uses
+    them first, and the other group. `layers` are those of every group.
+    """
+    found: dict[tuple[int, int], float] = {}
+    if len(layers) < 2:
+        return found
+    for number, tied in enumerate(layers[0].tied):
+        stages = np.searchsorted(setting.cuts, tied.users, side="right") - 1
+        home, *others = dict.fromkeys(setting.placement[stage] for stage in stages.tolist())
+        for other in others:
+            mine = layers[home].tied[number].num_bytes
+            found[home, other] = found.get((home, other), 0.0) + mine
+    return found
 
 
 def with_offload(cost: StageCost, seconds: float) -> StageCost:

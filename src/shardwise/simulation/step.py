@@ -116,14 +116,23 @@ def play_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """Of a message from each stage to the next: its seconds, and those in which no other leaves."""
+    """Of a message from each stage to the next: its seconds, and those in which no other leaves.
+
+    Parameters that groups share are sent once a step: gradients home, new values back (`tied`).
+    """
 
     seconds: Floats
     occupied: Floats
+    tied: Mapping[tuple[int, int], float] = field(default_factory=dict)  # home, other: seconds
 
     @staticmethod
-    def of(stages: Sequence[StageCost], setting: Setting, clock: Clock) -> Messages:
-        """On the links between the stages' groups."""
+    def of(
+        stages: Sequence[StageCost],
+        setting: Setting,
+        clock: Clock,
+        tied: Mapping[tuple[int, int], float],
+    ) -> Messages:
+        """On the links between the stages' groups; `tied` are bytes."""
         found = np.zeros((2, len(stages)))
         for stage, following in pairwise(stages):
             here, there = setting.groups[stage.group], setting.groups[following.group]
@@ -131,7 +140,11 @@ class Messages:
                 model = clock.collective("send", pairs(here.array, there.array))
                 seconds = model.seconds(stage.send_bytes)
                 found[:, stage.index] = seconds, seconds - model.seconds(0.0)
-        return Messages(seconds=found[0], occupied=found[1])
+        shared = {}
+        for (home, other), num_bytes in tied.items():
+            rows = pairs(setting.groups[home].array, setting.groups[other].array)
+            shared[home, other] = clock.collective("send", rows).seconds(num_bytes)
+        return Messages(seconds=found[0], occupied=found[1], tied=shared)
 
 
 class _Play:
@@ -158,7 +171,7 @@ class _Play:
         starts, ends = levels.play(seconds, messages.seconds, roots, messages.occupied)
         groups = len(self.setting.groups)
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
-        finished, causes = [], []
+        summed, computed_by, causes = [], [], []
         for group in range(groups):
             mine = levels.group == group
             spent = self._causes(key[mine], passes)
@@ -167,9 +180,10 @@ class _Play:
             spent["parameters"] += root
             spent["bubble"] = computed - float(busy[group]) - root
             left = self._sums(group, np.flatnonzero(mine & levels.last), ends, passes, computed)
-            spent["gradients"] = max(0.0, left - computed)
-            finished.append(self._finish(group, max(left, computed), spent))
+            summed.append(max(left, computed))
+            computed_by.append(computed)
             causes.append(spent)
+        finished = self._ends(messages, summed, computed_by, causes)
         step = max(finished)
         return Timeline(
             step_time_s=step,
@@ -260,6 +274,36 @@ class _Play:
                 name = f"gradients of stage {int(self.levels.stage[at])}"
                 self._add(group, "communication", name, left - spent.left, left, "sync")
         return left
+
+    def _ends(
+        self,
+        messages: Messages,
+        summed: Sequence[float],
+        computed: Sequence[float],
+        causes: Sequence[dict[str, float]],
+    ) -> list[float]:
+        """When every group is done: shared gradients, the optimizer, shared values."""
+        ready = self._exchanged(messages, summed, "gradients of shared parameters", "sync")
+        updated = []
+        for group, (start, spent) in enumerate(zip(ready, causes, strict=True)):
+            spent["gradients"] = start - computed[group]
+            updated.append(self._finish(group, start, spent))
+        found = self._exchanged(messages, updated, "new values of shared parameters", "gather")
+        for before, after, spent in zip(updated, found, causes, strict=True):
+            spent["update"] += after - before
+        return found
+
+    def _exchanged(
+        self, messages: Messages, times: Sequence[float], name: str, kind: str
+    ) -> list[float]:
+        """When groups have sent each other what they share, from when each of them can."""
+        found = list(times)
+        for (home, other), seconds in messages.tied.items():
+            start = max(found[home], found[other])
+            for group in (home, other):
+                found[group] = start + seconds
+                self._add(group, "communication", name, start, start + seconds, kind)
+        return found
 
     def _finish(self, group: int, start: float, mine: dict[str, float]) -> float:
         """The optimizer's step, and the new parameters; when all is done."""

@@ -128,6 +128,50 @@ def test_a_step_is_what_its_causes_are(schedule: str) -> None:
     assert sum(estimate.peak.parts.values()) == pytest.approx(estimate.peak.peak_bytes, rel=1e-6)
 
 
+class Tied(nn.Module):
+    def __init__(self, tied: bool, words: int = 50_000, width: int = 256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def tied(ties: bool) -> sw.Graph:
+    with torch.device("meta"):
+        ids = torch.zeros(32, dtype=torch.long)
+        return sw.capture(Tied(ties), {"x": ids, "y": ids})
+
+
+def test_stages_send_each_other_what_they_share() -> None:
+    cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2, nic_gbit_per_s=10)
+    steps = {}
+    for ties in (True, False):
+        graph = tied(ties)
+        plan = sw.strategies.hybrid(graph, cluster, dp=2, pp=2, num_microbatches=4)
+        steps[ties] = sw.simulate(graph, plan, cluster)
+    alone = 50_000 * 256 * 4 / 1.25e9  # seconds of one rank's copy, with the network for itself
+    causes, free = steps[True].timeline.causes, steps[False].timeline.causes
+    assert causes["gradients"] - free["gradients"] > alone
+    assert causes["update"] - free["update"] > alone
+    assert sum(causes.values()) == pytest.approx(steps[True].step_time_s)
+    names = {span.name for span in steps[True].timeline.spans}
+    assert {"gradients of shared parameters", "new values of shared parameters"} <= names
+
+
+def test_stages_of_one_group_share_without_messages() -> None:
+    graph, cluster = tied(True), sw.Cluster.preset("h100", devices_per_node=2)
+    plan = sw.strategies.ddp(graph, cluster)
+    assert not sw.simulate(graph, plan, cluster).timeline.messages.tied
+
+
 def test_gpipe_holds_more_than_1f1b_and_recomputation_less() -> None:
     graph = deep(8, rows=65536)
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)

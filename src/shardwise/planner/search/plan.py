@@ -280,3 +280,11 @@ def _check_fixed(fixed: Fixed, cluster: Cluster, limits: Limits) -> None:
             f"microbatches={fixed.microbatches}, the batch has {rows} rows",
             hint=f"microbatches={rows}",
         )
+    rest = total // product if len(sizes) == 2 else 1  # of the axis that is left
+    dp, count = fixed.dp or rest, fixed.microbatches
+    if count is not None and dp * count > rows:
+        least = f"one of each micro-batch for each of dp={dp}"
+        raise InfeasiblePlan(
+            f"microbatches={count} needs {dp * count} rows, {least}; the batch has {rows}",
+            hint=f"microbatches={rows // dp}" if dp <= rows else "more tp or pp",
+        )

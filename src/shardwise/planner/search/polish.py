@@ -46,7 +46,7 @@ GAIN = 1e-6  # of the step: less is no improvement
 def polished(search: Search, found: Found, points: Sequence[Point]) -> Found:
     """The best point, or a better one with other cuts and layouts; one that fits, if none did."""
     ranks = len(search.evaluator.kind)
-    if ranks > MOST_RANKS or ranks == 1:
+    if not points or ranks > MOST_RANKS or ranks == 1:
         return found
     return _Polisher(search, found, points).run()
 

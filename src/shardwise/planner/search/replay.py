@@ -51,7 +51,7 @@ WORDS_READ = 7 * 4.0  # bytes that `update_seconds` counts for each element
 
 
 def step_json(estimate: Estimate, setting: Setting, evaluator: Evaluator) -> dict[str, Any]:
-    """`units`, `stages` and `groups` of a plan's `search`."""
+    """`units`, `stages` and `groups` of a plan's `search`; `tied` where groups share parameters."""
     units: list[dict[str, float]] = []
     messages = estimate.timeline.messages
     stages = [
@@ -79,7 +79,11 @@ def step_json(estimate: Estimate, setting: Setting, evaluator: Evaluator) -> dic
         }
         for number, group in enumerate(setting.groups)
     ]
-    return {"units": units, "stages": stages, "groups": groups}
+    tied = [
+        {"home": home, "other": other, "send_s": _short(seconds)}
+        for (home, other), seconds in messages.tied.items()
+    ]
+    return {"units": units, "stages": stages, "groups": groups, **({"tied": tied} if tied else {})}
 
 
 def memory_json(use: MemoryUse) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def _replay(plan: Plan, search: Mapping[str, Any]) -> Estimate:
     timeline = play_step(
         _in_seconds(stages, search),
         setting,
-        _messages(search["stages"]),
+        _messages(search),
         [_device(row["kind"], row["overlap_loss"]) for row in groups],
     )
     return Estimate(
@@ -277,10 +281,12 @@ def _in_seconds(stages: Sequence[StageCost], search: Mapping[str, Any]) -> list[
     return found
 
 
-def _messages(rows: Sequence[Mapping[str, Any]]) -> Messages:
+def _messages(search: Mapping[str, Any]) -> Messages:
+    rows = search["stages"]
     return Messages(
         seconds=np.array([row["send_s"] for row in rows]),
         occupied=np.array([row.get("send_wire_s", 0.0) for row in rows]),
+        tied={(t["home"], t["other"]): float(t["send_s"]) for t in search.get("tied", ())},
     )
 
 

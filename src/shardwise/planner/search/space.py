@@ -18,6 +18,7 @@ from shardwise.schedules import NAMES
 RECOMPUTES = ("none", "selective", "full")
 MOST_STAGES = 128
 VIRTUAL = (2, 3, 4, 6, 8)
+LEAST_VIRTUAL = {"interleaved": 2, "zb_v": 2}  # stages of a group, by the schedule
 LAYOUTS = ("", "lean layouts", "mixed layouts", "leanest layouts", "polished layouts")  # and above
 FAR = 3  # times as many micro-batches
 MICROBATCH_COUNTS = 14  # of all divisors of a rank's rows, at most so many are tried
@@ -179,7 +180,7 @@ def _schedules(pp: int, most_stages: int, fixed: Fixed) -> list[tuple[int, str]]
     if fixed.schedule is not None:
         name = {"zero_bubble": "zb_h1"}.get(fixed.schedule, fixed.schedule)
         known = [pair for pair in found if pair[1] == name]
-        found = known or [(fixed.virtual_stages or 1, name)]
+        found = known or [(fixed.virtual_stages or LEAST_VIRTUAL.get(name, 1), name)]
     if fixed.virtual_stages is not None:
         found = [pair for pair in found if pair[0] == fixed.virtual_stages] or [
             (fixed.virtual_stages, "interleaved" if fixed.virtual_stages > 1 else "1f1b")

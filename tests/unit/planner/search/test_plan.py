@@ -169,10 +169,12 @@ def test_batch_norm_is_not_cut_into_micro_batches() -> None:
         ({"constraints": {"*.up.weight": "0"}, "dp": 2, "pp": 2}, "with dp=2, pp=2 of 4"),
         ({"memory_gib": "70"}, "memory_gib"),
         ({"memory_gib": float("inf")}, "memory_gib"),
-        ({"precision": "bf16"}, "capture_for_plan"),
+        ({"precision": "bf16"}, r"model\.to\(torch\.bfloat16\)"),
         ({"tp": 3}, "does not divide"),
         ({"dp": 64}, "does not divide"),
         ({"microbatches": 10**6}, "rows"),
+        ({"dp": 4, "microbatches": 3}, r"needs 12 rows.*dp=4; the batch has \d\n.*microbatches="),
+        ({"tp": 2, "pp": 1, "microbatches": 4}, r"needs 8 rows.*dp=2; the batch has \d"),
     ],
     ids=str,
 )

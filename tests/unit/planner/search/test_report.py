@@ -22,6 +22,7 @@ from shardwise.planner.search.larger import copied
 from shardwise.planner.search.relax import faster_devices, faster_links
 from shardwise.planner.search.replay import replay
 from shardwise.planner.search.report import batch_sizes, merged
+from tests.support import zoo
 from tests.support.tiers import thinned
 
 LITTLE = 2e-4  # GiB, less than any plan needs
@@ -146,6 +147,16 @@ def test_an_edited_or_damaged_plan_is_not_replayed(graph: Graph) -> None:
         broken = {k: v for k, v in plan.search.items() if k != name}
         with pytest.raises(PlanError, match="damaged"):
             replay(plan.with_(search=broken))
+
+
+def test_what_stages_share_can_be_replayed() -> None:
+    graph = sw.capture(*zoo.build("gpt2"))
+    plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False, pp=2)
+    assert [(row["home"], row["other"]) for row in plan.search["tied"]] == [(0, 1)]
+    again = replay(plan)
+    assert again.step_time_s == pytest.approx(plan.search["best"]["step_time_s"], rel=1e-9)
+    again = replay(plan.with_(search={**plan.search, "tied": []}))
+    assert again.step_time_s < plan.search["best"]["step_time_s"]
 
 
 def test_runners_up_are_slower_and_differ(graph: Graph) -> None:
