@@ -181,6 +181,30 @@ def test_compile_writes_python(
     assert json.loads(out)["files"] == {f"{folder}/rank_0.py": [0, 1]}
 
 
+@pytest.mark.parametrize("place", ["", "file/out"])
+def test_what_cannot_be_written_is_told(
+    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "c.csv").write_text("row_id,layers,hidden\nx,2,8\n")
+    folder, out = str(tmp_path / "file"), str(tmp_path / place)
+    written = [
+        ("predict", "--csv", str(tmp_path / "c.csv"), "-o", out),
+        ("launch", "--cluster", "cpu:2", "--to", "slurm", "-o", out, "--", "train.py"),
+        ("profile", "-o", out),
+        ("collective", "solve", "cpu:2", "-o", out),
+        ("collective", "show", "cpu:2", "--svg", out),
+        ("export", str(tmp_path), "-o", str(tmp_path / "file" / "model.pt2")),
+        ("compile", target, "-o", folder),
+        ("plan", target, "--cluster", "cpu:2", "--measure", out),
+    ]
+    for words in written:
+        code, _, err = run(capsys, *words)
+        assert code == 1, words
+        assert "cannot write" in err, words
+        assert "try: -" in err, words
+
+
 def test_explain_names_nodes_and_moves(capsys: pytest.CaptureFixture[str], target: str) -> None:
     code, out, _ = run(capsys, "explain", target, "--strategy", "tensor")
     assert code == 0

@@ -6,8 +6,8 @@ Enters: `Outcome`s and their `Summary`. Leaves: rich tables, a dict for JSON, CS
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -38,13 +38,13 @@ def to_dict(outcomes: Sequence[Outcome], summary: Summary) -> dict[str, Any]:
     return {"rows": [_fields(o) for o in outcomes], "summary": summary.to_dict()}
 
 
-def write_csv(path: Path, outcomes: Iterable[Outcome]) -> None:
-    """Predicted and published values of all rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, _COLUMNS)
-        writer.writeheader()
-        writer.writerows(_fields(outcome) for outcome in outcomes)
+def to_csv(outcomes: Iterable[Outcome]) -> str:
+    """Predicted and published values of all rows, for `-o`."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, _COLUMNS)
+    writer.writeheader()
+    writer.writerows(_fields(outcome) for outcome in outcomes)
+    return text.getvalue()
 
 
 def show(outcomes: Sequence[Outcome], summary: Summary, console: Console) -> None:

@@ -127,11 +127,13 @@ def compile_(
 ) -> None:
     """Write the parallel program as Python files."""
     import shardwise
+    from shardwise.reporting.files import writing
 
     _, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     program = shardwise.compile(graph, made)
-    files = {str(out / name): ranks for name, ranks in program.save(out).items()}
+    with writing(out):
+        files = {str(out / name): ranks for name, ranks in program.save(out).items()}
     if as_json:
         _print({"files": files, "plan": str(out / "plan.json"), "fingerprint": program.fingerprint})
     else:

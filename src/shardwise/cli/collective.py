@@ -19,7 +19,7 @@ import typer
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.collective_tune import tune
 from shardwise.cli.target import AsJson
-from shardwise.errors import ProgramError, did_you_mean
+from shardwise.errors import did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -98,6 +98,7 @@ def show(
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
     from shardwise.messages import check, svg
     from shardwise.messages.program import placed
+    from shardwise.reporting.files import write_whole
 
     program = _read(source)
     if program is None:
@@ -107,7 +108,7 @@ def show(
     with placed(source):
         facts = check(program)
     if picture is not None:
-        _write(picture, svg(program))
+        write_whole(picture, svg(program), option="--svg")
     if as_json:
         typer.echo(json.dumps(program.to_json(), indent=2))
         return
@@ -193,13 +194,6 @@ def _say(text: str) -> None:
     from shardwise.cli import fit
 
     typer.echo(fit(text))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ProgramError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _shown(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[str]:

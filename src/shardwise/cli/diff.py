@@ -53,7 +53,7 @@ def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
     from shardwise.reporting.traces import side_by_side
 
     named = [(f.stem, plan, replay(plan)) for f, plan in zip(files, plans, strict=True)]
-    write_whole(path, json.dumps(side_by_side(named)))
+    write_whole(path, json.dumps(side_by_side(named)), option="--trace")
 
 
 def difference_text(found: Difference, before: str, after: str, width: int) -> str:

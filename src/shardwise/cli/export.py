@@ -42,9 +42,13 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a trained model for serving: a torch.export program, or a Hugging Face folder."""
+    from shardwise.reporting.files import require_writable
     from shardwise.training.checkpoint.types import dtype_named
+    from shardwise.training.export import PROGRAM
     from shardwise.training.export import export as write
 
+    if out.suffix == PROGRAM:
+        require_writable(out)
     loaded = None if model is None else load_target(model)
     kind = None if dtype is None else dtype_named(dtype, "--dtype")
     made = write(

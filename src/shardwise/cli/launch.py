@@ -143,6 +143,7 @@ def _write(text: str, out: Path | None) -> None:
     if out is None:
         typer.echo(text, nl=False)
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    from shardwise.reporting.files import write_whole
+
+    write_whole(out, text)
     typer.echo(str(out))

@@ -151,7 +151,9 @@ class Wanted:
         """The plan by times measured here, which are added to a file."""
         import shardwise
         from shardwise.cost import OpTable
+        from shardwise.reporting.files import require_writable, writing
 
+        require_writable(times, option="--measure")
         options = self.search_options()
         table = options.pop("table", None) or OpTable()
         if times.exists():
@@ -166,7 +168,9 @@ class Wanted:
             report=lambda what: typer.echo(what, err=True),
             **options,
         )
-        table.save(times)
+        with writing(times, option="--measure"):
+            times.parent.mkdir(parents=True, exist_ok=True)
+            table.save(times)
         return made
 
     def search_options(self) -> dict[str, Any]:

@@ -30,14 +30,17 @@ def predict(
     from rich.console import Console
 
     from shardwise.calibration import predict_file, report, summarize
+    from shardwise.reporting.files import require_writable, write_whole
 
+    if out is not None:
+        require_writable(out)
     console = Console(stderr=True)
     with console.status("") as status:
         status.stop()
         outcomes = predict_file(table, _after_patience(status.start, status.update))
     summary = summarize(outcomes)
     if out is not None:
-        report.write_csv(out, outcomes)
+        write_whole(out, report.to_csv(outcomes))
     if as_json:
         typer.echo(json.dumps(report.to_dict(outcomes, summary), indent=2, allow_nan=False))
     else:

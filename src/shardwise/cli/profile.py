@@ -31,7 +31,9 @@ def profile(
     from rich.console import Console
 
     from shardwise.profiling import profile as measure
+    from shardwise.reporting.files import require_writable, write_whole
 
+    require_writable(out)
     console = Console(stderr=True)
     with console.status("starting the ranks") as status:
         cluster = measure(
@@ -43,8 +45,7 @@ def profile(
             progress=lambda what: status.update(f"measuring {what}"),
             report=lambda note: console.print(f"note: {note}", markup=False, highlight=False),
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    cluster.save(out)
+    write_whole(out, cluster.to_yaml())
     if as_json:
         found = {"file": str(out), "ranks": cluster.num_ranks, "fingerprint": cluster.fingerprint}
         typer.echo(json.dumps(found, indent=2))

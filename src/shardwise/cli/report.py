@@ -66,7 +66,7 @@ def report(
         made = shardwise.report(plan, trace=recording)
     page = None if as_json and out == Path("report.html") else made.html
     if perfetto is not None:
-        write_whole(perfetto, json.dumps(_timelines(plan, recording)))
+        write_whole(perfetto, json.dumps(_timelines(plan, recording)), option="--perfetto")
     if plan_out is not None:
         plan.save(plan_out)
     if page is not None:

@@ -92,7 +92,7 @@ def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
         if event["name"] == "process_name":
             ranks = plan.groups[event["pid"]]
             event["args"] = {"name": f"ranks {format_ranks(ranks)}"}
-    write_whole(path, json.dumps(found))
+    write_whole(path, json.dumps(found), option="--trace")
 
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:

@@ -209,7 +209,10 @@ class MessageProgram:
         try:
             Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ProgramError(f"cannot write {path}: {error.strerror}") from None
+            raise ProgramError(
+                f"cannot write {path}: {error.strerror or error}",
+                hint="-o with a folder that you may write to",
+            ) from None
 
     @staticmethod
     def load(path: str | Path) -> MessageProgram:

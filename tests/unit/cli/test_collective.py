@@ -131,7 +131,7 @@ HOST = "devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 1}"
         (
             f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{switches: [{{name: s, nodes: "h[0-1]", '
             "oversubscription: .inf}]}",
-            "oversubscription is '.inf', must be a number above 0",
+            "oversubscription is '.inf', must be a finite number above 0",
         ),
         (
             f'  - {{name: "h[0-1]", {HOST}}}\nnetwork: {{latency_us: 1.0e+999999999}}',

@@ -148,6 +148,17 @@ def test_what_cannot_be_written_is_said(
             code, _, err = run(capsys, verb, plan, option, place)
             assert code == 1, (verb, option, place)
             assert "cannot write" in err
+            assert option == "--plan-out" or f"try: {option} " in err
+            assert "Traceback" not in err
+
+
+def test_links_and_pipes_are_written_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_whole(tmp_path / "link", "one")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "one"
+    write_whole("/dev/null", "two")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
