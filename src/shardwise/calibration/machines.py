@@ -18,7 +18,7 @@ from shardwise.calibration.constants import Reached
 from shardwise.calibration.devices import PCIE_BYTES_PER_S, Kind, read_device
 from shardwise.calibration.float8 import FLOAT8
 from shardwise.calibration.rows import Row
-from shardwise.calibration.values import Unusable, is_empty
+from shardwise.calibration.values import Unusable, is_empty, is_unsaid
 from shardwise.cluster import Cluster, Curve, Device, Factor, Link
 from shardwise.cluster.links import OPERATIONS, Factors
 
@@ -41,6 +41,7 @@ _PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
 # Machines of V100s without a switch.
 _CUBES = re.compile(r"p3\.(8|16)xlarge|p3dn\.24xlarge|dgx-1\b", re.IGNORECASE)
+_IN_A_NODE = re.compile(r"nvlink|nvswitch|pcie|dgx|single[\s-]*node|intra", re.IGNORECASE)
 _CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests over the wires', 8 ranks
 
 
@@ -199,6 +200,18 @@ def _network(label: str, text: str) -> tuple[float | None, float | None]:
             return int(ports[1]) * rate, None
         return (None, rate) if of_device else (rate, None)
     return None, None
+
+
+def unread_links(text: str) -> str:
+    """The part of a text about links that says nothing, where no part says the network's rate.
+
+    >>> unread_links("NVLink; carrier pigeon")
+    'carrier pigeon'
+    """
+    if is_unsaid(text) or _network("", text) != (None, None):
+        return ""
+    parts = [part.strip() for part in re.split(r"[;,]", text)]
+    return "; ".join(part for part in parts if part and not _IN_A_NODE.search(part))
 
 
 def _rate(part: str) -> float | None:

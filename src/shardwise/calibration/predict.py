@@ -16,6 +16,7 @@ from shardwise.calibration.constants import waiting
 from shardwise.calibration.layouts import Prepared, prepare
 from shardwise.calibration.machines import cluster_of, preset_device
 from shardwise.calibration.models import shape_of
+from shardwise.calibration.notes import notes_of
 from shardwise.calibration.rows import Entry, Row, read_entries
 from shardwise.calibration.statistics import Outcome
 from shardwise.calibration.values import Unusable
@@ -79,6 +80,7 @@ def predict_entry(entry: Entry) -> Outcome:
         step_time_s=step_time_s,
         memory_bytes=round(memory_bytes),
         device_memory_bytes=device.memory_bytes,
+        note="; ".join(notes_of(entry.row, cluster)),
     )
 
 

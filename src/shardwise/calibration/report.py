@@ -23,6 +23,7 @@ _COLUMNS = (
     "model",
     "gpu",
     "status",
+    "note",
     "predicted_step_time_s",
     "published_step_time_s",
     "step_time_error",
@@ -76,6 +77,7 @@ def _fields(outcome: Outcome) -> dict[str, Any]:
         "model": outcome.model,
         "gpu": outcome.device,
         "status": outcome.status,
+        "note": outcome.note,
         "predicted_step_time_s": outcome.step_time_s,
         "published_step_time_s": outcome.published_step_time_s,
         "step_time_error": outcome.error,
@@ -91,7 +93,8 @@ def _cells(outcome: Outcome, *, wide: bool) -> list[str]:
     memory = "" if outcome.memory_bytes is None else f"{outcome.memory_bytes / GIB:.1f}"
     times = [_seconds(outcome.step_time_s), _seconds(outcome.published_step_time_s)]
     model = [outcome.model] if wide else []
-    return [outcome.row_id, *model, *times, error, memory, outcome.status]
+    status = f"{outcome.status}; note: {outcome.note}" if outcome.note else outcome.status
+    return [outcome.row_id, *model, *times, error, memory, status]
 
 
 def _seconds(value: float | None) -> str:

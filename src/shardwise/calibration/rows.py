@@ -70,6 +70,7 @@ class Row:
     row_id: str
     model: str
     params_b: float | None
+    params_text: str = ""  # what stands there instead of a number
     params_tolerance_b: float
     layers: int
     hidden: int
@@ -191,10 +192,12 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
         raise Unusable(f"{model} is a mixture of experts: only dense models are predicted")
     gpus, dp = _ranks(line, sizes)
     heads = whole("heads", line["heads"])
+    params, params_b = line.get("params_b", "").strip(), _optional_number(line, "params_b")
     row = Row(
         row_id=row_id,
         model=model,
-        params_b=_optional_number(line, "params_b"),
+        params_b=params_b,
+        params_text="" if params_b is not None or is_unsaid(params) else params,
         params_tolerance_b=rounding(line.get("params_b", "")),
         layers=whole("layers", line["layers"]),
         hidden=whole("hidden", line["hidden"]),

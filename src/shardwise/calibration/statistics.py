@@ -35,6 +35,7 @@ class Outcome:
     published_step_time_s: float | None = None
     published_memory_bytes: int | None = None
     ran_out: bool = False  # as published
+    note: str = ""  # what was not taken as the row says it
 
     @property
     def is_out_of_memory(self) -> bool:

@@ -80,7 +80,9 @@ def number(name: str, text: str) -> float:
         value = float(text.replace(",", "").replace("_", "").strip())
     except ValueError:
         raise Unusable(f"{name} is {text.strip()!r}, not a number") from None
-    if not math.isfinite(value) or value <= 0:
+    if not math.isfinite(value):
+        raise Unusable(f"{name} is {text.strip()}, must be a finite number")
+    if value <= 0:
         raise Unusable(f"{name} is {text.strip()}, must be above 0")
     return value
 

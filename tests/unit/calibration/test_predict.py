@@ -162,6 +162,31 @@ def test_status(tmp_path: Path) -> None:
     assert huge.memory_bytes > huge.device_memory_bytes
 
 
+def test_what_is_not_taken_as_it_stands_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"layers": "2", "params_b": ""}
+    changes = (
+        ("", {}),
+        ("", {"interconnect": "NVLink; 4x100Gb RoCE per machine"}),
+        ("", {"interconnect": "none", "gpus_per_node": "32"}),
+        ("interconnect 'carrier pigeon' has no rate", {"interconnect": "NVLink; carrier pigeon"}),
+        ("16 gpus are not whole nodes of 3: nodes of 2 are taken", {"gpus_per_node": "3"}),
+        ("params_b is 'seven', not a number above 0", {"params_b": "seven"}),
+        ("params_b is 70, the dims make 0.", {"params_b": "70"}),
+    )
+    path = write(tmp_path / "t.csv", *({**small, **change} for _, change in changes))
+    for (note, change), found in zip(changes, predict_file(path), strict=True):
+        assert found.status == "ok", change
+        assert (note in found.note) if note else found.note == "", change
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "--csv", str(path), "--json"])
+    assert "carrier pigeon" in json.loads(capsys.readouterr().out)["rows"][3]["note"]
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "--csv", str(path)])
+    assert "note:" in capsys.readouterr().out
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "rows.csv", {}, {"gpu": "abacus"})
     out = tmp_path / "new" / "out.csv"

@@ -82,6 +82,7 @@ def test_row(tmp_path: Path) -> None:
         ({"layers": "2.5"}, "layers is 2.5, not a whole number"),
         ({"layers": "many"}, "layers is 'many', not a number"),
         ({"heads": "-4"}, "heads is -4, must be above 0"),
+        ({"seq_len": "inf"}, "seq_len is inf, must be a finite number"),
         ({"dp": "3"}, "= 6, but gpus is 16"),
         ({"dp": "", "gpus": "15"}, "15 gpus cannot be divided"),
         ({"dp": "", "gpus": ""}, "lacks gpus, dp"),
