@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from shardwise.cluster import Device
 from shardwise.errors import InfeasiblePlan
 from shardwise.planner.search.bank import WEIGHTS
 from shardwise.planner.search.found import Bound, Candidate, Found
@@ -19,6 +20,7 @@ from shardwise.planner.search.larger import Fewer, copied
 from shardwise.planner.search.relax import Again
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import RECOMPUTES, Fixed, Limits, Point, points
+from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
@@ -135,7 +137,7 @@ def _changes(
     if again is not None:
         yield from _options(fixed, again)
     yield _more_memory(nearest, search)
-    yield from _smaller_batch(found, search)
+    yield from _smaller_batch(found, search, fixed)
     yield from _more_devices(search, fixed, limits)
 
 
@@ -146,14 +148,15 @@ def _more_memory(nearest: Candidate, search: Search) -> dict[str, Any]:
     said, hints, more = [], [], {}
     if short:
         needed = _rounded_up(max(use.peak_bytes for use in short))
-        lowered = all(needed * GIB <= _most(use, nearest, search) for use in short)
-        said.append(f"{needed:.2f} GiB of memory per device")
-        hints.append(
-            f"memory_gib={needed:.2f}"
-            if lowered
-            else f"devices with {needed:.2f} GiB for the program"
-        )
-        more["memory_gib"] = needed
+        if all(needed * GIB <= _most(use, nearest, search) for use in short):
+            said.append(f"{needed:.2f} GiB of memory per device")
+            hints.append(f"memory_gib={needed:.2f}")
+            more["memory_gib"] = needed
+        else:
+            whole = _rounded_up(max(_device_bytes(use, nearest, search) for use in short))
+            said.append(f"devices of {whole:.2f} GiB, {needed:.2f} for the program")
+            hints.append(f"devices with memory_gib: {whole:.2f}")
+            more |= {"memory_gib": whole, "program_gib": needed}
     hosts = [use.host_bytes for use in uses if use.host_bytes > use.host_limit_bytes]
     if hosts:
         needed = _rounded_up(max(hosts))
@@ -170,9 +173,18 @@ def _rounded_up(num_bytes: float) -> float:
 
 def _most(use: MemoryUse, nearest: Candidate, search: Search) -> float:
     """What tensors may take of a group's smallest device, were no less allowed."""
+    return _smallest_device(use, nearest, search).memory_bytes - sum(use.others.values())
+
+
+def _device_bytes(use: MemoryUse, nearest: Candidate, search: Search) -> float:
+    """The memory of a device on which a group's tensors just fit."""
+    taken = Budget.of(_smallest_device(use, nearest, search)).taken(use.peak_bytes)
+    return taken + use.others.get("process", 0.0) + use.others.get("communicators", 0.0)
+
+
+def _smallest_device(use: MemoryUse, nearest: Candidate, search: Search) -> Device:
     ranks = nearest.setting.groups[use.group].ranks
-    device = min(map(search.evaluator.cluster.device, ranks), key=lambda d: d.usable_bytes)
-    return device.memory_bytes - sum(use.others.values())
+    return min(map(search.evaluator.cluster.device, ranks), key=lambda d: d.usable_bytes)
 
 
 def _change(change: str, kind: str, hint: str, candidate: Candidate, **more: Any) -> dict[str, Any]:
@@ -226,14 +238,14 @@ def _value(fixed: Fixed, name: str) -> str:
     return "+".join(value) or "none" if isinstance(value, tuple) else str(value)
 
 
-def _smaller_batch(found: Found, search: Search) -> Iterator[dict[str, Any]]:
+def _smaller_batch(found: Found, search: Search, fixed: Fixed) -> Iterator[dict[str, Any]]:
     """The largest part of the batch, by halves, with which one of the leanest points fits."""
     rows = search.bank.rows
     while rows > 1:
         rows //= 2
         smaller = _with_bank(search, Fewer(search.bank, rows))
         for bound in _leanest(found):
-            point = _fewer_microbatches(bound.point, rows)
+            point = _fewer_microbatches(bound.point, rows, fixed)
             candidate = None if point is None else smaller.simulate(point)
             if candidate is not None and candidate.estimate.fits:
                 yield _change(
@@ -246,10 +258,11 @@ def _smaller_batch(found: Found, search: Search) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _fewer_microbatches(point: Point, rows: int) -> Point | None:
-    if point.dp > rows:
-        return None
+def _fewer_microbatches(point: Point, rows: int, fixed: Fixed) -> Point | None:
+    """The point for a batch of so many rows, with as many micro-batches as it may and can have."""
     count = min(point.microbatches, rows // point.dp)
+    if count < max(1, fixed.microbatches or 1):
+        return None
     if point.schedule == "interleaved" and count < point.pp:
         return None
     return replace(point, microbatches=count)

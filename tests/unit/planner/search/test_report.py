@@ -301,6 +301,41 @@ def test_the_smallest_memory_is_the_same_whatever_there_is() -> None:
     assert plan.search["best"]["memory"]["peak_bytes"] <= 1.0001 * needs
 
 
+def test_a_size_of_devices_that_is_named_does_fit() -> None:
+    ids = torch.zeros(16, 512, dtype=torch.long)
+    graph = sw.capture(Tokens(width=64, layers=2, words=20_000), {"ids": ids, "labels": ids})
+    fixed: dict[str, Any] = {
+        "zero": 0,
+        "dp": 2,
+        "microbatches": 1,
+        "offload": (),
+        "progress": False,
+    }
+
+    def of(gib: float) -> sw.Cluster:
+        cluster = sw.Cluster.preset("h100", devices_per_node=2)
+        (node,) = cluster.nodes
+        devices = tuple(replace(d, memory_bytes=round(gib * 2**30)) for d in node.devices)
+        return replace(cluster, nodes=(replace(node, devices=devices),))
+
+    with pytest.raises(InfeasiblePlan, match=r"would fit: devices of \d") as raised:
+        sw.plan(graph, of(2.2), **fixed)
+    (memory,) = [c for c in raised.value.report["changes"] if c["kind"] == "memory"]
+    assert sw.plan(graph, of(memory["memory_gib"]), **fixed)
+    with pytest.raises(InfeasiblePlan):
+        sw.plan(graph, of(memory["memory_gib"] - 0.02), **fixed)
+
+
+def test_a_smaller_batch_keeps_the_micro_batches_that_are_asked_for() -> None:
+    ids = torch.zeros(16, 512, dtype=torch.long)
+    graph = sw.capture(Tokens(width=16, layers=2), {"ids": ids, "labels": ids})
+    cluster = sw.Cluster.preset("h100", devices_per_node=1)
+    fixed: dict[str, Any] = {"recompute": "none", "offload": (), "progress": False}
+    with pytest.raises(InfeasiblePlan) as raised:
+        sw.plan(graph, cluster, memory_gib=0.001, microbatches=16, **fixed)
+    assert not [c for c in raised.value.report["changes"] if c["kind"] == "batch"]
+
+
 def test_a_smaller_batch_that_is_named_does_fit() -> None:
     def captured(rows: int) -> Graph:
         ids = torch.randint(0, 128, (rows, 512))
