@@ -150,8 +150,8 @@ def outlook(plan: Plan, width: int) -> list[str]:
         "",
         "  ",
     )
-    if found.get("polish"):
-        lines += wrapped(_polished(found["polish"]), width, "", "  ")
+    if (told := found.get("polish")) and (told["layouts"] or told["simulated"]):
+        lines += wrapped(_polished(told), width, "", "  ")
     return lines
 
 

@@ -68,10 +68,11 @@ def infeasible(
 def _nothing(search: Search, fixed: Fixed, limits: Limits) -> InfeasiblePlan:
     given = {n: v for n in Fixed.__slots__ if (v := getattr(fixed, n)) is not None}
     said = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing fixed"
+    freed = f"leave {next(iter(given))} to the planner" if given else "a cluster of fewer devices"
     return InfeasiblePlan(
         f"no plan of {search.graph.name} for {limits.ranks} ranks is possible with {said}: "
         f"the batch has {limits.rows} rows to cut, the model places for {limits.stages} stages",
-        hint=f"leave {next(iter(given), 'the number of ranks')} to the planner",
+        hint=freed,
         report={"num_ranks": limits.ranks, "fixed": given, "changes": []},
     )
 
