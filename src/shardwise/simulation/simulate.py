@@ -84,10 +84,16 @@ def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
 
 
 def as_run(graph: Graph, plan: Plan) -> Graph:
+    """The graph as the plan's program computes it."""
+    return in_parts(graph) if plan.splits_time else graph
+
+
+def in_parts(graph: Graph) -> Graph:
     """With micro-batches a mean loss of 16 bits is a sum in 32 bits, as are the scores it is of."""
-    if not plan.splits_time or graph.loss is None or graph.values[graph.loss].dtype.itemsize > 2:
+    if graph.loss is None or graph.values[graph.loss].dtype.itemsize > 2:
         return graph
-    return separate_means(with_keys(graph))
+    found = separate_means(with_keys(graph))
+    return found if len(found.nodes) > len(graph.nodes) else graph
 
 
 def _on_mesh(plan: Plan, mesh: Mesh, microbatches: int) -> Plan:

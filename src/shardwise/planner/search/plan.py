@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed, Limits, Point, divisors, points
-from shardwise.planner.search.write import write_plan
+from shardwise.planner.search.write import as_written, write_plan
 from shardwise.planner.strategies.fields import batch_inputs
 from shardwise.plans import Plan, Precision, model_fingerprint
 from shardwise.plans.execution import check_types
@@ -46,9 +47,11 @@ from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import Placement
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
+from shardwise.simulation.simulate import in_parts
 from shardwise.simulation.times import Group
 
 MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
+MANY = 1 << 30  # micro-batches: as many as there are rows
 ZERO_LEVELS = (0, 1, 2, 3)
 FEW_STAGES = 16  # that modules without blocks are cut into, at most
 SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
@@ -78,24 +81,57 @@ def plan(
     least = least_tensor_ranks(cuts, fixed, cluster.num_ranks)
     kinds = Precision.of(precision)
     check_types(graph, kinds)
+    given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
     with Progress("planning", shown=progress) as bar:
-        search = _prepare(graph, cluster, cuts, memory_gib, kinds, table, bar.update)
-        limits = replace(_limits(search, graph, cluster, fixed), least_tensor_ranks=least)
-        _check_fixed(fixed, cluster, limits)
-        found = _run(search, limits, fixed)
 
-        def free() -> Found:
-            other = _prepare(graph, cluster, {}, memory_gib, kinds, table, bar.update)
-            return _run(other, replace(limits, least_tensor_ranks=1), fixed)
+        def prepare(run: Graph, fixed_cuts: Cuts) -> Search:
+            return _prepare(run, cluster, fixed_cuts, memory_gib, kinds, table, bar.update)
 
-        again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
-        if not found.feasible:
-            raise infeasible(found, search, fixed, limits, again)
-        given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
-        report = search_report(found, search, fixed, cluster, given, again)
-        made = write_plan(graph, search.fold, found.best, report, kinds)
-        made = sealed(with_choices(made, search.evaluator.clock.choose))
-        return _detailed(made, search, found)
+        def planned(run: Graph, most: int) -> Plan:
+            """The best plan of at most so many micro-batches; `run` is what they compute."""
+            search = prepare(run, cuts)
+            limits = replace(_limits(search, run, cluster, fixed), least_tensor_ranks=least)
+            limits = replace(limits, microbatches=min(limits.microbatches, most))
+            _check_fixed(fixed, cluster, limits)
+            found = _run(search, limits, fixed)
+
+            def free() -> Found:
+                return _run(prepare(run, {}), replace(limits, least_tensor_ranks=1), fixed)
+
+            again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
+            if not found.feasible:
+                raise infeasible(found, search, fixed, limits, again)
+            report = search_report(found, search, fixed, cluster, given, again)
+            made = write_plan(run, search.fold, found.best, report, kinds)
+            made = sealed(with_choices(as_written(made, run, graph), search.evaluator.clock.choose))
+            return _detailed(made, search, found)
+
+        return _in_parts_or_not(graph, fixed, planned)
+
+
+def _in_parts_or_not(graph: Graph, fixed: Fixed, planned: Callable[[Graph, int], Plan]) -> Plan:
+    """The quicker plan, where the graph is another one for several micro-batches."""
+    parts, asked = in_parts(graph), fixed.microbatches
+    if parts is graph or asked == 1:
+        return planned(graph, MANY)
+    whole = None
+    if asked is None:
+        with suppress(InfeasiblePlan):
+            whole = planned(graph, 1)
+    try:
+        several = planned(parts, MANY)
+    except InfeasiblePlan:
+        if whole is None:
+            raise
+        return whole
+    if whole is None or (several.microbatches > 1 and _step(several) < _step(whole)):
+        return several
+    return whole
+
+
+def _step(made: Plan) -> float:
+    best: Any = made.search["best"]
+    return float(best["step_time_s"])
 
 
 def _check_memory(memory_gib: Any) -> None:

@@ -7,12 +7,13 @@ for all layers that a node stands for; equal entries of numbered modules become 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from shardwise.ir import Graph, node_keys
 from shardwise.planner.search.found import Candidate
 from shardwise.planner.strategies.fields import batch_inputs, blocks, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
-from shardwise.plans.choices import starred
+from shardwise.plans.choices import known_choices, starred
 from shardwise.simulation.fold import Fold
 
 Choices = dict[str, dict[str, str]]
@@ -61,6 +62,21 @@ def write_plan(
         offload=point.offload,
         search=search,
     )
+
+
+def as_written(plan: Plan, run: Graph, graph: Graph) -> Plan:
+    """A plan of the graph that micro-batches `run`, in the names of the captured one."""
+    if run is graph:
+        return plan
+    names = {place: name for name, place in node_keys(graph).items()}
+    renamed = {node.name: names[node.key] for node in run.nodes if node.key in names}
+    nodes = {renamed.get(key, key): choices for key, choices in plan.nodes.items()}
+    stands, at = {}, ""
+    for node in run.nodes:
+        at = node.key if node.key in names else at
+        stands[node.key] = at  # an added node stands where the one before it does
+    stages = tuple(replace(s, first=stands.get(s.first, s.first)) for s in plan.stages)
+    return plan.with_(nodes=known_choices(nodes, graph), stages=stages)
 
 
 def _parameters(

@@ -159,6 +159,21 @@ def test_what_stages_share_can_be_replayed() -> None:
     assert again.step_time_s < plan.search["best"]["step_time_s"]
 
 
+@pytest.mark.parametrize(
+    "options", [{"pp": 2, "microbatches": 4}, {"tp": 2, "microbatches": 2}, {}]
+)
+def test_a_loss_of_16_bits_is_planned_as_it_runs(options: dict[str, Any]) -> None:
+    ids = torch.zeros(8, 32, dtype=torch.long)
+    model = Tokens(width=32, layers=2, words=4000).to(torch.bfloat16)
+    graph = sw.capture(model, {"ids": ids, "labels": ids})
+    cluster = sw.Cluster.preset("h100", devices_per_node=2)
+    plan = sw.plan(graph, cluster, progress=False, precision="bf16", **options)
+    found: Any = plan.search["best"]
+    again = sw.simulate(graph, plan, cluster)
+    assert again.step_time_s == pytest.approx(found["step_time_s"], rel=1e-9)
+    assert again.peak.peak_bytes == pytest.approx(found["memory"]["peak_bytes"])
+
+
 def test_runners_up_are_slower_and_differ(graph: Graph) -> None:
     plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=4), progress=False)
     best, others = plan.search["best"], plan.search["runners_up"]
