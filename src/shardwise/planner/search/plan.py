@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -87,8 +86,11 @@ def plan(
         def prepare(run: Graph, fixed_cuts: Cuts) -> Search:
             return _prepare(run, cluster, fixed_cuts, memory_gib, kinds, table, bar.update)
 
-        def planned(run: Graph, most: int) -> Plan:
-            """The best plan of at most so many micro-batches; `run` is what they compute."""
+        def planned(run: Graph, most: int = MANY) -> Plan | None:
+            """The best plan of at most so many micro-batches; `run` is what they compute.
+
+            Where it is one of two that are asked for, and nothing fits, there is none.
+            """
             search = prepare(run, cuts)
             limits = replace(_limits(search, run, cluster, fixed), least_tensor_ranks=least)
             limits = replace(limits, microbatches=min(limits.microbatches, most))
@@ -99,34 +101,38 @@ def plan(
                 return _run(prepare(run, {}), replace(limits, least_tensor_ranks=1), fixed)
 
             again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
+            if not found.feasible and most < MANY:
+                return None
             if not found.feasible:
                 raise infeasible(found, search, fixed, limits, again)
             report = search_report(found, search, fixed, cluster, given, again)
             made = write_plan(run, search.fold, found.best, report, kinds)
-            made = sealed(with_choices(as_written(made, run, graph), search.evaluator.clock.choose))
+            made = as_written(made, run, graph)
+            made = sealed(with_choices(made, search.evaluator.clock.choose))
             return _detailed(made, search, found)
 
-        return _in_parts_or_not(graph, fixed, planned)
+        made = _in_parts_or_not(graph, fixed, planned)
+    assert made is not None, "where nothing fits, that is raised"
+    return made
 
 
-def _in_parts_or_not(graph: Graph, fixed: Fixed, planned: Callable[[Graph, int], Plan]) -> Plan:
+def _in_parts_or_not(
+    graph: Graph, fixed: Fixed, planned: Callable[..., Plan | None]
+) -> Plan | None:
     """The quicker plan, where the graph is another one for several micro-batches."""
     parts, asked = in_parts(graph), fixed.microbatches
     if parts is graph or asked == 1:
-        return planned(graph, MANY)
-    whole = None
-    if asked is None:
-        with suppress(InfeasiblePlan):
-            whole = planned(graph, 1)
+        return planned(graph)
+    whole = planned(graph, 1) if asked is None else None
+    if whole is None:
+        return planned(parts)
     try:
-        several = planned(parts, MANY)
+        several = planned(parts)
     except InfeasiblePlan:
-        if whole is None:
-            raise
         return whole
-    if whole is None or (several.microbatches > 1 and _step(several) < _step(whole)):
-        return several
-    return whole
+    assert several is not None
+    quicker = several.microbatches > 1 and _step(several) < _step(whole)
+    return several if quicker else whole
 
 
 def _step(made: Plan) -> float:
