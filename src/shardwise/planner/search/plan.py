@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.cost import OpTable
@@ -50,10 +50,10 @@ from shardwise.simulation.simulate import in_parts
 from shardwise.simulation.times import Group
 
 MOST_MIXED = 16  # ranks up to which nodes may differ in whether they cut rows
-MANY = 1 << 30  # micro-batches: as many as there are rows
 ZERO_LEVELS = (0, 1, 2, 3)
 FEW_STAGES = 16  # that modules without blocks are cut into, at most
 SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
+NOTHING = Found(feasible=(), bounds=(), next_bound_s=math.inf, points=0)
 
 
 def plan(
@@ -80,64 +80,66 @@ def plan(
     least = least_tensor_ranks(cuts, fixed, cluster.num_ranks)
     kinds = Precision.of(precision)
     check_types(graph, kinds)
-    given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
     with Progress("planning", shown=progress) as bar:
 
         def prepare(run: Graph, fixed_cuts: Cuts) -> Search:
             return _prepare(run, cluster, fixed_cuts, memory_gib, kinds, table, bar.update)
 
-        def planned(run: Graph, most: int = MANY) -> Plan | None:
-            """The best plan of at most so many micro-batches; `run` is what they compute.
-
-            Where it is one of two that are asked for, and nothing fits, there is none.
-            """
+        def searched(run: Graph, than: Found | None = None) -> _Searched:
+            """With `than`, which has several micro-batches, those of one that may be quicker."""
             search = prepare(run, cuts)
             limits = replace(_limits(search, run, cluster, fixed), least_tensor_ranks=least)
-            limits = replace(limits, microbatches=min(limits.microbatches, most))
             _check_fixed(fixed, cluster, limits)
-            found = _run(search, limits, fixed)
+            if than is not None:
+                limits = replace(limits, microbatches=1)
+                if not _may_beat(search, limits, fixed, than):
+                    return _Searched(run, search, limits, NOTHING)
+            return _Searched(run, search, limits, _run(search, limits, fixed))
 
-            def free() -> Found:
-                return _run(prepare(run, {}), replace(limits, least_tensor_ranks=1), fixed)
+        run, search, limits, found = _quicker(graph, fixed, searched)
 
-            again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
-            if not found.feasible and most < MANY:
-                return None
-            if not found.feasible:
-                raise infeasible(found, search, fixed, limits, again)
-            report = search_report(found, search, fixed, cluster, given, again)
-            made = write_plan(run, search.fold, found.best, report, kinds)
-            made = as_written(made, run, graph)
-            made = sealed(with_choices(made, search.evaluator.clock.choose))
-            return _detailed(made, search, found)
+        def free() -> Found:
+            return _run(prepare(run, {}), replace(limits, least_tensor_ranks=1), fixed)
 
-        made = _in_parts_or_not(graph, fixed, planned)
-    assert made is not None, "where nothing fits, that is raised"
-    return made
+        again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
+        if not found.feasible:
+            raise infeasible(found, search, fixed, limits, again)
+        given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
+        report = search_report(found, search, fixed, cluster, given, again)
+        made = as_written(write_plan(run, search.fold, found.best, report, kinds), run, graph)
+        made = sealed(with_choices(made, search.evaluator.clock.choose))
+        return _detailed(made, search, found)
 
 
-def _in_parts_or_not(
-    graph: Graph, fixed: Fixed, planned: Callable[..., Plan | None]
-) -> Plan | None:
-    """The quicker plan, where the graph is another one for several micro-batches."""
+class _Searched(NamedTuple):
+    """What was found for a graph: as it is, or as micro-batches run it."""
+
+    run: Graph
+    search: Search
+    limits: Limits
+    found: Found
+
+
+def _quicker(graph: Graph, fixed: Fixed, searched: Callable[..., _Searched]) -> _Searched:
+    """The search for the graph; where micro-batches compute another one, the quicker of both."""
     parts, asked = in_parts(graph), fixed.microbatches
     if parts is graph or asked == 1:
-        return planned(graph)
-    whole = planned(graph, 1) if asked is None else None
-    if whole is None:
-        return planned(parts)
-    try:
-        several = planned(parts)
-    except InfeasiblePlan:
-        return whole
-    assert several is not None
-    quicker = several.microbatches > 1 and _step(several) < _step(whole)
-    return several if quicker else whole
+        return searched(graph)
+    several = searched(parts)
+    if asked is not None:
+        return several
+    whole = searched(graph, several.found)
+    if not (whole.found.feasible and several.found.feasible):
+        return whole if whole.found.feasible else several
+    one, best = whole.found.best, several.found.best
+    quicker = best.estimate.step_time_s < one.estimate.step_time_s
+    return several if quicker and best.point.microbatches > 1 else whole
 
 
-def _step(made: Plan) -> float:
-    best: Any = made.search["best"]
-    return float(best["step_time_s"])
+def _may_beat(search: Search, limits: Limits, fixed: Fixed, than: Found) -> bool:
+    """Whether some point may fit, by its bounds, and be quicker than what was found."""
+    best = than.best.estimate.step_time_s if than.feasible else math.inf
+    return any(search.may_fit(point, best) for point in points(limits, fixed))
 
 
 def _check_memory(memory_gib: Any) -> None:

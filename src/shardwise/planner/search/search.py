@@ -156,6 +156,10 @@ class Search:
         core = self.bounds.core(replace(point, zero=0, outer=None, offload=()))
         return core is not None and core.seconds < seconds
 
+    def may_fit(self, point: Point, seconds: float) -> bool:
+        """Whether a point may beat so many seconds, and its memory is not known to be too small."""
+        return self.may_beat(point, seconds) and self.bounds.bound(point).memory <= 1.0
+
     def _outside(self, graph: Graph) -> tuple[str, ...]:
         """The parameters that no block uses: embeddings, a head."""
         inside = {
