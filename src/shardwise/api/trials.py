@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from math import inf
 from statistics import median
 
 import torch
@@ -36,7 +37,7 @@ from shardwise.plans import Plan
 from shardwise.runtime.optimizer import optimizer
 
 WARM_UPS = 2  # rounds
-HEATS = ((3, 1.15), (12, 1.06), (25, 1.06))  # rounds, and what of the quickest the next heat admits
+HEATS = ((3, inf), (12, 1.15), (25, 1.06))  # rounds, and what of the quickest's step is admitted
 RACE_S = 90.0  # after these no round begins, once every plan has run
 TRIAL_S = 300.0  # the most that ranks may take, from their start to their last round
 SHARE = 0.5  # of the machine's memory that all ranks of all plans may take
@@ -98,6 +99,7 @@ def _race(tried: Sequence[_Tried]) -> list[float]:
         for number in running:
             tried[number].seconds()
     for rounds, admitted in HEATS:
+        running = [number for number in running if behind[number] <= admitted]
         for _ in range(rounds):
             if times[running[0]] and _is_late(until):
                 break
@@ -107,7 +109,6 @@ def _race(tried: Sequence[_Tried]) -> list[float]:
         least = min(medians)
         for number, seconds in zip(running, medians, strict=True):
             behind[number] = seconds / least
-        running = [number for number in running if behind[number] <= admitted]
     return [least * by for by in behind]
 
 

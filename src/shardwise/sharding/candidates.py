@@ -64,7 +64,6 @@ class Pass:
 
 
 Choice = Same | Cut | Pass
-_OF_RESHAPE = re.compile(r"g\d+_\d+")  # axes of a reshape, which depend on sizes
 _FACTORS = re.compile(r"(?:(\d+)x)?\[(\d+)\](?:x(\d+))?")  # of a segment: 3x[4]x16
 
 
@@ -111,7 +110,7 @@ def written(rule: NodeRule, found: Sequence[Candidate], text: str) -> tuple[Cand
     if exact or asked is None:
         return exact
     if asked.axis not in rule.axes:
-        return tuple(found) if _OF_RESHAPE.fullmatch(asked.axis) else ()
+        return tuple(found) if rule.by_size else ()
     cuts = [(c, c.choice) for c in found if isinstance(c.choice, Cut)]
     alike = [(c, cut) for c, cut in cuts if _places(cut) == _places(asked)]
     for part in (2, 1, 0):  # inner sizes, those that are cut, outer ones

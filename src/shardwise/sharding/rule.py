@@ -100,7 +100,7 @@ class NodeRule:
     held, so partial sums may pass through. `additive` operands (a bias) are added to the result:
     where the result is partial they are needed as partial too, so that they count once. `localize`
     rewrites the call for local sizes; without it the call stays as it is, but for size arguments.
-    `whole` says why nothing may be cut.
+    `whole` says why nothing may be cut. `by_size`: with other sizes there are other axes.
     """
 
     axes: Mapping[str, Axis]
@@ -112,6 +112,7 @@ class NodeRule:
     size_arg: str | None = None  # schema name of an argument that is the result's shape
     whole: str | None = None
     discovered: bool = False
+    by_size: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -53,7 +54,9 @@ def test_a_choice_is_found_again_with_other_sizes(
 
 
 def test_axes_of_a_reshape_that_are_gone_leave_it_free() -> None:
-    rule = NodeRule(axes={"g0_0": Axis("g0_0", 16)}, operands=(((), ("g0_0",)),),
-                    results=((("g0_0",),),))  # fmt: skip
+    axes = {"g0_0": Axis("g0_0", 16)}
+    rule = NodeRule(axes=axes, operands=(((), ("g0_0",)),), results=((("g0_0",),),), by_size=True)
     found = candidates(rule)
     assert written(rule, found, "cut g0_1") == found
+    other = dataclasses.replace(rule, by_size=False)
+    assert written(other, found, "cut g0_1") == ()

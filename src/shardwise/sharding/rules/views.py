@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from shardwise.sharding.dims import refine_product
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dim, Local, LocalCall, NodeRule, whole_rule
@@ -63,6 +65,7 @@ def factor_view(call: Call, *, localize: bool = True) -> NodeRule:
         results=(tuple(result),),
         linear=passes(call, 0),
         localize=_reshape if localize else None,
+        by_size=True,
     )
 
 
@@ -112,15 +115,7 @@ def unflatten(call: Call) -> NodeRule:
         count = len(call.get("sizes"))
         return call.replace(sizes=local.results[0][dim : dim + count])
 
-    found = factor_view(call)
-    return NodeRule(
-        axes=found.axes,
-        operands=found.operands,
-        results=found.results,
-        linear=found.linear,
-        whole=found.whole,
-        localize=localize,
-    )
+    return dataclasses.replace(factor_view(call), localize=localize)
 
 
 @rule("aten.squeeze")
