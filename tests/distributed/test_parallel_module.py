@@ -89,34 +89,6 @@ def test_steps(pool: Callable[[int], Pool], strategy: str) -> None:
     pool(2).run(steps, strategy, timeout=110)
 
 
-CUTS = {  # of a batch of 7 rows and 5 columns
-    "rows": ("cut b2", "cut g0_0", "cut n0:[7]x5"),
-    "columns": ("cut b1", "cut g0_1", "cut n0:7x[5]"),
-}
-
-
-def other_batches(cut: str) -> None:
-    model, batch = make("odd")
-    plan = plan_for(model, batch, "tensor", 2)
-    places = ("head.linear_0", "flatten", "cross_entropy_loss")
-    forced = {place: {"tp": choice} for place, choice in zip(places, CUTS[cut], strict=True)}
-    pm = sw.parallelize(model, batch, plan=plan.with_(nodes={**plan.nodes, **forced}))
-    for rows, columns in ((7, 5), (4, 5), (3, 6), (1, 5), (1, 3)):
-        given = tokens(rows, columns, 13)
-        output, gradients = dense_gradients(given)
-        assert_close(pm.train_step(given), output["loss"].detach(), f"loss of {rows} x {columns}")
-        for name, found in pm.gather_gradients().items():
-            assert_close(found, gradients[name], f"{rows} x {columns}: {name}")
-        pm.zero_grad()
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_plan_that_cuts_activations_takes_other_batches(
-    pool: Callable[[int], Pool], cut: str
-) -> None:
-    pool(2).run(other_batches, cut, timeout=110)
-
-
 class Mode(nn.Module):
     """Behaves differently in eval mode, and says so in a tuple."""
 

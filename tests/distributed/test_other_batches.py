@@ -1,0 +1,43 @@
+"""A plan that was made for one batch, used with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import shardwise as sw
+from tests.support.pool import Pool
+from tests.support.training import assert_close, make, plan_for, tokens
+
+pytestmark = pytest.mark.distributed
+
+CUTS = {  # of a batch of 7 rows and 5 columns
+    "rows": ("cut b2", "cut g0_0", "cut n0:[7]x5"),
+    "columns": ("cut b1", "cut g0_1", "cut n0:7x[5]"),
+}
+
+
+def other_batches(cut: str) -> None:
+    model, batch = make("odd")
+    plan = plan_for(model, batch, "tensor", 2)
+    places = ("head.linear_0", "flatten", "cross_entropy_loss")
+    forced = {place: {"tp": choice} for place, choice in zip(places, CUTS[cut], strict=True)}
+    pm = sw.parallelize(model, batch, plan=plan.with_(nodes={**plan.nodes, **forced}))
+    for rows, columns in ((7, 5), (4, 5), (3, 6), (1, 5), (1, 3)):
+        given = tokens(rows, columns, 13)
+        alone, _ = make("odd")
+        loss = alone(**given)["loss"]
+        loss.backward()
+        assert_close(pm.train_step(given), loss.detach(), f"loss of {rows} x {columns}")
+        expected = {name: p.grad for name, p in alone.named_parameters()}
+        for name, found in pm.gather_gradients().items():
+            assert_close(found, expected[name], f"{rows} x {columns}: {name}")
+        pm.zero_grad()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_plan_that_cuts_activations_takes_other_batches(
+    pool: Callable[[int], Pool], cut: str
+) -> None:
+    pool(2).run(other_batches, cut, timeout=110)
