@@ -6,7 +6,7 @@ group. Leaves: a `ParallelModule` that holds this rank's part and no reference t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -71,18 +71,17 @@ def parallelize(
     store, first = factory.first_step(graph, program, mesh, rng)
     store.scaler = _scaler(plan)
     load_weights(model, store, seed)
-    key = ("whole", True, rt.signature(batch))
 
-    def specialize(other: Any, training: bool) -> rt.StepProgram:
-        if ("whole", training, rt.signature(other)) == key:
-            return first
-        return factory.specialize(other, training, mesh, rng, store)
+    def specialize(key: rt.ProgramKey, batch: Any) -> rt.StepProgram:
+        return factory.specialize(key, batch, mesh, rng, store)
 
     return rt.ParallelModule(
         store,
         mesh,
         rng,
         specialize,
+        world=factory.world,
+        programs={rt.ProgramKey("", True, rt.signature(batch), factory.world()): first},
         check_batches=check_batches,
         names=list(model.state_dict()),
         recorder=factory.recorder,
@@ -148,6 +147,10 @@ class _Factory:
         self.compiled = compiled
         self.recorder: rt.Recorder | None = None
 
+    def world(self) -> Hashable:
+        """Everything outside the batch that captured programs depend on, in a form to compare."""
+        return ()
+
     def compile(self, batch: Any, training: bool) -> tuple[Graph, Program | PipelineProgram]:
         graph = capture_for_plan(
             self.skeleton, batch, self.plan, self.loss_fn, training=training, device=self.device
@@ -187,13 +190,14 @@ class _Factory:
 
     def specialize(
         self,
+        key: rt.ProgramKey,
         batch: Any,
-        training: bool,
         mesh: rt.ProcessMesh,
         rng: rt.Rng,
         store: rt.ParameterStore,
     ) -> rt.StepProgram:
-        """A program for another batch or mode over the same parameters."""
+        """A program for another batch, mode or world over the same parameters."""
+        training = key.training
         with starting(self.timeout) as agree:
             graph, program = self.compile(batch, training)
             agree(program.fingerprint)

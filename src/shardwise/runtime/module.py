@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -27,9 +28,31 @@ from shardwise.runtime.sharing import share
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.trace import Trace, align, gather_events, merge, write_trace
 
-__all__ = ["ParallelModule", "StepProgram", "check_same_batch", "leaves", "signature"]
+__all__ = [
+    "ParallelModule",
+    "ProgramKey",
+    "StepProgram",
+    "check_same_batch",
+    "leaves",
+    "signature",
+]
 
 CHECKED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramKey:
+    """What a compiled program was made for.
+
+    `step` names one of several steps over the same modules; `batch` describes the batch as far as
+    the program depends on it; `world` describes everything else outside the batch that does, such
+    as flags of the user's model.
+    """
+
+    step: str
+    training: bool
+    batch: Hashable
+    world: Hashable
 
 
 class StepProgram(Protocol):
@@ -62,7 +85,12 @@ class StepProgram(Protocol):
         ...
 
 
-Specialize = Callable[[Any, bool], StepProgram]
+Specialize = Callable[[ProgramKey, Any], StepProgram]
+World = Callable[[], Hashable]
+
+
+def _no_world() -> Hashable:
+    return ()
 
 
 class ParallelModule(nn.Module):
@@ -78,6 +106,8 @@ class ParallelModule(nn.Module):
         rng: Rng,
         specialize: Specialize,
         *,
+        world: World = _no_world,
+        programs: Mapping[ProgramKey, StepProgram] | None = None,
         check_batches: bool = True,
         names: Sequence[str] = (),
         recorder: Recorder | None = None,
@@ -91,9 +121,9 @@ class ParallelModule(nn.Module):
         if recorder is not None:
             store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
-        self._specialize = specialize
-        self._programs: dict[Hashable, StepProgram] = {}
-        self._checked: dict[Hashable, int] = {}
+        self._specialize, self._world = specialize, world
+        self._programs: dict[ProgramKey, StepProgram] = dict(programs or {})
+        self._checked: dict[ProgramKey, int] = {}
         self._check_batches = check_batches
 
     @property
@@ -101,31 +131,33 @@ class ParallelModule(nn.Module):
         """The names of the whole model's state dict, in its order."""
         return tuple(self._place_of)
 
-    def train_step(self, batch: Any, outputs: bool = False, *, local: bool = False) -> Any:
+    def train_step(
+        self, batch: Any, outputs: bool = False, *, step: str = "", local: bool = False
+    ) -> Any:
         """Forward and backward of the whole batch: its loss, the same on every rank.
 
-        Gradients are added to what is there. With `outputs`, the model's outputs too. A batch
-        with `local` is what `local_batch` gave.
+        Gradients are added to what is there. With `outputs`, the model's outputs too. `step` is
+        the name of one of several steps. A batch with `local` is what `local_batch` gave.
         """
         with self._naming_failures():
-            key, program = self._program(batch, training=True, local=local)
-            with self.rng.next_step() as step, self.store.recorder.span("step", "step", step=step):
+            key, program = self._program(batch, step, training=True, local=local)
+            with self.rng.next_step() as at, self.store.recorder.span("step", "step", step=at):
                 with self.store.step(key):
                     loss, out = program.train(batch, self.store, outputs=outputs, local=local)
                 program.finish()
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
-    def eval_step(self, batch: Any, *, local: bool = False) -> Any:
+    def eval_step(self, batch: Any, *, step: str = "", local: bool = False) -> Any:
         """The model's outputs in eval mode, without gradients."""
         with self._naming_failures():
-            key, program = self._program(batch, training=False, local=local)
+            key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
                 return program.evaluate(batch, self.store, local=local)
 
-    def eval_loss(self, batch: Any, *, local: bool = False) -> Tensor:
+    def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
         """The whole batch's loss in eval mode, without gradients, the same on every rank."""
         with self._naming_failures():
-            key, program = self._program(batch, training=False, local=local)
+            key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
                 return program.loss(batch, self.store, local=local).detach()
 
@@ -135,26 +167,36 @@ class ParallelModule(nn.Module):
             return naming_failures(self.timeout)
         return contextlib.nullcontext()
 
-    def local_batch(self, batch: Any, training: bool = True) -> Any:
+    def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:
         """This rank's part of a whole batch, for `train_step(…, local=True)`."""
-        return self.program(batch, training).local_batch(batch)
+        return self.program(batch, training, step=step).local_batch(batch)
 
-    def program(self, batch: Any, training: bool = True) -> StepProgram:
+    def program(self, batch: Any, training: bool = True, *, step: str = "") -> StepProgram:
         """The compiled step for whole batches like this one; all ranks call it for a new one."""
-        return self._get(("whole", training, signature(batch)), batch, training)
+        return self._get(self._key(batch, step, training), batch)
 
-    def _program(self, batch: Any, *, training: bool, local: bool) -> tuple[Hashable, StepProgram]:
+    def _key(self, batch: Any, step: str, training: bool) -> ProgramKey:
+        return ProgramKey(step, training, signature(batch), self._world())
+
+    def _program(
+        self, batch: Any, step: str, *, training: bool, local: bool
+    ) -> tuple[ProgramKey, StepProgram]:
         if local:
-            return self._local_program(batch, training)
-        key: Hashable = ("whole", training, signature(batch))
+            return self._local_program(batch, step, training)
+        key = self._key(batch, step, training)
         if self._check_batches and self._checked.get(key, 0) < CHECKED_STEPS:
             check_same_batch(batch, self.mesh.everyone, self.store.device)
             self._checked[key] = self._checked.get(key, 0) + 1
-        return key, self._get(key, batch, training)
+        return key, self._get(key, batch)
 
-    def _local_program(self, batch: Any, training: bool) -> tuple[Hashable, StepProgram]:
+    def _local_program(
+        self, batch: Any, step: str, training: bool
+    ) -> tuple[ProgramKey, StepProgram]:
         """The first program whose parts have these shapes on every rank."""
-        known = [(k, p) for k, p in self._programs.items() if _trains(k) == training][:60]
+        wanted = (step, training, self._world())
+        known = [
+            (k, p) for k, p in self._programs.items() if (k.step, k.training, k.world) == wanted
+        ][:60]
         fits = [program.takes(batch) for _, program in known]
         mask = torch.tensor([sum(1 << i for i, fit in enumerate(fits) if fit)])
         everyone = self.mesh.everyone
@@ -168,11 +210,11 @@ class ParallelModule(nn.Module):
             hint="pm.local_batch(whole_batch) once for each new shape of the whole batch",
         )
 
-    def _get(self, key: Hashable, batch: Any, training: bool) -> StepProgram:
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = self._specialize(batch, training)
-        return found
+    def _get(self, key: ProgramKey, batch: Any) -> StepProgram:
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._specialize(key, batch)
+        return program
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank; all ranks call it."""
@@ -245,10 +287,6 @@ class ParallelModule(nn.Module):
         raise ProgramError(
             "a parallel module is not called", hint="pm.train_step(batch) or pm.eval_step(batch)"
         )
-
-
-def _trains(key: Hashable) -> bool:
-    return isinstance(key, tuple) and bool(key[1])
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:

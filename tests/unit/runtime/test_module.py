@@ -5,7 +5,7 @@ import torch
 
 from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.module import ParallelModule, signature
+from shardwise.runtime.module import ParallelModule, ProgramKey, signature
 from shardwise.runtime.random import Rng, draw
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.threads import ThreadTransport, run_threads
@@ -43,8 +43,8 @@ def make(mesh: ProcessMesh, zero: int = 3) -> tuple[ParallelModule, list[Any]]:
     module, store = toy.make(mesh, zero)
     made: list[Any] = []
 
-    def specialize(batch: Any, training: bool) -> Program:
-        made.append((signature(batch), training))
+    def specialize(key: ProgramKey, batch: Any) -> Program:
+        made.append((key.batch, key.training))
         return Program(module)
 
     return ParallelModule(store, mesh, Rng(0, "exact", mesh), specialize), made
