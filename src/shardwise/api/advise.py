@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.presets import preset
+from shardwise.cost import OpTable
 from shardwise.errors import ClusterError, InfeasiblePlan
 from shardwise.ir import Graph
+from shardwise.planner.options import SearchOptions, known_options
 from shardwise.planner.progress import Progress
 from shardwise.planner.search import plan as find_plan
 from shardwise.planner.search.space import Fixed
@@ -21,7 +23,7 @@ from shardwise.plans import Plan
 
 HOUR_S = 3600.0
 MILLION = 1e6
-_OTHERS = ("constraints", "memory_gib", "precision", "table")  # of `plan`, beside what it fixes
+_OTHERS = ("constraints", "memory_gib", "precision")  # of `plan`, beside what it fixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +132,16 @@ class Advice:
         return "\n".join(lines)
 
 
+@known_options("sw.advise")
 def advise(
     graph: Graph,
     kinds: Sequence[str] = (),
     counts: Sequence[int] = (),
     *,
     clusters: Iterable[Cluster] = (),
+    table: OpTable | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> Advice:
     """The best plan for every kind and count of devices, and for every one of `clusters`.
 
@@ -151,7 +155,7 @@ def advise(
         )
     Fixed.of({name: value for name, value in options.items() if name not in _OTHERS})
     with Progress("comparing", shown=progress) as bar:
-        rows = list(_rows(graph, every, options, bar))
+        rows = list(_rows(graph, every, {**options, "table": table}, bar))
     rows.sort(key=lambda row: (not row.feasible, row.step_time_s or 0.0, row.num_ranks))
     return Advice(model=graph.name, rows=tuple(rows))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Unpack
 
 from shardwise.api.measured import measure_plan, rehearsed
 from shardwise.api.proving import ProvingGround, proving_ground
@@ -19,6 +19,7 @@ from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import InfeasiblePlan, RankError
 from shardwise.ir import Graph
+from shardwise.planner.options import SearchOptions, known_options
 from shardwise.planner.search import plan
 from shardwise.planner.search.details import figures
 from shardwise.plans import Plan
@@ -39,13 +40,15 @@ EQUAL = 0.01  # of the step: medians of a trial differ by as much
 FITS, FITTED = 12, 0.005  # corrections of a prediction by what was measured, and their end
 
 
+@known_options("sw.tune")
 def tune(
     graph: Graph,
     cluster: Cluster,
     *,
     table: OpTable | None = None,
     report: Callable[[str], None] = lambda what: None,
-    **options: Any,
+    progress: bool = True,
+    **options: Unpack[SearchOptions],
 ) -> tuple[Plan, OpTable]:
     """The best plan by what its programs take on this machine, with the table that says so.
 
@@ -59,7 +62,7 @@ def tune(
     found = OpTable()
     found.merge(table or OpTable())
     with proving_ground(graph, cluster) as ground:
-        tuning = _Tuning(ground, options, report)
+        tuning = _Tuning(ground, {**options, "progress": progress}, report)
         for kind in KINDS:
             if not all(options.get(name, value) == value for name, value in kind.items()):
                 continue

@@ -221,8 +221,6 @@ class Wanted:
         cluster = self.machines() or shardwise.Cluster.local(
             self.ranks or self.stages or DEFAULT_RANKS
         )
-        if strategy is Strategy.PIPELINE and self.stages is None:
-            options["stages"] = cluster.num_ranks
         make = getattr(shardwise.strategies, strategy.value)
         result: Plan = make(graph, cluster, **options)
         return result

@@ -6,7 +6,6 @@ process is needed, so that a plan for machines that are not here can be made and
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,9 @@ from shardwise.cluster.presets import preset, preset_names
 from shardwise.errors import ConfigError, RankError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.planner import strategies
+from shardwise.planner.options import option_names
 from shardwise.planner.search import plan as search
-from shardwise.planner.strategies.make import make_plan as any_strategy
-from shardwise.planner.strategies.schedule import default_stages
 from shardwise.plans import Plan, Precision
-from shardwise.schedules import NAMES
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.imports import find_file, load_object, make
 
@@ -203,24 +200,20 @@ def _strategy_args(
     found = {"seed": config.seed, "precision": config.precision, **args}
     if config.accumulate > 1:
         found.setdefault("num_microbatches", config.accumulate)
-    order = args.get("schedule", "1f1b")
-    if name == "pipeline" and order in NAMES and not {"stages", "stage_ranks", "cuts"} & set(args):
-        found["stages"] = ranks * int(args.get("virtual_stages", default_stages(order)))
     if name == "hybrid" and "dp" not in args:
         found["dp"] = max(1, ranks // (int(args.get("tp", 1)) * int(args.get("pp", 1))))
     return found
 
 
 def _called(function: Any, args: Mapping[str, Any], graph: Graph, cluster: Cluster) -> Plan:
-    if function is not search:  # `sw.plan` names unknown options itself
-        both = (inspect.signature(each).parameters for each in (function, any_strategy))
-        known = {name for each in both for name in each} - {"name", "graph", "cluster", "options"}
-        for name in args:
-            if name not in known:
-                raise ConfigError(
-                    f"{function.__name__} has no option {name!r}{did_you_mean(name, known)}",
-                    where="plan.args",
-                )
+    known = option_names(function)
+    for name in args:
+        if name not in known:
+            raise ConfigError(
+                f"{function.__name__} has no option {name!r}{did_you_mean(name, known)}",
+                where="plan.args",
+                hint=", ".join(known),
+            )
     found: Plan = function(graph, cluster, **args)
     return found
 

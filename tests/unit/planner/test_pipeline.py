@@ -85,13 +85,23 @@ def test_hybrid_of_three() -> None:
 
 
 def test_ranks_are_divided_over_the_stages() -> None:
-    plan = pipeline("fused_gpt", 8, num_microbatches=2)
+    plan = pipeline("fused_gpt", 8, stages=4, num_microbatches=2)
     assert [s.ranks for s in plan.stages] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     alone = pipeline("fused_gpt", 2, stages=2, num_microbatches=2)
     assert alone.mesh == Mesh()
     assert alone.roles == {}
     assert alone.inputs == {"input_ids": 0, "labels": 0}
     assert pipeline("fused_gpt", 2, stages=2, num_microbatches=1).inputs == {}
+
+
+def test_each_rank_has_a_stage_by_default() -> None:
+    assert [s.ranks for s in pipeline("fused_gpt", 3, num_microbatches=2).stages] == [
+        (0,),
+        (1,),
+        (2,),
+    ]
+    plan = pipeline("fused_gpt", 2, schedule="zb_v", num_microbatches=2)
+    assert [s.ranks for s in plan.stages] == [(0,), (1,), (1,), (0,)]
 
 
 def test_virtual_stages_are_where_the_schedule_runs_them() -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.cost import OpTable
@@ -19,6 +19,7 @@ from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.planner.collectives import with_choices
 from shardwise.planner.layouts.alike import alike_of
+from shardwise.planner.options import FixedOptions, known_options
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEAN, LEANEST, MIXED, QUICKEST, Bank
 from shardwise.planner.search.constraints import (
@@ -56,6 +57,7 @@ SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
 NOTHING = Found(feasible=(), bounds=(), next_bound_s=math.inf, points=0)
 
 
+@known_options("sw.plan")
 def plan(
     graph: Graph,
     cluster: Cluster,
@@ -65,7 +67,7 @@ def plan(
     precision: str | Precision | None = None,
     table: OpTable | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[FixedOptions],
 ) -> Plan:
     """The plan with the shortest simulated step that fits in memory.
 
@@ -74,7 +76,7 @@ def plan(
     `recompute`, `offload`. `memory_gib` is what a plan may use of each device. Raises
     `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.
     """
-    fixed = Fixed.of(options)
+    fixed = Fixed.of(dict(options))
     _check_memory(memory_gib)
     cuts = fixed_parameters(graph, constraints or {})
     least = least_tensor_ranks(cuts, fixed, cluster.num_ranks)

@@ -99,14 +99,7 @@ class Fixed:
 
     @staticmethod
     def of(options: dict[str, object]) -> Fixed:
-        """From keyword arguments; unknown ones name the nearest."""
-        known = Fixed.__slots__
-        for name in options:
-            if name not in known:
-                raise PlanError(
-                    f"plan() has no option {name!r}{did_you_mean(name, list(known))}",
-                    hint=", ".join(known),
-                )
+        """Return the decisions that keyword arguments make."""
         offload = options.get("offload")
         if isinstance(offload, str):
             options = {**options, "offload": (offload,)}

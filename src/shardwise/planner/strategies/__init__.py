@@ -3,7 +3,7 @@
     ddp(graph, cluster)       the batch is cut, gradients are all-reduced
     zero1, zero2, fsdp        also optimizer state, gradients, parameters are sharded
     tensor(graph, cluster)    parameters are cut, with the work on them
-    pipeline(graph, cluster, stages=4, schedule="1f1b", num_microbatches=8)     layers are cut
+    pipeline(graph, cluster, num_microbatches=8)     layers are cut, one stage per rank
     hybrid(graph, cluster, dp=2, tp=2, pp=2, zero=0)      all of them
 
 All take `num_microbatches`, `recompute`, `precision` and `offload` (see `make_plan`). A strategy of

@@ -14,6 +14,7 @@ from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.planner.balance import balance
+from shardwise.planner.options import known_options
 from shardwise.planner.places import find_places
 from shardwise.planner.strategies import schedule as schedules
 from shardwise.planner.strategies.fields import (
@@ -38,6 +39,7 @@ from shardwise.sharding.factors import Facts, analyze
 from shardwise.shares import axes_of
 
 
+@known_options("sw.strategies.make_plan")
 def make_plan(
     name: str,
     graph: Graph,

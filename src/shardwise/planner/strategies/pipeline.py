@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
+from shardwise.planner.options import CommonOptions, known_options
 from shardwise.planner.strategies.make import make_plan
 from shardwise.planner.strategies.schedule import default_stages, read
 from shardwise.plans import Plan
 from shardwise.schedules import Schedule
 
-STAGES, MICROBATCHES = 4, 8
+MICROBATCHES = 8
 
 
+@known_options("sw.strategies.pipeline", make_plan)
 def pipeline(
     graph: Graph,
     cluster: Cluster,
@@ -31,21 +33,21 @@ def pipeline(
     cuts: Sequence[str] | None = None,
     stage_ranks: Sequence[int] | None = None,
     stage_meshes: Sequence[Mesh] | None = None,
-    **options: Any,
+    **options: Unpack[CommonOptions],
 ) -> Plan:
     """The layers in `stages`, each on a group of ranks that cut the batch among them.
 
     A group runs `virtual_stages` of them: 1, or 2 for "interleaved" and "zb_v". All groups have
     as many ranks, unless `stage_ranks` counts those of each, or `stage_meshes` arranges them:
     `(1, 2, 1)` or `(Mesh(), Mesh.of(tp=2), Mesh())`. What is not given follows from the rest:
-    `stages` from these, the schedule or `cuts`, else 4; `num_microbatches` from the schedule,
-    else 8. Other options are those of `make_plan`.
+    `stages` from these, the schedule or `cuts`, else one group of stages for each rank;
+    `num_microbatches` from the schedule, else 8. Other options are those of `make_plan`.
     """
     wanted = read(schedule)
     given = wanted if isinstance(wanted, Schedule) else None
     each = virtual_stages or default_stages(wanted)
     if stages is None:
-        stages = _count(given, each, cuts, stage_ranks or stage_meshes)
+        stages = _count(given, each, cuts, stage_ranks or stage_meshes, cluster)
     groups = given.num_groups if given else stages // each
     if not given and (stages < 1 or stages % each):
         raise InfeasiblePlan(
@@ -77,13 +79,14 @@ def _count(
     each: int,
     cuts: Sequence[str] | None,
     groups: Sequence[Any] | None,
+    cluster: Cluster,
 ) -> int:
-    """The stages that the other arguments make."""
+    """Return the number of stages that the other arguments make."""
     if schedule is not None:
         return schedule.num_stages
     if groups is not None:
         return len(groups) * each
-    return len(cuts) + 1 if cuts is not None else STAGES
+    return len(cuts) + 1 if cuts is not None else cluster.num_ranks * each
 
 
 def _meshes(

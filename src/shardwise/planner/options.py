@@ -1,0 +1,140 @@
+"""Keyword options that several functions share, with signatures that people and editors can read.
+
+A function declares its shared options as `**options: Unpack[SomeTypedDict]`, which type checkers
+and editors understand. `known_options` makes `inspect.signature` and `help` show each of them with
+its type and default, and turns a misspelt option into a `PlanError` that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.plans import ParameterEntry, Precision
+from shardwise.schedules import Schedule
+
+__all__ = [
+    "CommonOptions",
+    "FixedOptions",
+    "PlanOptions",
+    "SearchOptions",
+    "StageOptions",
+    "known_options",
+    "option_names",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options of every named strategy; `sw.strategies.make_plan` says what they mean."""
+
+    recompute: str | Sequence[str]
+    precision: str | Precision | None
+    offload: str | Sequence[str]
+    per_microbatch: bool
+    shares: Mapping[str, Sequence[int]] | None
+    parameters: Mapping[str, ParameterEntry] | None
+    batch_dim: int | None
+    rng: str
+    seed: int
+
+
+class PlanOptions(CommonOptions, total=False):
+    """Options of a strategy that need not have stages."""
+
+    num_microbatches: int
+    schedule: str | Path | Schedule | None
+
+
+class StageOptions(PlanOptions, total=False):
+    """Options of a strategy that may have pipeline stages."""
+
+    virtual_stages: int | None
+    cuts: Sequence[str] | None
+
+
+class FixedOptions(TypedDict, total=False):
+    """Parts of a plan that the user decides; what is None is left to the search."""
+
+    dp: int | None
+    tp: int | None
+    pp: int | None
+    virtual_stages: int | None
+    schedule: str | None
+    microbatches: int | None
+    zero: int | None
+    recompute: str | None
+    offload: str | Sequence[str] | None
+
+
+class SearchOptions(FixedOptions, total=False):
+    """Options of a search, for functions that search several times."""
+
+    constraints: Mapping[str, Any] | None
+    memory_gib: float | None
+    precision: str | Precision | None
+
+
+def known_options(
+    place: str, like: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function of the public API; `like` is the one whose defaults its options have."""
+    defaults = {} if like is None else inspect.signature(like).parameters
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = _full_signature(function, {n: p.default for n, p in defaults.items()})
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    _refuse(name, place, checked)
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+def option_names(function: Callable[..., Any]) -> list[str]:
+    """The names of all keyword options of a function."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def _refuse(name: str, place: str, function: Callable[..., Any]) -> None:
+    options = option_names(function)
+    short = place.rpartition(".")[2]
+    raise PlanError(
+        f"{short} has no option {name!r}{did_you_mean(name, options)}",
+        where=place,
+        hint=", ".join(options),
+    )
+
+
+def _full_signature(function: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
+    """The signature with each option of its TypedDict as a keyword parameter of its own."""
+    own, types = inspect.signature(function), get_type_hints(function)
+    parameters: list[inspect.Parameter] = []
+    for parameter in own.parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter.replace(annotation=types[parameter.name]))
+            continue
+        (options,) = types[parameter.name].__args__  # of Unpack[…]
+        parameters += [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name),
+                annotation=kind,
+            )
+            for name, kind in get_type_hints(options).items()
+        ]
+    return own.replace(parameters=parameters, return_annotation=types["return"])
