@@ -5,7 +5,6 @@ Enters: a model, a batch and a plan. Leaves: `Graph`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,24 +14,28 @@ from torch import nn
 from shardwise.errors import BatchError
 from shardwise.frontend import capture, skeleton
 from shardwise.frontend.batch import path_name, read_batch
+from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.execution import check_types
 
 
 def capture_for_plan(
-    model: nn.Module,
+    model: Model,
     batch: Any,
     plan: Plan,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss_fn: Objective = None,
     *,
+    step: StepFn | None = None,
     training: bool | None = None,
     device: torch.device | str | None = None,
 ) -> Graph:
     """The graph of one step as the plan computes it.
 
-    With `per_microbatch` it is that of one micro-batch; else the whole batch's.
+    With `per_microbatch` it is that of one micro-batch; else the whole batch's. `step` is as in
+    `capture`.
     """
+    model, loss_fn = as_module(model), objective(loss_fn, step)
     if plan.per_microbatch and plan.microbatches > 1:
         batch = microbatch(batch, plan, 0)
     precision = plan.precision

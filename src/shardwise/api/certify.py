@@ -5,7 +5,6 @@ Enters: the user's model and batch, a plan. Leaves: a `Certificate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,6 +21,7 @@ from shardwise.equivalence.twin import (
     parameter_bytes,
 )
 from shardwise.frontend.batch import flatten_batch
+from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Precision
 
@@ -29,11 +29,12 @@ MOST_THREADS = 64
 
 
 def verify(
-    model: nn.Module,
+    model: Model,
     batch: Any,
     plan: Plan,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss_fn: Objective = None,
     *,
+    step: StepFn | None = None,
     timeout: float = 120.0,
     max_bytes: float | None = None,
 ) -> Certificate:
@@ -50,8 +51,10 @@ def verify(
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
     this machine has free) or more ranks than threads are sensible, is certified on a scaled twin:
     fewer layers, smaller sizes, fewer ranks and micro-batches; its stages begin at the same nodes
-    and work in the same order. The certificate then says what was scaled.
+    and work in the same order. The certificate then says what was scaled. With several named
+    steps, call this for each: `step` is as in `capture`.
     """
+    model, loss_fn = as_module(model), objective(loss_fn, step)
     if plan.collectives:
         from shardwise.collectives.derive import verify as verify_trees
 

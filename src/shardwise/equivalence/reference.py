@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwise.errors import VerifyError
 from shardwise.frontend.batch import read_batch
 from shardwise.frontend.functions import without_checkpoints
 from shardwise.frontend.loss import find_loss
+from shardwise.frontend.objective import Objective, loss_of, run_objective
 
 LEARNING_RATE = 1e-3
 
@@ -66,7 +67,7 @@ def damping(gradients: Iterable[torch.Tensor | None]) -> float:
 def run_reference(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss_fn: Objective = None,
     *,
     more: Sequence[Any] = (),
 ) -> Reference:
@@ -80,11 +81,9 @@ def run_reference(
     model.zero_grad(set_to_none=True)
     losses, outputs = [], []
     for batch in batches:
-        chosen = None if loss_fn is None else model
-        args, kwargs = read_batch(batch).arguments(batch, chosen)
         with KeepDouble(), without_checkpoints():
-            output = model(*args, **kwargs)
-            loss = find_loss(output, batch, loss_fn) / len(batches)
+            output = run_objective(model, read_batch(batch), batch, loss_fn)
+            loss = find_loss(output, batch, loss_of(loss_fn)) / len(batches)
             if not loss.requires_grad:
                 raise VerifyError("the loss depends on no parameter that is trained")
             loss.backward()  # type: ignore[no-untyped-call]

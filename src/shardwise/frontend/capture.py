@@ -30,8 +30,15 @@ from shardwise.frontend.convert import Converter
 from shardwise.frontend.failures import capture_error
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.functions import Recorder, recording
-from shardwise.frontend.loss import LossFn
 from shardwise.frontend.masks import eager_masks
+from shardwise.frontend.objective import (
+    Model,
+    Objective,
+    StepFn,
+    as_module,
+    check_objective,
+    objective,
+)
 from shardwise.frontend.random_control import controlled_random
 from shardwise.frontend.regions import check_regions_can_go
 from shardwise.frontend.step import ROOT, Step
@@ -39,10 +46,11 @@ from shardwise.ir import Graph
 
 
 def capture(
-    model: nn.Module,
+    model: Model,
     batch: Any,
-    loss_fn: LossFn | None = None,
+    loss_fn: Objective = None,
     *,
+    step: StepFn | None = None,
     training: bool | None = None,
     device: torch.device | str | None = None,
 ) -> Graph:
@@ -50,14 +58,17 @@ def capture(
 
     `batch` is a dict (keyword arguments), a tuple (positional) or a tensor. `training` sets the
     mode of the captured copy; by default the model's own. `device` is the one that tensors are
-    taken to be on (by default the model's; the CPU for meta tensors).
+    taken to be on (by default the model's; the CPU for meta tensors). Instead of a model and its
+    loss function, a `step` says what is computed: a function of the modules (the model, or a
+    mapping from names to several) and the batch that returns the loss, or outputs that hold it.
 
     >>> graph = capture(nn.Linear(2, 1), (torch.zeros(3, 2),), lambda y, batch: y.mean())
     >>> [node.op for node in graph.nodes]
     ['aten.linear.default', 'aten.mean.default']
     """
     call = read_batch(batch)
-    _check(model, loss_fn)
+    model, chosen = as_module(model), objective(loss_fn, step)
+    _check(model, chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
     with _drivers_asleep():
@@ -65,42 +76,21 @@ def capture(
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
             copy.train(training)
-        step = Step(copy, call, loss_fn, needs_loss=copy.training)
+        exported = Step(copy, call, chosen, needs_loss=copy.training)
         recorder = Recorder()
         fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
-        program = _export(step, fakes, recorder, type(model).__name__)
+        program = _export(exported, fakes, recorder, type(model).__name__)
         sources = Sources.of(model, call, _signature_names(model))
         try:
-            return _convert(program, step, sources, recorder, logical)
+            return _convert(program, exported, sources, recorder, logical)
         except NotFunctional as reason:
-            return _convert_decomposed(program, step, sources, recorder, logical, reason)
+            return _convert_decomposed(program, exported, sources, recorder, logical, reason)
 
 
-def _check(model: nn.Module, loss_fn: LossFn | None) -> None:
+def _check(model: nn.Module, chosen: Objective) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"a model is an nn.Module, not a {type(model).__name__}")
-    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
-        raise CaptureError(
-            "loss_fn has parameters of its own, which nothing would train",
-            hint="make it a submodule of the model and return the loss from forward",
-        )
-    if loss_fn is not None:
-        _check_call(loss_fn)
-
-
-def _check_call(loss_fn: LossFn) -> None:
-    """It can be called with an output and a batch, as far as its signature tells."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise CaptureError(
-            f"loss_fn takes {signature}, but it is called with the model's output and the batch",
-            hint='loss_fn=lambda output, batch: F.cross_entropy(output, batch["labels"])',
-        ) from None
+    check_objective(chosen)
 
 
 def _export(

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, LossError
 from shardwise.frontend.batch import Call, path_name, register_dataclasses
-from shardwise.frontend.loss import LossFn, find_loss
+from shardwise.frontend.loss import find_loss
+from shardwise.frontend.objective import Objective, loss_of, run_objective
 
 ROOT = "model"  # the attribute that holds the user's model; stripped from every name
 
@@ -44,29 +45,27 @@ class Step(nn.Module):
     """`forward(*tensors)`: the model on the batch rebuilt from `tensors`, then the loss."""
 
     def __init__(
-        self, model: nn.Module, call: Call, loss_fn: LossFn | None, *, needs_loss: bool
+        self, model: nn.Module, call: Call, chosen: Objective, *, needs_loss: bool
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # A tuple hides these from export's search for attributes.
-        self._hidden = (call, loss_fn, needs_loss)
+        self._hidden = (call, chosen, needs_loss)
         self.outputs = (StepOutputs(),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, loss_fn, needs_loss = self._hidden
+        call, chosen, needs_loss = self._hidden
         report = self.outputs[0]
         before = _state(self.model)
-        chosen = None if loss_fn is None else self.model
-        args, kwargs = call.arguments(call.batch_with(tensors), chosen)
-        output = self.model(*args, **kwargs)
+        output = run_objective(self.model, call, call.batch_with(tensors), chosen)
         register_dataclasses(output)
         results: list[torch.Tensor] = []
         try:
-            results.append(find_loss(output, call.batch_with(tensors), loss_fn))
+            results.append(find_loss(output, call.batch_with(tensors), loss_of(chosen)))
             report.has_loss = True
         except LossError:
-            if needs_loss or loss_fn is not None:
+            if needs_loss or chosen is not None:
                 raise
         leaves, report.spec = pytree.tree_flatten(output)
         report.leaves = [_leaf(leaf, results, report) for leaf in leaves]
