@@ -1,5 +1,13 @@
 """`python -m shardwise.cli`."""
 
+import signal
+
+# A rank that is interrupted while it imports ends without a traceback.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from shardwise.cli import main
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 main()

@@ -17,10 +17,12 @@ import typer
 
 from shardwise.cli.figures import terminal_width
 from shardwise.cli.target import AsJson
-from shardwise.errors import InfeasiblePlan, RankError, ShardwiseError
+from shardwise.errors import InfeasiblePlan, ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.training.trainer import DryRun, FitResult, Trainer
+    from shardwise.training.trainer import DryRun, FitResult
+
+INTERRUPTED = 130  # as shells count SIGINT
 
 
 def train(
@@ -46,6 +48,27 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train what a config says, from the newest checkpoint if there is one."""
+    try:
+        _train(config, set_, ranks, folder, resume, dry_run, as_json)
+    except ShardwiseError as error:
+        if "RANK" not in os.environ:
+            raise
+        raise typer.Exit(_tell_as_rank(error)) from error
+    except KeyboardInterrupt:
+        if trainer_talks():
+            typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _train(
+    config: Path,
+    set_: list[str] | None,
+    ranks: int | None,
+    folder: str | None,
+    resume: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     from shardwise.training.signals import EXIT_STOPPED
     from shardwise.training.trainer import Trainer
 
@@ -61,21 +84,12 @@ def train(
     if trainer.config.folder is None:
         default = f"runs/{config.stem}"
         trainer = Trainer.from_config(config, set_ or [], folder=default, resume=resume)
-    try:
-        result = _fit(trainer)
-    except ShardwiseError as error:
-        if "RANK" not in os.environ or os.environ["RANK"] == "0":
-            raise
-        raise typer.Exit(_told_by_others(error)) from error
+    with trainer:
+        result = trainer.fit()
     if trainer_talks():
         typer.echo(json.dumps(_to_json(result), indent=2) if as_json else _to_text(result))
     if result.stopped == "signal":
         raise typer.Exit(EXIT_STOPPED)
-
-
-def _fit(trainer: Trainer) -> FitResult:
-    with trainer:
-        return trainer.fit()
 
 
 def trainer_talks() -> bool:
@@ -96,11 +110,13 @@ def _for_ranks(
     return found + (["--json"] if as_json else [])
 
 
-def _told_by_others(error: ShardwiseError) -> int:
-    """Rank 0 tells in full what all ranks met; another's own failure is one line."""
-    if isinstance(error, RankError):
-        rank, line = os.environ["RANK"], error.message.partition("\n")[0]
-        typer.echo(f"rank {rank}: {type(error).__name__}: {line}", err=True)
+def _tell_as_rank(error: ShardwiseError) -> int:
+    """Print an error that ends this rank, where no other rank prints it; return the exit code."""
+    from shardwise.training.ending import tell
+
+    if "--debug" in sys.argv:
+        raise error
+    tell(error)
     return 3 if isinstance(error, InfeasiblePlan) else 1
 
 
@@ -134,6 +150,8 @@ def _to_text(result: FitResult) -> str:
 
     ended = {"finished": "done", "callback": "stopped early", "signal": "stopped by a signal"}
     lines = [f"{ended[result.stopped]} at step {result.steps}  {summary(result.metrics)}".rstrip()]
+    if result.stopped == "finished" and not result.losses:
+        lines = [f"done at step {result.steps} before: nothing was trained"]
     if result.checkpoint is not None:
         lines.append(f"checkpoint {result.checkpoint}")
     if result.trace is not None:

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from shardwise.errors import LinkError, RankError
 
-__all__ = ["naming_failures", "show_life"]
+__all__ = ["has_ended", "naming_failures", "report_of", "show_life"]
 
 BEAT_S = 0.5
 DEAD_AFTER_S = 4.0
@@ -171,6 +171,20 @@ _watch: _Watch | None = None  # of the default process group
 def show_life() -> None:
     """Begin to show signs of life, if there are other ranks: a rank is known from here on."""
     _current_watch()
+
+
+def report_of(rank: int) -> str | None:
+    """Return the failure that a rank has reported, as far as this rank can know it."""
+    with contextlib.suppress(RuntimeError):
+        return None if _watch is None else _watch.reported(rank)
+    return None
+
+
+def has_ended(rank: int) -> bool:
+    """Return whether a rank has ended in an orderly way, or its store no longer answers."""
+    with contextlib.suppress(RuntimeError):
+        return _watch is None or _watch.life(rank)[0] == LEFT
+    return True
 
 
 def _current_watch() -> _Watch | None:

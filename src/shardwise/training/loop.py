@@ -58,7 +58,6 @@ class Loop:
         self.trainer, self.session, self.stops = trainer, session, stops
         self.records = records
         self.logs, self.terminal, self.config = logs, terminal, session.config
-        self.total = session.totals()["total_steps"]
         self.metrics: dict[str, float] = {}
         self.losses: list[float] = []
         self.evaluated_step: int | None = None
@@ -72,7 +71,7 @@ class Loop:
     def _run(self) -> Outcome:
         session = self.session
         stop = Stop.NO
-        if not self._complete():
+        if not session.complete():
             batches = session.source.batches(session.position, session.data_state)
             try:
                 stop = self._steps(batches)
@@ -87,11 +86,6 @@ class Loop:
             self._save(wait=True)
         return Outcome(losses=tuple(self.losses), metrics=dict(self.metrics), stop=stop)
 
-    def _complete(self) -> bool:
-        epochs = self.config.epochs
-        done = self.total is not None and self.session.step >= self.total
-        return done or (epochs is not None and self.session.position.epoch >= epochs)
-
     def _steps(self, batches: Iterator[Fetched]) -> Stop:
         session = self.session
         while True:
@@ -103,9 +97,11 @@ class Loop:
             if self.records.end(session.step, seconds) and session.world.talks:
                 self.terminal.say(f"step {session.step}  trace {self.records.trace}")
             self._figures(fetched, seconds)
+            if session.checkpoints is not None:
+                session.checkpoints.tidy()
             self._between(fetched)
             stop = self._agreed()
-            if stop or self._complete():
+            if stop or session.complete():
                 self.records.finish()
                 return stop
 

@@ -24,14 +24,19 @@ __all__ = ["RunOutputs"]
 
 
 class RunOutputs:
-    """Opened when a run starts; closed when it ends, also by an error, which `run.json` tells."""
+    """Opened when a run starts; closed when it ends, also by an error, which `run.json` tells.
+
+    A run that has nothing left to do leaves all files as they are.
+    """
 
     def __init__(self, session: Session) -> None:
         config, writer = session.config, session.world.talks
         folder = Path(config.folder) if config.folder is not None and writer else None
+        if session.complete():
+            folder = None
         self.logs: list[Log] = []
         self.ranks: JsonlLog | None = None
-        if writer:
+        if writer and not session.complete():
             self.logs = make_logs(config.logs, folder, config_to_json(config), session.step)
         if folder is not None:
             _write_settings(session, folder)

@@ -262,6 +262,12 @@ class Session:
             epochs = -(-total // each)
         return {"total_steps": total, "total_epochs": epochs}
 
+    def complete(self) -> bool:
+        """Return whether all steps and epochs that the config asks for are done."""
+        total, epochs = self.totals()["total_steps"], self.config.epochs
+        done = total is not None and self.step >= total
+        return done or (epochs is not None and self.position.epoch >= epochs)
+
     # --- evaluating, saving, continuing -----------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
@@ -278,6 +284,13 @@ class Session:
         """Before the state changes: what a checkpoint copies of it is copied."""
         if self.saving is not None:
             self.saving.staged(self.config.timeout_s)
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, and remove those that are not kept."""
+        if self.saving is not None:
+            self.saving.wait(self.config.timeout_s)
+        if self.checkpoints is not None:
+            self.checkpoints.wait(self.config.timeout_s)
 
     def save(self, path: Path | None, metrics: Mapping[str, float], *, wait: bool) -> Path | None:
         """A checkpoint of this moment, in the run's folder or elsewhere; all ranks call it."""

@@ -1,13 +1,16 @@
 """Requests to stop, from the system or from a callback, that all ranks follow together.
 
 SIGTERM, or SIGINT once, asks for a stop after the step under way; a second SIGINT ends at once. A
-request on one rank becomes that of all by a maximum over ranks, once a step.
+request on one rank becomes that of all by a maximum over ranks, once a step. The signal handler
+itself says that the request was heard: a step may take minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,10 +41,15 @@ class StopRequests:
     def __init__(self) -> None:
         self.asked = Stop.NO
         self._interrupted: float | None = None
+        self._answer = ""
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, signals are requests; only the main thread can listen."""
+    def listening(self, answer: str = "") -> Iterator[None]:
+        """Inside, signals are requests; only the main thread can listen.
+
+        `answer` is what the first signal writes to stderr at once.
+        """
+        self._answer = answer
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -60,6 +68,11 @@ class StopRequests:
             if self._interrupted is not None and now - self._interrupted > _SAME_S:
                 raise KeyboardInterrupt
             self._interrupted = self._interrupted or now
+        if self._answer and self.asked is not Stop.SIGNAL:
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            begin = "\n" if sys.stderr.isatty() else ""
+            with contextlib.suppress(OSError):  # written past buffers that may be in use
+                os.write(2, f"{begin}{name}: {self._answer}\n".encode())
         self.asked = Stop.SIGNAL
 
     def ask(self) -> None:

@@ -23,15 +23,17 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.plans import Plan
 from shardwise.runtime import ParallelModule, ShardedOptimizer
+from shardwise.runtime.failures import naming_failures
 from shardwise.simulation import Estimate, simulate
 from shardwise.training.config import TrainConfig
+from shardwise.training.ending import print_errors_once
 from shardwise.training.loop import Loop
 from shardwise.training.outputs import RunOutputs
 from shardwise.training.planning import make_planned
 from shardwise.training.processes import choose_device, process_group
 from shardwise.training.reading import config_from, load_config
 from shardwise.training.records import Records
-from shardwise.training.session import Session, check, gather
+from shardwise.training.session import Ingredients, Session, check, gather
 from shardwise.training.signals import Stop, StopRequests
 
 __all__ = ["DryRun", "FitResult", "Trainer"]
@@ -70,6 +72,7 @@ class Trainer:
     """Trains what its config says; see `TrainConfig` for the fields."""
 
     def __init__(self, **fields: Any) -> None:
+        print_errors_once()
         self.config: TrainConfig = config_from(fields)
         self._base: Path | None = None
         self._session: Session | None = None
@@ -113,14 +116,16 @@ class Trainer:
         session = self._started()
         with RunOutputs(session) as outputs:
             if self._resumed_from is not None:
-                outputs.terminal.say(f"resumed at step {session.step} from {self._resumed_from}")
+                then = ": all steps are done, nothing is trained" if session.complete() else ""
+                outputs.terminal.say(
+                    f"resumed at step {session.step} from {self._resumed_from}{then}"
+                )
             session.callbacks.tell("on_start", self)
             records = Records(self.config, session.module, outputs.ranks)
             loop = Loop(self, session, self._stops, outputs.logs, outputs.terminal, records)
-            with self._stops.listening():
+            with self._stops.listening(self._answer(session)):
                 outcome = loop.run()
-                if session.saving is not None:
-                    session.saving.wait(self.config.timeout_s)
+                session.finish_saving()
             if missed := records.missed():
                 outputs.terminal.say(missed)
         self._stops.asked = Stop.NO
@@ -217,12 +222,21 @@ class Trainer:
 
     def _started(self) -> Session:
         if self._session is None:
-            parts = gather(self.config, self._base)
-            device = choose_device(self.config.device)
-            world = self._stack.enter_context(process_group(device, self.config.timeout_s))
-            self._session = Session(parts, world)
-            self._resumed_from = self._session.resume()
+            self.check()
+            device, timeout = choose_device(self.config.device), self.config.timeout_s
+            world = self._stack.enter_context(process_group(device, timeout))
+            with naming_failures(timeout):  # of one rank alone, such as a file that it lacks
+                session = Session(Ingredients(self.config, self._base), world)
+                self._resumed_from = session.resume()
+            self._session = session
         return self._session
+
+    def _answer(self, session: Session) -> str:
+        """What a signal is answered with at once, on the rank that talks."""
+        if not session.world.talks:
+            return ""
+        saving = " and saving" if session.checkpoints is not None else "; no folder, nothing saved"
+        return f"stopping after this step{saving}. Press Ctrl-C again to end at once."
 
 
 def _fields(config: TrainConfig) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Checkpoints:
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
         self._saving: Saving | None = None
+        self._untidy = False  # whether the saving under way makes an older one superfluous
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after a step is, or would be."""
@@ -76,6 +77,7 @@ class Checkpoints:
         given = dict(extra or {})
         if metrics:
             given[METRICS] = {**given.get(METRICS, {}), **{k: float(v) for k, v in metrics.items()}}
+        self._untidy = True
         saving = self._saving = save_checkpoint(
             self.path(step),
             module,
@@ -101,6 +103,12 @@ class Checkpoints:
             if saving.done():
                 self._saving = None
         self._remove_old()
+
+    def tidy(self) -> None:
+        """Remove what is not kept as soon as the saving under way is complete; never waits."""
+        if self._untidy and self._saving is not None and self._saving.done():
+            self._untidy = False
+            self._remove_old()
 
     def all(self) -> list[Path]:
         """All complete ones, by step; their tensors are not read."""
