@@ -17,9 +17,10 @@ from torch import nn
 from shardwise import runtime as rt
 from shardwise.api.captured import capture_for_plan
 from shardwise.api.compiled import PipelineProgram, Program, compile
+from shardwise.api.indices import BatchIndices
 from shardwise.api.scheduled import ScheduledStep, input_dtypes, offloading
 from shardwise.api.weights import load_weights
-from shardwise.emit import LoadedPipeline, build, load
+from shardwise.emit import LoadedPipeline, build, load, naming_places
 from shardwise.errors import BatchError, LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
@@ -258,6 +259,7 @@ class _Step:
             for name, shape in whole.items()
         }
         self.constants = dict(graph.input_constants)
+        self.indices = BatchIndices(graph)
 
     def train(
         self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
@@ -285,11 +287,14 @@ class _Step:
         """One program has all gradients."""
 
     def _forward(self, batch: Any, outputs: bool, local: bool) -> tuple[torch.Tensor | None, Any]:
+        if not local:
+            self.indices.check(flatten_batch(batch)[0])
         tensors, _ = flatten_batch(batch if local else self.local_batch(batch))
         inputs = [tensors[name].to(self.device, self.dtypes.get(name)) for name in self.names]
-        if not outputs:
-            return self.module(*inputs), None
-        loss, leaves = self.module(*inputs, outputs=True)
+        with naming_places():
+            if not outputs:
+                return self.module(*inputs), None
+            loss, leaves = self.module(*inputs, outputs=True)
         return loss, rebuild_output(self.spec, leaves)
 
     def local_batch(self, batch: Any) -> Any:

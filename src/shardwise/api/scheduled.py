@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise import runtime as rt
-from shardwise.emit import LoadedPipeline
+from shardwise.api.indices import BatchIndices
+from shardwise.emit import LoadedPipeline, naming_places
 from shardwise.frontend import flatten_batch, rebuild_output
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
@@ -36,6 +37,7 @@ class ScheduledStep:
         self.spec = graph.output_spec
         self.constants = dict(graph.input_constants)
         self.dtypes = input_dtypes(graph, plan)
+        self.indices = BatchIndices(graph)
         reader = self.executor.reader
         self.local_shapes = {i.name: reader.local_shape(i.name) for i in graph.inputs}
 
@@ -43,26 +45,33 @@ class ScheduledStep:
         self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor, Any]:
         scale = 1.0 if store.scaler is None else store.scaler.scale
-        with offloading(self.plan):
+        tensors = self._tensors(batch, local)
+        with offloading(self.plan), naming_places():
             loss, leaves = self.executor.train(
-                self._tensors(batch), outputs=outputs, scale=scale, whole=not local
+                tensors, outputs=outputs, scale=scale, whole=not local
             )
         return loss, rebuild_output(self.spec, leaves) if leaves is not None else None
 
     def evaluate(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Any:
-        leaves = self.executor.evaluate(self._tensors(batch), whole=not local)
+        tensors = self._tensors(batch, local)
+        with naming_places():
+            leaves = self.executor.evaluate(tensors, whole=not local)
         return rebuild_output(self.spec, leaves)
 
     def loss(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Tensor:
-        return self.executor.evaluate_loss(self._tensors(batch), whole=not local)
+        tensors = self._tensors(batch, local)
+        with naming_places():
+            return self.executor.evaluate_loss(tensors, whole=not local)
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use."""
         with self.store.recorder.span("waiting", "gradients"):
             self.executor.tied.sum_gradients()
 
-    def _tensors(self, batch: Any) -> Mapping[str, Tensor]:
+    def _tensors(self, batch: Any, local: bool) -> Mapping[str, Tensor]:
         tensors, _ = flatten_batch(batch)
+        if not local:
+            self.indices.check(tensors)
         return {name: t.to(dtype=self.dtypes.get(name)) for name, t in tensors.items()}
 
     def local_batch(self, batch: Any) -> Any:

@@ -14,11 +14,13 @@ from typing import Any
 
 from shardwise.errors import ProgramError
 
+FILENAME = "<shardwise program "  # how the file names of emitted code begin
+
 
 def load(source: str, functions: Mapping[str, Any] | None = None) -> types.ModuleType:
     """The module that `source` defines. `functions` holds classes that cannot be imported."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-    filename = f"<shardwise program {digest}>"
+    filename = f"{FILENAME}{digest}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(f"shardwise_program_{digest}")
     module.__dict__["FUNCTIONS"] = dict(functions or {})

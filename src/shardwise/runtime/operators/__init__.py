@@ -5,6 +5,7 @@ from shardwise.runtime.operators.embedding import embedding_rows, grouped_mm
 from shardwise.runtime.operators.empty import empty_result, empty_results, no_channels
 from shardwise.runtime.operators.losses import cross_entropy, nll_loss, partial_loss
 from shardwise.runtime.operators.norms import batch_norm, layer_norm, rms_norm, weight_norm
+from shardwise.runtime.operators.ranges import require_in_range
 from shardwise.runtime.operators.reductions import (
     all_true,
     amax,
@@ -39,6 +40,7 @@ __all__ = [
     "no_channels",
     "partial_loss",
     "partial_mean",
+    "require_in_range",
     "rms_norm",
     "softmax",
     "std",

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.empty import empty_result
+from shardwise.runtime.operators.ranges import require_in_range
 from shardwise.runtime.operators.support import held
-from shardwise.runtime.splits import Of
+from shardwise.runtime.splits import Of, whole_length
 
 __all__ = ["embedding_rows", "grouped_mm"]
 
@@ -20,6 +21,7 @@ def embedding_rows(
     weight: Tensor, indices: Tensor, axis: Axis, rows: Of, *, padding_idx: int | None = None
 ) -> Tensor:
     """This rank's term of an embedding whose `rows` are cut over `axis`: zeros for other rows."""
+    require_in_range(indices, whole_length(rows), "embedding")
     start, length = held(axis, rows)
     if length == 0:
         return empty_result((*indices.shape, weight.shape[1]), weight.dtype, weight)

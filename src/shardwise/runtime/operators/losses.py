@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.runtime.collectives import reduce
 from shardwise.runtime.mesh import Axis
+from shardwise.runtime.operators.ranges import require_in_range
 from shardwise.runtime.operators.softmax import log_softmax
 from shardwise.runtime.operators.support import held, summed, untraced, wide
 from shardwise.runtime.splits import Of, whole_length
@@ -124,6 +125,8 @@ def _picked(
 ) -> Tensor:
     """The negative logs of the targets; zero for those that are ignored or on other ranks."""
     dim = _class_dim(logs)
+    number = logs.shape[dim] if class_axis is None else whole_length(classes)
+    require_in_range(target, number, "the loss", ignored=ignore_index)
     if logs.shape[dim] == 0:
         return -logs.sum(dim)
     places, here = _held_targets(target, ignore_index, logs.shape[dim], class_axis, classes)
