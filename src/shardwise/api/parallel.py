@@ -6,7 +6,7 @@ group. Leaves: a `ParallelModule` that holds this rank's part and no reference t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -18,12 +18,22 @@ from shardwise import runtime as rt
 from shardwise.api.captured import capture_for_plan
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.indices import BatchIndices
+from shardwise.api.originals import claim, refuse_shared
 from shardwise.api.scheduled import ScheduledStep, input_dtypes, offloading
+from shardwise.api.steps import (
+    Plans,
+    StepSpec,
+    read_steps,
+    storage_homes,
+    trained_parameters,
+    used_parameters,
+)
 from shardwise.api.weights import load_weights
-from shardwise.emit import LoadedPipeline, build, load, naming_places
+from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
 from shardwise.errors import BatchError, LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
+from shardwise.frontend.objective import Model, StepFn, as_module
 from shardwise.ir import Graph
 from shardwise.pages import keep_pages
 from shardwise.planner.search.replay import decisions
@@ -36,11 +46,12 @@ from shardwise.runtime.ways import Derive
 
 
 def parallelize(
-    model: nn.Module,
+    model: Model,
     batch: Any,
-    plan: Plan,
+    plan: Plans,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     *,
+    steps: Mapping[str, StepFn] | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
     compile: bool = False,
@@ -55,12 +66,25 @@ def parallelize(
     seconds. A model on meta is initialized module by module with `seed`, each rank keeping its
     part. With `compile` the generated module runs under `torch.compile`; with `record`,
     `pm.trace(path)` gives what every rank did when: "paused" begins with `pm.recorder.start()`.
+
+    With `steps`, a mapping from names to functions `(modules, batch) -> loss`, one parallel module
+    runs several steps over the same parameters: `pm.train_step(batch, step="d")`. `model` may then
+    be a mapping from names to modules, which the functions read as `modules.G` or `modules["G"]`.
+    `batch` is one example for all steps, or a mapping with exactly their names; `plan` is one plan
+    for all, a mapping with their names, or a function that makes a plan of each step's graph.
     """
     with starting(timeout) as agree:
-        require_ranks(plan.num_ranks)
-        factory = _Factory(model, plan, loss_fn, device, timeout, compile)
-        graph, program = factory.compile(batch, True)
-        agree(program.fingerprint)
+        root = as_module(model)
+        refuse_shared(root)
+        factory = _Factory(root, device, timeout, compile)
+        factory.steps = read_steps(root, batch, plan, loss_fn, steps, factory.device)
+        first_plan = factory.plan
+        require_ranks(first_plan.num_ranks)
+        compiled = {
+            name: factory.compile(step, step.batch, True) for name, step in factory.steps.items()
+        }
+        homes = storage_homes({name: program for name, (_, program) in compiled.items()})
+        agree(" ".join(program.fingerprint for _, program in compiled.values()))
     grow_segments(factory.device)
     if factory.device.type == "cpu":
         keep_pages()
@@ -68,27 +92,34 @@ def parallelize(
     factory.recorder = _recorder(record, mesh, factory.device)
     if factory.recorder is not None:
         mesh.note(factory.recorder)
-    rng = rt.Rng(plan.seed, plan.rng, mesh)
-    store, first = factory.first_step(graph, program, mesh, rng)
-    store.scaler = _scaler(plan)
-    load_weights(model, store, seed)
+    rng = rt.Rng(first_plan.seed, first_plan.rng, mesh)
+    store, programs = factory.first_steps(compiled, homes, mesh, rng)
+    store.scaler = _scaler(first_plan)
+    load_weights(root, store, seed)
 
     def specialize(key: rt.ProgramKey, batch: Any) -> rt.StepProgram:
         return factory.specialize(key, batch, mesh, rng, store)
 
-    return rt.ParallelModule(
+    world = factory.world()
+    pm = rt.ParallelModule(
         store,
         mesh,
         rng,
         specialize,
         world=factory.world,
-        programs={rt.ProgramKey("", True, rt.signature(batch), factory.world()): first},
+        programs={
+            rt.ProgramKey(step.name, True, rt.signature(step.batch), world): programs[step.name]
+            for step in factory.steps.values()
+        },
+        steps=tuple(factory.steps),
         check_batches=check_batches,
-        names=list(model.state_dict()),
+        names=list(root.state_dict()),
         recorder=factory.recorder,
         timeout=timeout,
-        about=trace_labels(plan),
+        about=trace_labels(first_plan),
     )
+    claim(root, pm)
+    return pm
 
 
 def _recorder(
@@ -132,31 +163,34 @@ def _scaler(plan: Plan) -> rt.LossScaler | None:
 class _Factory:
     """Captures, compiles and builds programs of one model for batches as they come."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        loss_fn: Any,
-        device: Any,
-        timeout: float,
-        compiled: bool,
-    ) -> None:
+    steps: dict[str, StepSpec]
+
+    def __init__(self, model: nn.Module, device: Any, timeout: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
         self.training = model.training
-        self.plan, self.loss_fn, self.timeout = plan, loss_fn, timeout
+        self.timeout = timeout
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.compiled = compiled
         self.recorder: rt.Recorder | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What holds for all steps: mesh, types, random numbers."""
+        return next(iter(self.steps.values())).plan
 
     def world(self) -> Hashable:
         """Everything outside the batch that captured programs depend on, in a form to compare."""
         return ()
 
-    def compile(self, batch: Any, training: bool) -> tuple[Graph, Program | PipelineProgram]:
+    def compile(
+        self, step: StepSpec, batch: Any, training: bool
+    ) -> tuple[Graph, Program | PipelineProgram]:
+        plan = step.plan
         graph = capture_for_plan(
-            self.skeleton, batch, self.plan, self.loss_fn, training=training, device=self.device
+            self.skeleton, batch, plan, step.objective, training=training, device=self.device
         )
-        return graph, compile(graph, self.plan if training else _with_inputs_of(graph, self.plan))
+        whole = training and len(self.steps) == 1
+        return graph, compile(graph, plan if whole else _with_inputs_of(graph, plan))
 
     def mesh(self) -> rt.ProcessMesh:
         """This rank's mesh, with a process group for every combination of axes that may talk."""
@@ -170,24 +204,30 @@ class _Factory:
             derive=derive_for(self.plan),
         )
 
-    def first_step(
+    def first_steps(
         self,
-        graph: Graph,
-        program: Program | PipelineProgram,
+        compiled: Mapping[str, tuple[Graph, Program | PipelineProgram]],
+        homes: Mapping[str, str],
         mesh: rt.ProcessMesh,
         rng: rt.Rng,
-    ) -> tuple[rt.ParameterStore, rt.StepProgram]:
-        """Memory for this rank's parameters, and the program that uses it."""
-        if isinstance(program, PipelineProgram):
-            loaded = self._load(program, graph, mesh, rng)
-            store = loaded.make_store()
-            return store, self._scheduled(graph, loaded, store)
-        generated = load(program.source(mesh.rank), graph.functions)
-        module = build(generated, mesh, rng, self.device, graph)
-        store = rt.ParameterStore(
-            module, mesh, generated.PARAMETERS, generated.BUFFERS, device=self.device
-        )
-        return store, self._step(graph, generated, module, mesh)
+    ) -> tuple[rt.ParameterStore, dict[str, rt.StepProgram]]:
+        """Memory for this rank's parameters, and the programs that use it."""
+        loaded = {
+            name: self._load(graph, program, mesh, rng)
+            for name, (graph, program) in compiled.items()
+        }
+        order = {name: place for place, name in enumerate(homes)}
+        held = [
+            spec
+            for step, each in loaded.items()
+            for spec in each.parameters
+            if homes[spec.name] == step
+        ]
+        held.sort(key=lambda spec: order[spec.name])
+        store = make_store(list(loaded.values()), held, mesh, self.device)
+        return store, {
+            name: self._step(self.steps[name], each, mesh, store) for name, each in loaded.items()
+        }
 
     def specialize(
         self,
@@ -198,36 +238,35 @@ class _Factory:
         store: rt.ParameterStore,
     ) -> rt.StepProgram:
         """A program for another batch, mode or world over the same parameters."""
-        training = key.training
+        step = self.steps[key.step]
         with starting(self.timeout) as agree:
-            graph, program = self.compile(batch, training)
+            graph, program = self.compile(step, batch, key.training)
             agree(program.fingerprint)
-        if isinstance(program, PipelineProgram):
-            loaded = self._load(program, graph, mesh, rng)
-            _require_same_storage(store, loaded.parameters, training)
-            loaded.attach(store)
-            return self._scheduled(graph, loaded, store)
-        generated = load(program.source(mesh.rank), graph.functions)
-        _require_same_storage(store, generated.PARAMETERS, training)
-        module = build(generated, mesh, rng, self.device, graph)
-        store.attach(module)
-        return self._step(graph, generated, module, mesh)
-
-    def _step(
-        self, graph: Graph, generated: Any, module: nn.Module, mesh: rt.ProcessMesh
-    ) -> rt.StepProgram:
-        run = torch.compile(module) if self.compiled else module
-        return _Step(graph, self.plan, generated, run, mesh, self.device, self.recorder)
+        loaded = self._load(graph, program, mesh, rng)
+        _require_same_storage(store, loaded.parameters, graph, key.training)
+        loaded.attach(store)
+        return self._step(step, loaded, mesh, store)
 
     def _load(
-        self, program: PipelineProgram, graph: Graph, mesh: rt.ProcessMesh, rng: rt.Rng
-    ) -> LoadedPipeline:
-        return LoadedPipeline(program.text, graph, mesh, rng, self.device)
+        self, graph: Graph, program: Program | PipelineProgram, mesh: rt.ProcessMesh, rng: rt.Rng
+    ) -> LoadedModule | LoadedPipeline:
+        if isinstance(program, PipelineProgram):
+            return LoadedPipeline(program.text, graph, mesh, rng, self.device)
+        return LoadedModule(program.source(mesh.rank), graph, mesh, rng, self.device)
 
-    def _scheduled(
-        self, graph: Graph, loaded: LoadedPipeline, store: rt.ParameterStore
+    def _step(
+        self,
+        step: StepSpec,
+        loaded: LoadedModule | LoadedPipeline,
+        mesh: rt.ProcessMesh,
+        store: rt.ParameterStore,
     ) -> rt.StepProgram:
-        return ScheduledStep(graph, self.plan, loaded, store, self.recorder)
+        if isinstance(loaded, LoadedPipeline):
+            return ScheduledStep(loaded.graph, step.plan, loaded, store, self.recorder)
+        run = torch.compile(loaded.module) if self.compiled else loaded.module
+        return _Step(
+            loaded.graph, step.plan, loaded.generated, run, mesh, self.device, self.recorder
+        )
 
 
 class _Step:
@@ -315,16 +354,18 @@ class _Step:
 
 
 def _require_same_storage(
-    store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], training: bool
+    store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], graph: Graph, training: bool
 ) -> None:
-    """A program for another batch must keep parameters as they are."""
+    """A later program must find the parameters that it uses as the first ones stored them."""
+    used = used_parameters(graph)
+    trained = trained_parameters(graph) if training else frozenset()
     held = {e.spec.name: e.spec for e in store.entries}
     for spec in specs:
         mine = held.get(spec.name)
         same = mine is not None and mine.splits == spec.splits and mine.shape == spec.shape
-        if same and mine is not None and training:
+        if same and mine is not None and spec.name in trained:
             same = mine.sync == spec.sync
-        if not same:
+        if not same and spec.name in used:
             raise BatchError(
                 f"this batch needs {spec.name} stored in another way than the first one",
                 hint="parallelize again with this batch, or fix the layout in the plan",

@@ -5,7 +5,7 @@ Enters: `PipelineSources`, and this rank's mesh. Leaves: an `Executor` over a `P
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,39 +78,25 @@ class LoadedPipeline:
                 found.setdefault(spec.name, spec)
         return list(found.values())
 
-    def make_store(self) -> rt.ParameterStore:
-        """Memory for the parameters and buffers of this rank's stages."""
-        first: dict[Hashable, nn.Module] = {
-            part: stage.modules[0] for part, stage in self.stages.items()
-        }
-        store = rt.ParameterStore(
-            first, self.mesh, self.parameters, self.buffers, device=self.device
-        )
-        self._attach(store, but=list(first.values()))
-        mine = {p.name for p in self.parameters} | {b.name for b in self.buffers}
-        sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
-        store.elsewhere = frozenset(
-            name for s in sources if s.name not in mine for name in (s.name, *s.aliases)
-        )
-        store.trained_elsewhere = tuple(
-            (p.name, *p.aliases)
-            for p in self.graph.parameters
-            if p.requires_grad and p.name not in mine
-        )
-        return store
-
-    def attach(self, store: rt.ParameterStore) -> None:
-        """Use memory that is there already."""
-        self._attach(store, but=[])
-
-    def _attach(self, store: rt.ParameterStore, but: list[nn.Module]) -> None:
-        done = list(but)
+    @property
+    def modules(self) -> list[tuple[Hashable, nn.Module]]:
+        """Every module of this rank, with the stage that it belongs to."""
+        found: list[tuple[Hashable, nn.Module]] = []
         for part, stage in self.stages.items():
             others = [stage.beforehand[0]] if stage.beforehand else []
             for module in (*stage.modules, *others):
-                if not any(module is known for known in done):
-                    done.append(module)
-                    store.attach(module, part)
+                if not any(module is known for _, known in found):
+                    found.append((part, module))
+        return found
+
+    def make_store(self) -> rt.ParameterStore:
+        """Memory for the parameters and buffers of this rank's stages."""
+        return make_store([self], self.parameters, self.mesh, self.device)
+
+    def attach(self, store: rt.ParameterStore) -> None:
+        """Use memory that is there already."""
+        for part, module in self.modules:
+            store.attach(module, part)
 
     def executor(self, store: rt.ParameterStore, recorder: Any = None) -> rt.Executor:
         """What runs this rank's actions."""
@@ -124,6 +110,50 @@ class LoadedPipeline:
         if dim is not None and not self.spec.timed:
             shape[dim] *= self.spec.microbatches
         return tuple(shape)
+
+
+class LoadedModule:
+    """The generated module of one rank of a program without stages."""
+
+    def __init__(
+        self,
+        source: str,
+        graph: Graph,
+        mesh: rt.ProcessMesh,
+        rng: rt.Rng,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.graph, self.generated = graph, load(source, graph.functions)
+        self.module = build(self.generated, mesh, rng, device, graph)
+        self.parameters: list[rt.ParameterSpec] = list(self.generated.PARAMETERS)
+        self.buffers: list[rt.BufferSpec] = list(self.generated.BUFFERS)
+        self.modules: list[tuple[Hashable, nn.Module]] = [(0, self.module)]
+
+    def attach(self, store: rt.ParameterStore) -> None:
+        """Use memory that is there already."""
+        store.attach(self.module)
+
+
+def make_store(
+    programs: Sequence[LoadedModule | LoadedPipeline],
+    parameters: Sequence[rt.ParameterSpec],
+    mesh: rt.ProcessMesh,
+    device: torch.device | str,
+) -> rt.ParameterStore:
+    """Memory for what this rank holds, used by all of these programs."""
+    buffers = {buffer.name: buffer for program in programs for buffer in program.buffers}
+    modules = [pair for program in programs for pair in program.modules]
+    store = rt.ParameterStore(modules, mesh, parameters, list(buffers.values()), device=device)
+    graph = programs[0].graph
+    held = {p.name for p in parameters} | set(buffers)
+    sources: list[Parameter | Buffer] = [*graph.parameters, *graph.buffers]
+    store.elsewhere = frozenset(
+        name for s in sources if s.name not in held for name in (s.name, *s.aliases)
+    )
+    store.trained_elsewhere = tuple(
+        (p.name, *p.aliases) for p in graph.parameters if p.requires_grad and p.name not in held
+    )
+    return store
 
 
 def build(generated: Any, mesh: rt.ProcessMesh, rng: Any, device: Any, graph: Graph) -> nn.Module:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import BatchError, ProgramError
+from shardwise.errors import BatchError, ProgramError, did_you_mean
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.noting import plain_transport
@@ -108,6 +108,7 @@ class ParallelModule(nn.Module):
         *,
         world: World = _no_world,
         programs: Mapping[ProgramKey, StepProgram] | None = None,
+        steps: Sequence[str] = ("",),
         check_batches: bool = True,
         names: Sequence[str] = (),
         recorder: Recorder | None = None,
@@ -122,6 +123,7 @@ class ParallelModule(nn.Module):
             store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
         self._specialize, self._world = specialize, world
+        self.steps = tuple(steps)
         self._programs: dict[ProgramKey, StepProgram] = dict(programs or {})
         self._checked: dict[ProgramKey, int] = {}
         self._check_batches = check_batches
@@ -176,7 +178,21 @@ class ParallelModule(nn.Module):
         return self._get(self._key(batch, step, training), batch)
 
     def _key(self, batch: Any, step: str, training: bool) -> ProgramKey:
+        self._require_step(step)
         return ProgramKey(step, training, signature(batch), self._world())
+
+    def _require_step(self, step: str) -> None:
+        if step not in self.steps:
+            named = [name for name in self.steps if name]
+            if not named:
+                raise ProgramError(
+                    f"there is no step {step!r}", hint="parallelize(…, steps={name: function})"
+                )
+            what = f"there is no step {step!r}" if step else "which step is not said"
+            raise ProgramError(
+                f"{what}{did_you_mean(step, named)}; the steps are {named}",
+                hint=f"pm.train_step(batch, step={named[0]!r})",
+            )
 
     def _program(
         self, batch: Any, step: str, *, training: bool, local: bool
@@ -193,6 +209,7 @@ class ParallelModule(nn.Module):
         self, batch: Any, step: str, training: bool
     ) -> tuple[ProgramKey, StepProgram]:
         """The first program whose parts have these shapes on every rank."""
+        self._require_step(step)
         wanted = (step, training, self._world())
         known = [
             (k, p) for k, p in self._programs.items() if (k.step, k.training, k.world) == wanted

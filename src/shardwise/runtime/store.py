@@ -36,22 +36,26 @@ __all__ = ["ParameterStore"]
 class ParameterStore:
     """The parameters and buffers of the generated modules on this rank.
 
-    `module` is the only one, or the first, or a mapping from parts to modules.
+    `module` is the only one, or a mapping from parts to modules, or pairs of these.
     """
 
     def __init__(
         self,
-        module: nn.Module | Mapping[Hashable, nn.Module],
+        module: nn.Module | Mapping[Hashable, nn.Module] | Sequence[tuple[Hashable, nn.Module]],
         mesh: ProcessMesh,
         specs: Sequence[ParameterSpec],
         buffers: Sequence[BufferSpec] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self.mesh, self.device = mesh, torch.device(device)
-        modules = {0: module} if isinstance(module, nn.Module) else dict(module)
+        modules: list[tuple[Hashable, nn.Module]] = (
+            [(0, module)]
+            if isinstance(module, nn.Module)
+            else list(module.items() if isinstance(module, Mapping) else module)
+        )
         self.entries = [self._entry(spec) for spec in specs]
         for entry in self.entries:
-            entry.parts = {part for part, found in modules.items() if _slots(found, entry)}
+            entry.parts = {part for part, found in modules if _slots(found, entry)}
         self.groups = self._group()
         # What the optimizer sees is not what backward leaves: another tensor, or a guarded one.
         self._linked = [e for e in self.entries if e.piece is not e.leaf or e.spec.splits]
@@ -70,7 +74,7 @@ class ParameterStore:
         self.after_update: list[Callable[[], None]] = []
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         self.trained_elsewhere: tuple[tuple[str, ...], ...] = ()  # of parameters, with aliases
-        for part, found in modules.items():
+        for part, found in modules:
             self.attach(found, part)
 
     def _entry(self, spec: ParameterSpec) -> Entry:
