@@ -95,7 +95,8 @@ def parallelize(
     rng = rt.Rng(first_plan.seed, first_plan.rng, mesh)
     store, programs = factory.first_steps(compiled, homes, mesh, rng)
     store.scaler = _scaler(first_plan)
-    load_weights(root, store, seed)
+    with rt.naming_failures(timeout):
+        load_weights(root, store, seed)
 
     def specialize(key: rt.ProgramKey, batch: Any) -> rt.StepProgram:
         return factory.specialize(key, batch, mesh, rng, store)

@@ -3,6 +3,7 @@
 Nothing here knows the compiler.
 """
 
+from shardwise.runtime.checksums import *  # noqa: F403
 from shardwise.runtime.collectives import *  # noqa: F403
 from shardwise.runtime.deferred import *  # noqa: F403
 from shardwise.runtime.executor import *  # noqa: F403

@@ -132,6 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.skipped_steps = 0
+        self._updates = 0
 
     @property
     def grouped_entries(self) -> list[list[Entry]]:
@@ -163,6 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.store.unlink_gradients()
         with recorder.span("waiting", "update"):
             self.store.gather_updates()
+        self._updates += 1
+        self.store.replicas.check(self._updates, self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

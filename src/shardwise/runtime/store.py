@@ -13,12 +13,14 @@ A rank may run several generated modules ("parts", pipeline stages), each severa
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanMismatch, ProgramError, did_you_mean
+from shardwise.runtime.checksums import Replicas
 from shardwise.runtime.flat import Entry, FlatGroup, buckets, group_key
 from shardwise.runtime.fsdp import Units
 from shardwise.runtime.guards import unguard
@@ -28,7 +30,7 @@ from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torc
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.reducer import Reducer, sync_axis
-from shardwise.runtime.splits import assemble, local_shape, take_local
+from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
 
 __all__ = ["ParameterStore"]
 
@@ -72,6 +74,7 @@ class ParameterStore:
         self.scaler: LossScaler | None = None
         self.recorder = Recorder(mesh.rank, enabled=False)
         self.after_update: list[Callable[[], None]] = []
+        self.replicas = Replicas(self, mesh)
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         self.trained_elsewhere: tuple[tuple[str, ...], ...] = ()  # of parameters, with aliases
         for part, found in modules:
@@ -134,31 +137,66 @@ class ParameterStore:
 
     # --- full tensors in and out ---------------------------------------------------------
 
-    @torch.no_grad()
     def load_full(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's part of one full parameter or buffer; no reference is kept."""
+        shape = self.full_shape(name)
+        if tuple(tensor.shape) != shape:
+            raise PlanMismatch(
+                f"{name} has shape {tuple(tensor.shape)}, the plan was made for {shape}"
+            )
+        self.load_rows(name, 0, tensor)
+
+    @torch.no_grad()
+    def load_rows(self, name: str, begin: int, rows: Tensor) -> None:
+        """Copy this rank's part of some rows of a full tensor, from row `begin` on.
+
+        A tensor without dims is one row.
+        """
         if name in self._aliases:
-            self.buffers[self._aliases[name]].copy_(tensor)
+            target = self.buffers[self._aliases[name]]
+            (target.narrow(0, begin, len(rows)) if rows.dim() else target).copy_(rows)
             return
         entry = self.entry(name)
-        if tuple(tensor.shape) != entry.spec.shape:
-            raise PlanMismatch(
-                f"{name} has shape {tuple(tensor.shape)}, the plan was made for {entry.spec.shape}"
-            )
-        self._write(entry, self.part_of(entry, tensor))
+        if not rows.dim():
+            self._write(entry, 0, rows)
+            return
+        spec, mesh = entry.spec, self.mesh
+        others = take_local(
+            rows, [s for s in spec.splits if s.dim % rows.dim()], mesh.coordinates, mesh.axes
+        )
+        width, at = math.prod(others.shape[1:]), 0
+        first_dim = local_runs(spec.shape, spec.splits, mesh.coordinates, mesh.axes)[0]
+        for start, length in first_dim:
+            low, high = max(start, begin), min(start + length, begin + len(rows))
+            if low < high:
+                self._write(entry, (at + low - start) * width, others[low - begin : high - begin])
+            at += length
+        if entry.group is not None and entry.zero == 3:
+            entry.group.refresh()
 
-    def _write(self, entry: Entry, value: Tensor) -> None:
-        """Store what `part_of` gives, and let the forward use it."""
-        value = value.to(entry.master).reshape(-1)
+    def _write(self, entry: Entry, at: int, values: Tensor) -> None:
+        """Store consecutive elements of the local tensor, from element `at` on."""
+        values = values.to(entry.master).reshape(-1)
         if entry.on_host:
             settle(self.device)
         if entry.zero < 3:
-            entry.leaf.detach().view(-1).copy_(value)
-            value = value[slice(*entry.bounds)]
+            entry.leaf.detach().view(-1)[at : at + len(values)].copy_(values)
         if entry.apart or entry.zero == 3:
-            entry.piece.detach().view(-1).copy_(value)
-        if entry.group is not None and entry.zero == 3:
-            entry.group.refresh()
+            begin, end = entry.bounds
+            low, high = max(begin, at), min(end, at + len(values))
+            if low < high:
+                piece = entry.piece.detach().view(-1)[low - begin : high - begin]
+                piece.copy_(values[low - at : high - at])
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank stores some of this parameter or buffer."""
+        return name in self._by_name or name in self._aliases
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a full parameter or buffer."""
+        if name in self._aliases:
+            return tuple(self.buffers[self._aliases[name]].shape)
+        return self.entry(name).spec.shape
 
     def stored(self, entry: Entry) -> tuple[Tensor, bool]:
         """The values that count, and whether they are this rank's piece of the local tensor."""
@@ -178,13 +216,9 @@ class ParameterStore:
     def set_local(self, entry: Entry, tensor: Tensor) -> None:
         """Replace the local tensor by one of its shape."""
         assert tuple(tensor.shape) == entry.local_shape, (entry, tensor.shape)
-        whole = entry.zero < 3
-        self._write(entry, tensor if whole else tensor.reshape(-1)[slice(*entry.bounds)])
-
-    def part_of(self, entry: Entry, full: Tensor) -> Tensor:
-        """What of a full tensor this rank keeps: the local tensor, or for zero 3 its range."""
-        local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
-        return local.reshape(-1)[slice(*entry.bounds)] if entry.zero == 3 else local
+        self._write(entry, 0, tensor)
+        if entry.group is not None and entry.zero == 3:
+            entry.group.refresh()
 
     def piece_of(self, entry: Entry, full: Tensor) -> Tensor:
         """What of a full tensor this rank's optimizer sees, in the shape of `entry.piece`."""

@@ -17,7 +17,6 @@ import torch
 from shardwise.ir import Ref, map_refs
 from shardwise.program import Program, RankProgram, Step
 from shardwise.runtime import flat, reducer, store
-from shardwise.runtime.splits import take_local
 from shardwise.sharding.placements import Layout, Shard
 
 # Moves that look alike: the same forward and another backward, or a sum left out.
@@ -223,13 +222,13 @@ def skip_last_bucket(patch: pytest.MonkeyPatch) -> None:
 
 def swap_shards(patch: pytest.MonkeyPatch, name: str, axis: str) -> None:
     """The ranks of an axis load each other's part of one parameter."""
-    part_of = store.ParameterStore.part_of
+    load_rows = store.ParameterStore.load_rows
 
-    def swapped(self: store.ParameterStore, entry: Any, full: torch.Tensor) -> torch.Tensor:
-        if entry.spec.name != name:
-            return part_of(self, entry, full)
-        size = self.mesh.axes[axis]
-        place = {**self.mesh.coordinates, axis: size - 1 - self.mesh.coordinates[axis]}
-        return take_local(full, entry.spec.splits, place, self.mesh.axes)
+    def swapped(self: store.ParameterStore, loaded: str, begin: int, rows: torch.Tensor) -> None:
+        here = self.mesh.coordinates
+        if loaded == name:
+            self.mesh.coordinates = {**here, axis: self.mesh.axes[axis] - 1 - here[axis]}
+        load_rows(self, loaded, begin, rows)
+        self.mesh.coordinates = here
 
-    patch.setattr(store.ParameterStore, "part_of", swapped)
+    patch.setattr(store.ParameterStore, "load_rows", swapped)

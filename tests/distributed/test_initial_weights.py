@@ -1,0 +1,168 @@
+"""All ranks begin with the same weights, however they built the model, and keep them equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.api import weights
+from shardwise.equivalence.precision import KeepDouble
+from tests.support.pool import Pool
+from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
+
+pytestmark = pytest.mark.distributed
+
+PIPELINE = {"stages": 2, "num_microbatches": 2}
+EVERYDAY = [("fsdp", {}), ("pipeline", PIPELINE)]
+THOROUGH = [
+    (2, "ddp", {}),
+    (3, "zero1", {}),
+    (3, "zero2", {}),
+    (3, "fsdp", {"offload": ("optimizer",)}),
+    (3, "tensor", {}),
+    (4, "hybrid", {"dp": 2, "tp": 2, "zero": 3}),
+    (4, "hybrid", {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 2}),
+]
+
+
+class Model(Odd):
+    """With buffers of random values, one of them not saved, and parameters of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.rand(6), persistent=False)
+        self.register_buffer("flags", torch.rand(6) > 0.5)
+        self.turn = nn.Parameter(torch.randn(5, 2, dtype=torch.complex128), requires_grad=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        found = super().forward(input_ids, labels)
+        weight = self.noise * self.flags * torch.view_as_real(self.turn).mean()
+        found["loss"] = found["loss"] + (self.norm.weight * weight).sum()
+        return found
+
+
+def built(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def unseeded(strategy: str, options: dict[str, Any], *, on_meta: bool = False) -> None:
+    """Train from other weights on every rank, or from weights of one rank; compare with rank 0."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with torch.device("meta" if on_meta and rank != 0 else "cpu"):
+        model = built(seed=rank)
+    batch = tokens(7, 5, 13)
+    with KeepDouble():
+        plan = plan_for(model, batch, strategy, ranks, **options)
+        pm = sw.parallelize(model, batch, plan=plan)
+        reference = built(seed=0)
+        for name, buffer in pm.named_buffers():
+            assert torch.equal(buffer, reference.get_buffer(name)), name
+        for name, value in pm.gather_state_dict().items():
+            assert torch.equal(value, reference.state_dict()[name]), name
+        optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=0.01)
+        plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+        for step in range(3):
+            loss, expected = pm.train_step(batch), reference(**batch)["loss"]
+            expected.backward()
+            assert_close(loss, expected.detach(), f"loss of step {step}")
+            for each in (optimizer, plain):
+                each.step()
+                each.zero_grad()
+        for name, value in pm.gather_state_dict().items():
+            if value.is_floating_point():
+                assert_close(value, reference.state_dict()[name], name)
+
+
+def several(cases: list[tuple[str, dict[str, Any]]]) -> None:
+    for strategy, options in cases:
+        unseeded(strategy, options)
+    weights.BLOCK_BYTES, before = 50, weights.BLOCK_BYTES  # every tensor in many blocks
+    try:
+        unseeded("fsdp", {})
+    finally:
+        weights.BLOCK_BYTES = before
+
+
+def test_ranks_without_a_seed_train_the_model_of_rank_0(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(several, EVERYDAY, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy", "options"), THOROUGH)
+def test_every_strategy_begins_with_the_weights_of_rank_0(
+    pool: Callable[[int], Pool], ranks: int, strategy: str, options: dict[str, Any]
+) -> None:
+    pool(ranks).run(unseeded, strategy, options, timeout=300)
+
+
+def from_one_rank() -> None:
+    for strategy, options in (("tensor", {}), ("pipeline", PIPELINE), ("fsdp", {})):
+        unseeded(strategy, options, on_meta=True)
+
+
+def test_one_rank_has_the_weights_and_the_others_are_on_meta(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(from_one_rank, timeout=120)
+
+
+# ------------------------------------------------------------------ differences that come later
+
+
+def start(strategy: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    model, batch = built(seed=0), tokens(7, 5, 13)
+    return sw.parallelize(
+        model, batch, plan=plan_for(model, batch, strategy, dist.get_world_size(), **options)
+    ), batch
+
+
+def diverging() -> dict[str, str]:
+    """What is said when a rank has another weight, buffer or learning rate."""
+    told = {}
+    for strategy in ("ddp", "zero2"):
+        pm, batch = start(strategy, {})
+        optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                dict(pm.named_parameters())["norm.bias"].add_(0.25)
+        pm.train_step(batch)
+        told[strategy] = error_of(optimizer.step)
+    pm, batch = start("ddp", {})
+    optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
+    pm.store.buffers["noise"].add_(float(dist.get_rank()))
+    pm.train_step(batch)
+    told["buffer"] = error_of(optimizer.step)
+    pm, batch = start("pipeline", PIPELINE)
+    optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01 * (1 + dist.get_rank()))
+    pm.train_step(batch)
+    told["rate"] = error_of(optimizer.step)
+    return told
+
+
+def test_values_and_learning_rates_that_differ_are_noticed(pool: Callable[[int], Pool]) -> None:
+    for told in pool(2).run(diverging, timeout=120):
+        assert "norm.bias is not the same on ranks [1] as on rank 0" in told["ddp"]
+        assert "differs by up to 0.25" in told["ddp"]
+        assert "noise" in told["buffer"]
+        assert "ranks [1] have another 'lr' than rank 0" in told["rate"]
+
+
+def within_rounding() -> None:
+    """Devices that round differently are no error."""
+    pm, batch = start("ddp", {})
+    optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
+    with torch.no_grad():
+        for _, parameter in pm.named_parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + dist.get_rank() * 4 * torch.finfo(parameter.dtype).eps)
+    pm.train_step(batch)
+    optimizer.step()
+
+
+def test_ranks_may_differ_by_rounding(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(within_rounding, timeout=60)
