@@ -6,8 +6,8 @@ group. Leaves: a `ParallelModule` that holds this rank's part and no reference t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,18 +19,24 @@ from shardwise.api.captured import capture_for_plan
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.indices import BatchIndices
 from shardwise.api.originals import claim, refuse_shared
+from shardwise.api.other_batches import (
+    plan_for_first,
+    plan_for_graph,
+    plan_for_others,
+    same_storage,
+    stored_specs,
+)
 from shardwise.api.scheduled import ScheduledStep, input_dtypes, offloading
 from shardwise.api.steps import (
     Plans,
     StepSpec,
     read_steps,
     storage_homes,
-    trained_parameters,
     used_parameters,
 )
 from shardwise.api.weights import load_weights
 from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
-from shardwise.errors import BatchError, LossError, ProgramError
+from shardwise.errors import LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.objective import Model, StepFn, as_module
@@ -38,7 +44,6 @@ from shardwise.ir import Graph
 from shardwise.pages import keep_pages
 from shardwise.planner.search.replay import decisions
 from shardwise.plans import Plan
-from shardwise.plans.choices import known_choices
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import require_ranks, starting
@@ -81,9 +86,11 @@ def parallelize(
         first_plan = factory.plan
         require_ranks(first_plan.num_ranks)
         compiled = {
-            name: factory.compile(step, step.batch, True) for name, step in factory.steps.items()
+            name: factory.compile(step, step.batch, True, first=True)
+            for name, step in factory.steps.items()
         }
         homes = storage_homes({name: program for name, (_, program) in compiled.items()})
+        factory.fix_layouts({name: program for name, (_, program) in compiled.items()}, homes)
         agree(" ".join(program.fingerprint for _, program in compiled.values()))
     grow_segments(factory.device)
     if factory.device.type == "cpu":
@@ -184,14 +191,22 @@ class _Factory:
         return ()
 
     def compile(
-        self, step: StepSpec, batch: Any, training: bool
+        self, step: StepSpec, batch: Any, training: bool, *, first: bool = False
     ) -> tuple[Graph, Program | PipelineProgram]:
         plan = step.plan
         graph = capture_for_plan(
             self.skeleton, batch, plan, step.objective, training=training, device=self.device
         )
-        whole = training and len(self.steps) == 1
-        return graph, compile(graph, plan if whole else _with_inputs_of(graph, plan))
+        if first and len(self.steps) == 1:
+            return graph, compile(graph, plan_for_first(graph, plan, self.skeleton))
+        return graph, compile(graph, plan_for_graph(graph, plan))
+
+    def fix_layouts(
+        self, programs: Mapping[str, Program | PipelineProgram], homes: Mapping[str, str]
+    ) -> None:
+        """Let programs for other batches take parameters as the first programs store them."""
+        for name, step in self.steps.items():
+            self.steps[name] = replace(step, plan=plan_for_others(step.plan, programs, homes))
 
     def mesh(self) -> rt.ProcessMesh:
         """This rank's mesh, with a process group for every combination of axes that may talk."""
@@ -225,7 +240,12 @@ class _Factory:
             if homes[spec.name] == step
         ]
         held.sort(key=lambda spec: order[spec.name])
+        held = stored_specs(held, self.plan, mesh.axes)
         store = make_store(list(loaded.values()), held, mesh, self.device)
+        world = self.world()
+        for name, each in loaded.items():
+            key = rt.ProgramKey(name, True, rt.signature(self.steps[name].batch), world)
+            store.reducer.declare(key, each.parameters)
         return store, {
             name: self._step(self.steps[name], each, mesh, store) for name, each in loaded.items()
         }
@@ -244,8 +264,9 @@ class _Factory:
             graph, program = self.compile(step, batch, key.training)
             agree(program.fingerprint)
         loaded = self._load(graph, program, mesh, rng)
-        _require_same_storage(store, loaded.parameters, graph, key.training)
+        same_storage(store, loaded.parameters, used_parameters(graph))
         loaded.attach(store)
+        store.reducer.declare(key, loaded.parameters)
         return self._step(step, loaded, mesh, store)
 
     def _load(
@@ -352,32 +373,6 @@ class _Step:
         tensors, constants = flatten_batch(batch)
         mine = {name: tuple(t.shape) for name, t in tensors.items()}
         return mine == self.shapes and constants == self.constants
-
-
-def _require_same_storage(
-    store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], graph: Graph, training: bool
-) -> None:
-    """A later program must find the parameters that it uses as the first ones stored them."""
-    used = used_parameters(graph)
-    trained = trained_parameters(graph) if training else frozenset()
-    held = {e.spec.name: e.spec for e in store.entries}
-    for spec in specs:
-        mine = held.get(spec.name)
-        same = mine is not None and mine.splits == spec.splits and mine.shape == spec.shape
-        if same and mine is not None and spec.name in trained:
-            same = mine.sync == spec.sync
-        if not same and spec.name in used:
-            raise BatchError(
-                f"this batch needs {spec.name} stored in another way than the first one",
-                hint="parallelize again with this batch, or fix the layout in the plan",
-            )
-
-
-def _with_inputs_of(graph: Graph, plan: Plan) -> Plan:
-    """The plan for a batch that lacks some inputs and nodes: evaluation may need no labels."""
-    names = [source.name for source in graph.inputs]
-    kept = {g: d for g, d in plan.inputs.items() if any(fnmatchcase(n, g) for n in names)}
-    return plan.with_(inputs=kept, nodes=known_choices(plan.nodes, graph))
 
 
 def _device_of(model: nn.Module) -> torch.device:

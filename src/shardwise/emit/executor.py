@@ -96,7 +96,7 @@ class LoadedPipeline:
     def attach(self, store: rt.ParameterStore) -> None:
         """Use memory that is there already."""
         for part, module in self.modules:
-            store.attach(module, part)
+            store.attach(module, part, self.parameters)
 
     def executor(self, store: rt.ParameterStore, recorder: Any = None) -> rt.Executor:
         """What runs this rank's actions."""
@@ -131,7 +131,7 @@ class LoadedModule:
 
     def attach(self, store: rt.ParameterStore) -> None:
         """Use memory that is there already."""
-        store.attach(self.module)
+        store.attach(self.module, specs=self.parameters)
 
 
 def make_store(

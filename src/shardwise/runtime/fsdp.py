@@ -14,7 +14,7 @@ A step without windows is one forward and one backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,23 +109,29 @@ class Units:
         self._pass = Pass(())
         self._current: tuple[Pass, int] = (self._pass, 0)
 
-    def attach(self, module: nn.Module, part: Hashable = 0) -> None:
+    def attach(self, module: nn.Module, part: Hashable = 0, spread: Collection[str] = ()) -> None:
         """Hook a generated module's units.
 
-        A program may write a block's code in its own forward, as where a block is called twice.
-        Such a unit is gathered when the program begins, and stays until its end as the root does.
+        A program may write a block's code in its own forward, as where a block is called twice, or
+        use parameters of a unit outside of it (`spread`). Such a unit is gathered when the program
+        begins, and stays until its end as the root does.
         A module without the unit's parameters (what is computed beforehand) has nothing to gather.
         """
         held = {id(parameter) for parameter in module.parameters()}
         for unit in self.units:
             if not any(id(entry.shown) in held for entry in unit.entries):
                 continue
-            target = _submodule(module, unit.path)
+            target = None if unit.path in spread else _submodule(module, unit.path)
             if target is None:
                 module.register_forward_pre_hook(self._inlined(unit, part))
                 continue
             target.register_forward_pre_hook(self._before(unit))
             target.register_forward_hook(self._after(unit))
+
+    def forget(self, key: Hashable) -> None:
+        """Let go of the orders of a program that is gone."""
+        for known in [k for k in self._orders if _of_program(k, key)]:
+            del self._orders[known]
 
     # --- steps and windows ---------------------------------------------------------------
 
@@ -250,6 +256,11 @@ class Units:
         unit.use()
         if call > 0:
             found.calls[call - 1].start()
+
+
+def _of_program(order: Hashable, key: Hashable) -> bool:
+    """Whether an order is of a step or an evaluation of the program `key`."""
+    return isinstance(order, tuple) and order[0] in (key, ("eval", key))
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:

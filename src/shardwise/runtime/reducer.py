@@ -11,12 +11,16 @@ parameter of several parts in the last of theirs. A step without windows is one 
 Which parameters have gradients is agreed over all ranks in a program's first step, because a rank
 with an empty shard may produce none where others do. There its gradient is zero; and reductions
 with such parameters start at the same fixed points on all ranks instead of on arrival.
+
+Programs for other batches may leave a gradient as a partial sum on other axes than those over
+which it is stored (`declare`): with a batch of one row every rank computes the same, whole
+gradient. Where storage asks for a sum all the same, only the first of equal ranks contributes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +31,7 @@ from shardwise.runtime.flat import Entry, FlatGroup, buckets
 from shardwise.runtime.guards import absent, guard, unguard
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.offload import host_empty
+from shardwise.runtime.parameters import ParameterSpec
 from shardwise.runtime.transport import Pending
 
 __all__ = ["Reducer", "Reduction", "sync_axis"]
@@ -51,24 +56,35 @@ class Bucket:
         return self.memory
 
 
-Buckets = dict[tuple[Entry, ...], Bucket | None]
+Buckets = dict[tuple[str, tuple[Entry, ...]], Bucket | None]
 
 
-def sync_axis(entry: Entry, mesh: ProcessMesh) -> Axis:
-    """The axis over which the entry's gradient is a partial sum."""
-    return mesh.axis(*(name for name in mesh.axes if name in entry.spec.sync))
+def sync_axis(entry: Entry, mesh: ProcessMesh, sync: Iterable[str] | None = None) -> Axis:
+    """The axis over which the entry's gradient is a partial sum, by default as it is stored."""
+    names = entry.spec.sync if sync is None else sync
+    return mesh.axis(*(name for name in mesh.axes if name in names))
+
+
+Arrange = Callable[[Tensor], Tensor]
 
 
 class Reduction:
     """Gradients that are summed together, and divided by the scale of the loss.
 
     `buckets` are those of all programs: the same gradients have the same memory in each.
+    `arrange` makes partial sums on the axis of the group of gradients that arrive otherwise.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], axis: Axis, group: FlatGroup | None, buckets: Buckets
+        self,
+        entries: Sequence[Entry],
+        axis: Axis,
+        group: FlatGroup | None,
+        buckets: Buckets,
+        arrange: Mapping[Entry, Arrange] | None = None,
     ) -> None:
         self.entries, self.axis, self.group = tuple(entries), axis.about("gradients"), group
+        self._arrange = arrange or {}
         first = self.entries[0]
         self.master = first.master
         self.wire = first.wire if axis.size > 1 else first.gradient
@@ -80,10 +96,11 @@ class Reduction:
         self._pending: Pending | None = None
         operation = "all_reduce" if group is None else "reduce_scatter"
         joined = self.entries if group is None else group.entries
-        if joined not in buckets and first.leaf.device.type == "cpu":
+        place = (axis.name, joined)
+        if place not in buckets and first.leaf.device.type == "cpu":
             memory = axis.bucket(sum(e.numel for e in joined), self.wire, operation)
-            buckets[joined] = None if memory is None else Bucket(memory)
-        self.bucket = buckets.get(joined)
+            buckets[place] = None if memory is None else Bucket(memory)
+        self.bucket = buckets.get(place)
 
     @property
     def is_resident(self) -> bool:
@@ -104,7 +121,7 @@ class Reduction:
         self.launched = True
         if self.group is not None:
             used = set(self.entries)
-            taken = [_taken(e) if e in used else _zeros(e) for e in self.group.entries]
+            taken = [self._part(e) if e in used else _zeros(e) for e in self.group.entries]
             self._pending = self.axis.reduce_scatter(self._sent(taken), self.group.sizes)
         elif len(self.entries) == 1 and self.bucket is None:
             self._pending = self.axis.all_reduce(_taken(self.entries[0]).to(self.wire))
@@ -113,6 +130,11 @@ class Reduction:
             self._pending = self.axis.all_reduce(sent)
         if self.bucket is not None:
             self.bucket.sum = self._pending
+
+    def _part(self, entry: Entry) -> Tensor:
+        """The gradient as a partial sum on the axis of the group."""
+        arrange = self._arrange.get(entry)
+        return _taken(entry) if arrange is None else arrange(_taken(entry))
 
     def _sent(self, grads: list[Tensor]) -> Tensor:
         """The gradients as one flat tensor: in the bucket, if there is one."""
@@ -158,6 +180,7 @@ class Plan:
     of: dict[Entry, Reduction] = field(default_factory=dict)
     used: set[Entry] = field(default_factory=set)
     known: set[Entry] = field(default_factory=set)
+    sync: dict[Entry, tuple[str, ...]] = field(default_factory=dict)  # where not as stored
     complete: bool = False
 
     def add(self, reduction: Reduction) -> None:
@@ -199,6 +222,19 @@ class Reducer:
                 mine._on_arrival(found)
 
         return arrived
+
+    def declare(self, key: Hashable, specs: Iterable[ParameterSpec]) -> None:
+        """Say on which axes the gradients of the program `key` arrive as partial sums."""
+        sync = {spec.name: spec.sync for spec in specs}
+        self.plans.setdefault(key, Plan()).sync = {
+            entry: sync[entry.spec.name]
+            for entry in self.entries
+            if sync.get(entry.spec.name, entry.spec.sync) != entry.spec.sync
+        }
+
+    def forget(self, key: Hashable) -> None:
+        """Let go of what was agreed for a program that is gone."""
+        self.plans.pop(key, None)
 
     def begin(self, key: Hashable, scale: float = 1.0) -> None:
         """Prepare for one step of the program `key` with a loss multiplied by `scale`."""
@@ -357,14 +393,34 @@ class Reducer:
                 grouped.setdefault(entry.group, []).append(entry)
             else:
                 others.append(entry)
-        found = [(b, sync_axis(b[0], self.mesh), None) for b in self._buckets(others)]
+        found = [(b, self._axis(b[0]), None) for b in self._buckets(others)]
         whole = [(members, group.axis, group) for group, members in grouped.items()]
-        return [Reduction(*each, self._memory) for each in (*found, *whole)]
+        arrange = {e: self._arranged(e) for e in entries if e in self.plan.sync}
+        return [Reduction(*each, self._memory, arrange) for each in (*found, *whole)]
+
+    def _axis(self, entry: Entry) -> Axis:
+        """The axis on which this program leaves the gradient as a partial sum."""
+        return sync_axis(entry, self.mesh, self.plan.sync.get(entry))
+
+    def _arranged(self, entry: Entry) -> Arrange:
+        """How a gradient of this program becomes a partial sum on the axis of its storage."""
+        arrives, stored = set(self.plan.sync[entry]), set(entry.spec.sync)
+        more = sync_axis(entry, self.mesh, arrives - stored)
+        equal = [name for name in self.mesh.axes if name in stored - arrives]
+        first = all(self.mesh.coordinates[name] == 0 for name in equal)
+
+        def arrange(grad: Tensor) -> Tensor:
+            if more.size > 1:
+                grad = more.about("gradients").all_reduce(grad).wait()
+            return grad if first else torch.zeros_like(grad)
+
+        return arrange
 
     def _buckets(self, entries: list[Entry]) -> list[list[Entry]]:
         def key(entry: Entry) -> Hashable:
-            alone = entry if sync_axis(entry, self.mesh).size == 1 else None
-            return (entry.spec.sync, entry.gradient, entry.wire, entry.master, alone)
+            axis = self._axis(entry)
+            alone = entry if axis.size == 1 else None
+            return (axis.name, entry.gradient, entry.wire, entry.master, alone)
 
         return buckets(entries, key, _wire_bytes)
 

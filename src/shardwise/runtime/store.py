@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +113,14 @@ class ParameterStore:
             return False
         return entry.leaves_device or (spec.zero > 0 and axis.size > 1)
 
-    def attach(self, module: nn.Module, part: Hashable = 0) -> None:
-        """Make a generated module use this memory; several may share it, also as one part."""
+    def attach(
+        self, module: nn.Module, part: Hashable = 0, specs: Iterable[ParameterSpec] = ()
+    ) -> None:
+        """Make a generated module use this memory; several may share it, also as one part.
+
+        `specs` are the module's own: a parameter that it also uses outside of the unit with which
+        it is stored stays gathered as long as the module runs.
+        """
         for entry in self.entries:
             if slots := _slots(module, entry):
                 entry.slots += slots
@@ -125,7 +131,19 @@ class ParameterStore:
                 owner, last = locate(module, alias)
                 if last in owner._buffers:
                     owner._buffers[last] = self.buffers[name]
-        self.units.attach(module, part)
+        own = {spec.name: spec.unit for spec in specs}
+        spread = {
+            e.spec.unit for e in self.entries if own.get(e.spec.name, e.spec.unit) != e.spec.unit
+        }
+        self.units.attach(module, part, spread)
+
+    def detach(self, key: Hashable, modules: Iterable[nn.Module]) -> None:
+        """Let go of generated modules that will not run again, and of their program's state."""
+        gone = {id(inner) for module in modules for inner in module.modules()}
+        for entry in self.entries:
+            entry.slots = [slot for slot in entry.slots if id(slot[0]) not in gone]
+        self.reducer.forget(key)
+        self.units.forget(key)
 
     def entry(self, name: str) -> Entry:
         """The parameter of this name or alias."""

@@ -36,7 +36,7 @@ def assign(
         parameters.update(state.stored)
         state = state.previous
     for parameter in graph.parameters:
-        parameters.setdefault(parameter.value, REPLICATE)
+        parameters.setdefault(parameter.value, task.parameters.get(parameter.value, REPLICATE))
     ordered = {node.name: nodes[node.name] for node in graph.nodes}
     return Assignment(
         axis=task.axis, ranks=task.ranks, nodes=ordered, parameters=parameters, cost=best.cost

@@ -74,10 +74,10 @@ def test_no_dim_to_split(strategy: str) -> None:
     assert "Scalar" in str(caught.value)
 
 
-def test_a_batch_of_one_cannot_be_cut() -> None:
+def test_a_batch_of_one_row_gives_a_plan_for_larger_ones() -> None:
     graph = sw.capture(*make("odd", batch=1))
-    with pytest.raises(InfeasiblePlan, match="no batch dim of Odd"):
-        sw.strategies.ddp(graph, sw.Cluster.local(2))
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
+    assert plan.inputs == sw.strategies.ddp(sw.capture(*make("odd")), sw.Cluster.local(2)).inputs
 
 
 @pytest.mark.parametrize("name", ["up.weight", "norm.bias", "hidden"])

@@ -249,6 +249,13 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
             )
 
 
+def _has_one_row(resolved: Resolved) -> bool:
+    """Whether this batch has a single row, of which larger ones may have more to cut."""
+    shapes = {i.name: resolved.graph.values[i.value].shape for i in resolved.graph.inputs}
+    cuts = [(shapes[n], d) for n, d in resolved.plan.inputs.items() if d is not None]
+    return bool(cuts) and all(shape[dim] <= 1 for shape, dim in cuts)
+
+
 def _check_split(resolved: Resolved) -> None:
     """Say so when there is nothing to cut on an axis that was asked for."""
     plan = resolved.plan
@@ -256,7 +263,7 @@ def _check_split(resolved: Resolved) -> None:
         if assignment.ranks == 1:
             continue
         cut = any(str(c.choice).startswith("cut") for c in assignment.nodes.values())
-        if not cut:
+        if not cut and not (plan.roles[assignment.axis] == "batch" and _has_one_row(resolved)):
             what = "batch dim" if plan.roles[assignment.axis] == "batch" else "parameter dim"
             raise InfeasiblePlan(
                 f"{plan.name}: no {what} of {resolved.graph.name} can be cut over "

@@ -1,0 +1,155 @@
+"""One plan, batches of many kinds: how programs for other batches use the parameters as stored.
+
+Parameters are stored once, when the first batch comes; later batches may lack inputs, bring new
+ones, or have a single row. Enters: the plan, and the program of the first batch. Leaves: the plan
+for a given graph, and the parameters' specs as they are stored for all programs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from shardwise import runtime as rt
+from shardwise.api.compiled import PipelineProgram, Program
+from shardwise.errors import BatchError
+from shardwise.ir import Graph
+from shardwise.plans import Plan
+from shardwise.plans.choices import known_choices
+from shardwise.plans.plan import ParameterEntry
+from shardwise.program.program import Storage
+from shardwise.sharding.placements import Shard, format_shard
+
+__all__ = ["plan_for_first", "plan_for_graph", "plan_for_others", "same_storage", "stored_specs"]
+
+
+def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
+    """Return the plan without entries for inputs and nodes that this batch does not have."""
+    names = [source.name for source in graph.inputs]
+    inputs = {g: d for g, d in plan.inputs.items() if any(fnmatchcase(n, g) for n in names)}
+    fitting = plan.with_(inputs=inputs, nodes=known_choices(plan.nodes, graph))
+    if plan.splits_time and isinstance(plan.schedule, str) and _is_tiny(graph, fitting):
+        return fitting.with_(microbatches=1)
+    return fitting
+
+
+def _is_tiny(graph: Graph, plan: Plan) -> bool:
+    """Whether the batch has no second row, or no elements: it is one micro-batch."""
+    for source in graph.inputs:
+        shape = graph.values[source.value].shape
+        dims = [d for g, d in plan.inputs.items() if d is not None and fnmatchcase(source.name, g)]
+        if dims and len(shape) > dims[-1] and (shape[dims[-1]] < 2 or 0 in shape):
+            return True
+    return False
+
+
+def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan for the first batch, which may lack inputs that the plan was made for.
+
+    An entry is left out if it names an argument of the model's forward, or a node that some module
+    of the model may have; a misspelt name stays, so that `Plan.check` reports it.
+    """
+    fitting = plan_for_graph(graph, plan)
+    arguments = inspect.signature(model.forward).parameters.values()
+    names = {p.name for p in arguments}
+    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in arguments)
+    inputs = {
+        glob: dim
+        for glob, dim in plan.inputs.items()
+        if glob in fitting.inputs or not (any_name or glob.partition(".")[0] in names)
+    }
+    modules = [path for path, _ in model.named_modules()]
+    nodes = {
+        key: choice
+        for key, choice in plan.nodes.items()
+        if key in fitting.nodes or not _may_exist(key, modules)
+    }
+    return plan.with_(inputs=inputs, nodes=nodes)
+
+
+def _may_exist(key: str, modules: Iterable[str]) -> bool:
+    """Whether some batch may give a module of this model such a node: `blocks.*.linear_0`."""
+    path, _, name = key.rpartition(".")
+    operator = re.fullmatch(r"(\w+?)(?:_(?:\d+|\*))?", name)
+    if operator is None or not hasattr(torch.ops.aten, operator[1]):
+        return False
+    return any(fnmatchcase(module, path) for module in modules)
+
+
+def plan_for_others(
+    plan: Plan, programs: Mapping[str, Program | PipelineProgram], homes: Mapping[str, str]
+) -> Plan:
+    """Return the plan with the layout of every parameter fixed to that of its first program.
+
+    `homes` names for every parameter the step whose program says how it is stored.
+    """
+    entries: dict[str, ParameterEntry] = {}
+    for step, program in programs.items():
+        for storage in sorted(_storages(program), key=lambda s: s.borrowed):
+            if homes[storage.name] != step:
+                continue
+            layout = {
+                axis: format_shard(placement) if isinstance(placement, Shard) else "whole"
+                for axis, placement in storage.layout.axes
+                if plan.roles.get(axis) == "parameters" or isinstance(placement, Shard)
+            }
+            known = entries.get(storage.name, ParameterEntry()).layout
+            entries[storage.name] = ParameterEntry(layout={**layout, **known})
+    return plan.with_(parameters={**plan.parameters, **entries})
+
+
+def _storages(program: Program | PipelineProgram) -> Iterator[Storage]:
+    if isinstance(program, Program):
+        yield from program.lowered.rank_programs[0].parameters
+        return
+    for stage in program.lowered.stages:
+        yield from stage.program.rank_programs[0].parameters
+
+
+def stored_specs(
+    specs: Sequence[rt.ParameterSpec], plan: Plan, axes: Mapping[str, int]
+) -> list[rt.ParameterSpec]:
+    """Return how parameters are stored for all programs, given the specs of the first.
+
+    A parameter that the first batch does not use, or uses in the same way on every rank (one row),
+    is shared out over the batch axes all the same where the plan says so.
+    """
+    batch = tuple(a for a, size in axes.items() if size > 1 and plan.roles.get(a) == "batch")
+    stored = []
+    for spec in specs:
+        zero = plan.entry(spec.name).zero or 0
+        if zero and spec.requires_grad and not spec.sync and not spec.borrowed:
+            cut = {split.axis for split in spec.splits}
+            sync = tuple(axis for axis in batch if axis not in cut)
+            spec = replace(spec, sync=sync, zero=zero if sync else 0)
+        stored.append(spec)
+    return stored
+
+
+def same_storage(
+    store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], used: Collection[str]
+) -> None:
+    """Raise unless a program takes the parameters it uses in the layout of their storage."""
+    held = {e.spec.name: e.spec for e in store.entries}
+    for spec in specs:
+        known = held.get(spec.name)
+        if known is None and spec.name in used:
+            raise BatchError(
+                f"this batch uses {spec.name} on a pipeline stage that does not hold it: the first "
+                "batch did not use it there",
+                where=spec.name,
+                hint="call sw.parallelize with a batch that has every optional input",
+            )
+        if known is not None and (known.splits, known.shape) != (spec.splits, spec.shape):
+            raise BatchError(
+                f"this batch needs {spec.name} of shape {spec.shape} cut as {spec.splits}; it is "
+                f"stored with shape {known.shape}, cut as {known.splits}",
+                where=spec.name,
+                hint=f"fix its layout in the plan: parameters[{spec.name!r}]",
+            )

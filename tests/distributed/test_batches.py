@@ -1,0 +1,191 @@
+"""Batches that differ from the first one, compared with plain PyTorch step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.support.pool import Pool
+from tests.support.training import error_of
+
+pytestmark = pytest.mark.distributed
+
+
+class Modal(nn.Module):
+    """Text with an optional image, optional sound, an optional mask and a flag."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, width)
+        self.image = nn.Linear(5, width)
+        self.sound = nn.Linear(3, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, 13)
+
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        image: Tensor | None = None,
+        sound: Tensor | None = None,
+        mask: Tensor | None = None,
+        double: bool = False,
+    ) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        if image is not None:
+            x = x + self.image(image)[:, None]
+        if sound is not None:
+            x = x + self.sound(sound)
+        if mask is not None:
+            x = x * mask[..., None]
+        logits = self.head(torch.tanh(self.hidden(2 * x if double else x)))
+        if labels is None:
+            return {"logits": logits}
+        flat = labels.flatten().long()
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), flat), "logits": logits}
+
+
+def make_batch(rows: int, length: int, seed: int, more: str = "") -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    batch: dict[str, Any] = {
+        "ids": torch.randint(13, (rows, length), generator=random),
+        "labels": torch.randint(13, (rows, length), generator=random),
+    }
+    if "image" in more:
+        batch["image"] = normal(rows, 5)
+    if "sound" in more:
+        batch["sound"] = normal(rows, length, 3)
+    if "bool" in more:
+        batch["mask"] = normal(rows, length) > 0
+    if "float" in more:
+        batch["mask"] = normal(rows, length)
+    if "int32" in more:
+        batch = {k: v.int() if v.dtype == torch.int64 else v for k, v in batch.items()}
+    if "none" in more:
+        batch |= {"image": None, "sound": None}
+    if "flag" in more:
+        batch["double"] = True
+    return batch
+
+
+KINDS = {
+    "inputs that go": ["image sound", "image", "", "none", "sound", "image sound"],
+    "inputs that come": ["", "image", "none", "image sound", ""],
+    "types": ["bool", "int32 bool", "float", "", "flag", "int32"],
+}
+SIZES = {
+    "few rows": [(6, 5), (1, 5), (1, 1), (2, 3), (7, 5), (0, 5), (6, 0), (3, 4)],
+    "one row first": [(1, 5), (6, 5), (1, 4), (3, 2)],
+}
+STRATEGIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ddp": ("ddp", 2, {}),
+    "zero1": ("zero1", 3, {}),
+    "zero2": ("zero2", 2, {}),
+    "fsdp": ("fsdp", 2, {}),
+    "fsdp on 4": ("fsdp", 4, {}),
+    "tensor": ("tensor", 2, {}),
+    "pipeline": ("pipeline", 2, {"num_microbatches": 3}),
+    "hybrid": ("hybrid", 4, {"dp": 2, "tp": 2}),
+}
+
+
+def batches_of(kind: str) -> list[dict[str, Any]]:
+    if kind in SIZES:
+        return [make_batch(*size, seed, "image") for seed, size in enumerate(SIZES[kind])]
+    return [make_batch(6, 5, seed, more) for seed, more in enumerate(KINDS[kind])]
+
+
+def assert_same(found: Tensor | None, expected: Tensor | None, what: str) -> None:
+    assert (found is None) == (expected is None), f"{what}: {found} instead of {expected}"
+    if found is not None:
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-12, equal_nan=True, msg=lambda m: f"{what}: {m}"
+        )
+
+
+def train(strategy: str, kind: str) -> None:
+    """Train on all batches of a kind; every value of every step equals plain PyTorch's."""
+    name, ranks, options = STRATEGIES[strategy]
+    batches = batches_of(kind)
+    torch.manual_seed(0)
+    alone = Modal().double()
+    model = copy.deepcopy(alone)
+    planned = make_batch(6, 5, 0, "image sound") if strategy == "pipeline" else batches[0]
+    plan = getattr(sw.strategies, name)(
+        sw.capture(model, planned), sw.Cluster.local(ranks), **options
+    )
+    pm = sw.parallelize(model, batches[0], plan)
+    optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.AdamW(alone.parameters(), lr=1e-2, weight_decay=0.1)
+    for number, batch in enumerate(batches):
+        here = f"{strategy}, {kind}, batch {number}"
+        loss = alone(**batch)["loss"]
+        loss.backward()
+        assert_same(pm.train_step(batch), loss.detach(), f"{here}: loss")
+        gradients = pm.gather_gradients()
+        for key, parameter in alone.named_parameters():
+            assert_same(gradients[key], parameter.grad, f"{here}: gradient of {key}")
+        if loss.isnan():  # an empty batch: its gradients would spoil the parameters
+            pm.zero_grad()
+            alone.zero_grad()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        with torch.no_grad():
+            unlabeled = {k: v for k, v in batch.items() if k != "labels"}
+            logits = pm.eval_step(unlabeled)["logits"]
+            assert_same(logits, alone(**unlabeled)["logits"], f"{here}: logits")
+            assert_same(pm.eval_loss(batch), alone(**batch)["loss"], f"{here}: eval loss")
+        state = pm.gather_state_dict()
+        for key, value in alone.state_dict().items():
+            assert_same(state[key], value, f"{here}: {key}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("fsdp", "inputs that come"), ("pipeline", "few rows")]
+)
+def test_batches_that_differ_from_the_first(
+    pool: Callable[[int], Pool], strategy: str, kind: str
+) -> None:
+    pool(STRATEGIES[strategy][1]).run(train, strategy, kind, timeout=110)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [*KINDS, *SIZES])
+def test_every_kind_of_batch(pool: Callable[[int], Pool], strategy: str, kind: str) -> None:
+    pool(STRATEGIES[strategy][1]).run(train, strategy, kind, timeout=300)
+
+
+def misspelt() -> list[str]:
+    model, batch = Modal().double(), make_batch(6, 5, 0)
+    plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(2))
+    wrong = [
+        plan.with_(inputs={**plan.inputs, "imgae": 0}),
+        plan.with_(nodes={"hiden.linear_0": {"dp": "cut b"}}),
+        plan.with_(nodes={"linaer_0": {"dp": "cut b"}}),
+    ]
+    errors = [error_of(sw.parallelize, model, batch, p) for p in wrong]
+    optional = plan.with_(
+        inputs={**plan.inputs, "sound": 0}, nodes={"sound.linear_0": {"dp": "same"}}
+    )
+    sw.parallelize(model, batch, optional)  # a plan for a batch that has more inputs
+    return errors
+
+
+def test_a_plan_names_optional_inputs_and_no_misspelt_ones(pool: Callable[[int], Pool]) -> None:
+    errors = pool(2).run(misspelt)[0]
+    for error, name in zip(errors, ("imgae", "hiden.linear_0", "linaer_0"), strict=True):
+        assert name in error
