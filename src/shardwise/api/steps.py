@@ -56,19 +56,29 @@ def read_steps(
             f"the plans are for steps {sorted(plan)}, the steps are {sorted(objectives)}",
             hint="a plan for every step, one plan for all, or a function of a step's graph",
         )
-    found = {}
+    found: dict[str, StepSpec] = {}
+    stored: dict[str, Plan] = {}  # the plan that says how a parameter is stored
     for name, chosen in objectives.items():
         mine = plan[name] if isinstance(plan, Mapping) else plan
         if not isinstance(mine, Plan):
-            if not callable(mine):
-                raise PlanError(f"a plan is a Plan or a function of a graph, not {mine!r}")
-            made = mine(capture(model, batches[name], chosen, training=True, device=device))
-            if not isinstance(made, Plan):
-                raise PlanError(f"the function of a graph gave {made!r}, not a Plan")
-            mine = made
+            graph = capture(model, batches[name], chosen, training=True, device=device)
+            mine = _made(mine, graph, stored)
+            for used in sorted(used_parameters(graph)):
+                stored.setdefault(used, mine)
         found[name] = StepSpec(name=name, batch=batches[name], objective=chosen, plan=mine)
     _require_alike(list(found.values()))
     return found
+
+
+def _made(make: object, graph: Graph, stored: Mapping[str, Plan]) -> Plan:
+    """The plan for one step's graph; what earlier steps use stays as they store it."""
+    if not callable(make):
+        raise PlanError(f"a plan is a Plan or a function of a graph, not {make!r}")
+    made = make(graph)
+    if not isinstance(made, Plan):
+        raise PlanError(f"the function of a graph gave {made!r}, not a Plan")
+    fixed = {name: stored[name].entry(name) for name in used_parameters(graph) if name in stored}
+    return made.with_(parameters={**made.parameters, **dict(sorted(fixed.items()))})
 
 
 def _objectives(loss_fn: Objective, steps: Mapping[str, StepFn] | None) -> dict[str, Objective]:

@@ -77,6 +77,7 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
         for name in step.inputs:
             users.setdefault(name, set()).add(home)
     first = {path: extent[0] for path, extent in extents(homes).items()}
+    made = {out: index for index, step in enumerate(steps) for out in step.outputs}
     order: list[tuple[int, int, Step, str | None]] = []
     for index, (step, home) in enumerate(zip(steps, homes, strict=True)):
         source = home_of.get(step.inputs[0]) if step.is_move else home
@@ -85,7 +86,9 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
         if home is not None and step.is_move and (shared or foreign):
             home_of[step.outputs[0]] = None
             outside = replace(step, module=home, module_class="", recompute=None)
-            order.append((first[home], 0, outside, None))
+            # A module that is called twice begins before the input of its second call is made.
+            at = first[home] if made.get(step.inputs[0], -1) < first[home] else index
+            order.append((at, 0, outside, None))
         else:
             order.append((index, 1, step, home))
     order.sort(key=lambda item: item[:2])
