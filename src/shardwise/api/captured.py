@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, PlanError
 from shardwise.frontend import capture, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
+from shardwise.frontend.hooks import hooks_of, name_of, place_of
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.execution import check_types
@@ -37,6 +38,7 @@ def capture_for_plan(
     """
     model, loss_fn = as_module(model), objective(loss_fn, step)
     if plan.per_microbatch and plan.microbatches > 1:
+        _require_no_hooks(model)
         batch = microbatch(batch, plan, 0)
     precision = plan.precision
     if device is None:
@@ -50,6 +52,17 @@ def capture_for_plan(
             return capture(model, batch, loss_fn, training=training, device=device)
     model = cast_model(model, dtype)
     return capture(model, cast_batch(batch, dtype), loss_fn, training=training, device=device)
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hook := next(iter(hooks_of(parameter)), None):
+            raise PlanError(
+                f"the gradient hook {name_of(hook)} on parameter {name} would run once per step, "
+                "but on one device once per micro-batch",
+                where=place_of(hook),
+                hint="per_microbatch=False, or change the gradients between backward and step",
+            )
 
 
 def require_precision(graph: Graph, plan: Plan) -> None:

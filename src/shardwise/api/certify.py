@@ -5,6 +5,7 @@ Enters: the user's model and batch, a plan. Leaves: a `Certificate`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -87,7 +88,12 @@ def _certify_twin(
 ) -> Certificate:
     inputs, _ = flatten_batch(batch)
     buffers = dict(model.named_buffers())
-    return certify_twin(graph, plan, buffers, inputs, timeout=timeout, max_bytes=limit)
+    hooks, graph = graph.hooks, replace(graph, hooks=())
+    found = certify_twin(graph, plan, buffers, inputs, timeout=timeout, max_bytes=limit)
+    if not hooks:
+        return found
+    omitted = f"gradient hooks left out: {', '.join(map(str, hooks))}"
+    return replace(found, scaled=(*found.scaled, omitted))
 
 
 def is_meta(model: nn.Module, batch: Any) -> bool:

@@ -34,7 +34,7 @@ class ScheduledStep:
     ) -> None:
         self.plan, self.graph, self.loaded, self.store = plan, graph, loaded, store
         self.executor = loaded.executor(store, recorder)
-        self.spec = graph.output_spec
+        self.spec, self.hooks = graph.output_spec, graph.hooks
         self.constants = dict(graph.input_constants)
         self.dtypes = input_dtypes(graph, plan)
         self.indices = BatchIndices(graph)

@@ -219,10 +219,13 @@ class _File:
             body.append(f"{scope.own('rng')} = rng")
             body += [f"{scope.own('path')} = path"] if path_argument else []
         body.append(f"{scope.own('device')} = device")
-        for value in own:
-            body.append(self._declaration(value, scope.path))
+        # A block would replace what was declared below its path before it is attached.
+        paths = [] if path_argument else [f"{c.path}." for i in self.items for c in _calls(i)]
+        inside = [value for value in own if self.owners[value].startswith(tuple(paths))]
+        body += [self._declaration(value, scope.path) for value in own if value not in inside]
         if not path_argument:
             body += self._attachments()
+            body += [self._declaration(value, scope.path) for value in inside]
             body += self._constants()
         lines += [f"{INDENT}{line}" for line in body]
         return _indented(map(wrap, lines))

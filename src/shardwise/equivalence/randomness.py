@@ -99,6 +99,10 @@ def run_graph_reference(
         losses.append(loss.detach())
         outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
         buffers = {b.name: values[b.mutation or b.value].detach() for b in graph.buffers}
+    for hook in graph.hooks:
+        held = parameters[hook.parameter]
+        if held.grad is not None:
+            held.grad = hook.function(held.grad.clone(), held.detach())
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
     trained = [p for p in parameters.values() if p.requires_grad]
     if trained:

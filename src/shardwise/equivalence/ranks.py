@@ -74,7 +74,7 @@ def _train_once(
         rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
         for name, splits in generated.INPUTS.items()
     ]
-    with store.step():
+    with rt.hooked(store, program.graph.hooks), store.step():
         with store.forward():
             loss, outputs = module(*local, outputs=True)
         with store.backward(last=True):

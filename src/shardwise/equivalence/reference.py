@@ -18,6 +18,7 @@ from shardwise.equivalence.precision import KeepDouble
 from shardwise.errors import VerifyError
 from shardwise.frontend.batch import read_batch
 from shardwise.frontend.functions import without_checkpoints
+from shardwise.frontend.hooks import copy_hooks
 from shardwise.frontend.loss import find_loss
 from shardwise.frontend.objective import Objective, loss_of, run_objective
 
@@ -46,6 +47,8 @@ def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()
+    for original, copied in zip(model.parameters(), twin.parameters(), strict=True):
+        copy_hooks(original, copied)
     call = read_batch(batch)
     tensors = [
         t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()

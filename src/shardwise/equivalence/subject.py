@@ -166,9 +166,10 @@ class Stages:
         store = loaded.make_store()
         store.load_with(lambda name: state[name])
         executor = loaded.executor(store)
-        with store.step():
-            loss, outputs = executor.train(inputs, outputs=True)
-        executor.tied.sum_gradients()
+        with rt.hooked(store, self.graph.hooks):
+            with store.step():
+                loss, outputs = executor.train(inputs, outputs=True)
+            executor.tied.sum_gradients()
         return step_outcome(store, loss, outputs or ())
 
 

@@ -30,6 +30,7 @@ from shardwise.frontend.convert import Converter
 from shardwise.frontend.failures import capture_error
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.functions import Recorder, recording
+from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, recording_hooks
 from shardwise.frontend.masks import eager_masks
 from shardwise.frontend.objective import (
     Model,
@@ -79,12 +80,17 @@ def capture(
         exported = Step(copy, call, chosen, needs_loss=copy.training)
         recorder = Recorder()
         fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
+        check_module_hooks(copy)
+        hooks = gradient_hooks(copy)
         program = _export(exported, fakes, recorder, type(model).__name__)
         sources = Sources.of(model, call, _signature_names(model))
         try:
-            return _convert(program, exported, sources, recorder, logical)
+            graph = _convert(program, exported, sources, recorder, logical)
         except NotFunctional as reason:
-            return _convert_decomposed(program, exported, sources, recorder, logical, reason)
+            graph = _convert_decomposed(program, exported, sources, recorder, logical, reason)
+        if not hooks:
+            return graph
+        return replace(graph, hooks=hooks, functions={**graph.functions, "gradient hooks": hooks})
 
 
 def _check(model: nn.Module, chosen: Objective) -> None:
@@ -100,6 +106,7 @@ def _export(
         with (
             _quiet(),
             recording(recorder),
+            recording_hooks(recorder),
             controlled_random(),
             eager_masks(),
             torch.enable_grad(),

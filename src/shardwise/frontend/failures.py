@@ -62,7 +62,7 @@ def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
     """The error to raise from `error`: our own as it is (with a place), others explained."""
     own = _own(error)
     frame = _user_frame(error)
-    place = _describe(frame)
+    place = str(frame) if frame is not None else None
     if own is not None:
         if own.where is None and place:
             return type(own)(own.message, where=place, hint=own.hint)
@@ -99,12 +99,6 @@ def _user_frame(error: BaseException | None) -> Frame | None:
             found = Frame(last.filename, last.lineno or 0, last.name, (last.line or "").strip())
         error = error.__cause__ or error.__context__
     return found
-
-
-def _describe(frame: Frame | None) -> str | None:
-    if frame is None:
-        return None
-    return f"{frame.place}: {frame.text}" if frame.text else frame.place
 
 
 def _first(text: str) -> str:

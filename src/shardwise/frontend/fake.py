@@ -16,6 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from shardwise.frontend.hooks import copy_hooks
+
 StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -98,6 +100,7 @@ def _memo(model: nn.Module, stand_in: StandIn) -> dict[int, Any]:
 def _parameter_like(parameter: nn.Parameter, stand_in: StandIn) -> nn.Parameter:
     like = nn.Parameter(stand_in(parameter.detach()), requires_grad=parameter.requires_grad)
     like.__dict__.update({k: v for k, v in vars(parameter).items() if not k.startswith("_")})
+    copy_hooks(parameter, like)
     return like
 
 

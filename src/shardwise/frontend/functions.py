@@ -65,7 +65,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         if cls is torch_checkpoint.CheckpointFunction:
             with _group(recorder):
                 return args[0](*args[2:])
-        return _record(recorder, cls, args, kwargs)
+        return record_call(recorder, cls, args, kwargs)
 
     def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if recorder.depth or get_proxy_mode() is None:
@@ -118,7 +118,10 @@ def _group(recorder: Recorder) -> Iterator[None]:
         node = node.next
 
 
-def _record(recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record_call(
+    recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Record `cls.apply(*args)` as one opaque operator and return its results."""
     if kwargs:
         raise CaptureError(f"{cls.__qualname__}.apply is called with keyword arguments")
     tensors: list[torch.Tensor] = []

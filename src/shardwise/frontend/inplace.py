@@ -32,6 +32,8 @@ def convert(
     name, overload = target._schema.name.split("::")[1], target._overloadname
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
     functional = _functional_name(name)
+    if written == ["out"] and isinstance(kwargs.get("out"), Alias):
+        return _compute_into(builder, target, args, dict(kwargs))
     if len(written) != 1 or functional is None or not isinstance(args[0], Alias):
         raise NotFunctional(f"{target} writes to {', '.join(written)}")
     alias = args[0]
@@ -86,6 +88,30 @@ def _compute(
     if type_.shape != own.shape:
         raise NotFunctional(f"{target} changes the shape")
     builder.write(alias, name)
+
+
+def _compute_into(
+    builder: Builder,
+    target: torch._ops.OpOverload[Any, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Alias:
+    """`op(..., out=tensor)`: the operator that returns its result, written to `out`."""
+    alias: Alias = kwargs.pop("out")
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    fitting = (
+        o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted
+    )
+    operator = next(fitting, None)
+    if operator is None:
+        raise NotFunctional(f"{target} has no functional counterpart")
+    own = builder.types[builder.read(alias)]
+    plain, named = refs(builder, args), {k: refs(builder, v) for k, v in kwargs.items()}
+    (name,) = builder.emit(str(operator), plain, (own,), tuple(sorted(named.items())))
+    builder.write(alias, name)
+    return alias
 
 
 def _result_type(

@@ -6,9 +6,13 @@ Enters: an fx node's `nn_module_stack` and `stack_trace`. Leaves: `Origin`.
 from __future__ import annotations
 
 import functools
+import linecache
 import re
+import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ from shardwise.frontend.step import ROOT
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(?!File ")([^\n]*))?')
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(__file__).parent) + "/"
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
+_PYTHON = sysconfig.get_path("stdlib") + "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,9 @@ class Frame:
     @property
     def place(self) -> str:
         return f"{Path(self.file).name}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.text else self.place
 
 
 def origin_of(meta: dict[str, Any]) -> Origin:
@@ -80,6 +89,26 @@ def parse_frames(trace: str) -> list[Frame]:
 def is_user_file(file: str) -> bool:
     """Whether a source file is neither torch's nor ours."""
     return not (file.startswith((_TORCH, _OURS, "<frozen")) or file == "<string>")
+
+
+def running_frame() -> Frame | None:
+    """The innermost frame of the user's code that is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_code(code.co_filename):
+            line = frame.f_lineno
+            text = linecache.getline(code.co_filename, line).strip()
+            return Frame(code.co_filename, line, code.co_name, text)
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_user_code(file: str) -> bool:
+    """Whether a source file is the user's or a library's of models: not torch, Python or ours."""
+    library = file.startswith(_PYTHON) and "site-packages" not in file
+    return is_user_file(file) and not library and not file.startswith(_PACKAGE)
 
 
 @functools.lru_cache(maxsize=65536)

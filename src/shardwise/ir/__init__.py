@@ -3,6 +3,7 @@
 from shardwise.ir.graph import (
     Buffer,
     Constant,
+    GradientHook,
     Graph,
     Input,
     Node,
@@ -18,6 +19,7 @@ from shardwise.ir.graph import (
 __all__ = [
     "Buffer",
     "Constant",
+    "GradientHook",
     "Graph",
     "Input",
     "Node",

@@ -10,7 +10,7 @@ Regions (`no_grad`, autocast, activation checkpointing) are flattened: each node
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,12 +130,35 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientHook:
+    """A function of one parameter's whole gradient that runs when the gradient is complete.
+
+    `function(gradient, value)` returns the new gradient; only hooks with `needs_value` read the
+    parameter's value. An `elementwise` hook may run on any part of the gradient. `code` is the
+    traced computation with a digest of its constants, which decides whether two hooks are equal.
+    """
+
+    parameter: str
+    accumulated: bool  # sees the gradient after it was added to that of earlier steps
+    name: str  # of the user's function
+    source: str  # "train.py:12", where it is defined
+    code: str
+    elementwise: bool
+    needs_value: bool
+    function: Callable[..., torch.Tensor] = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.name} ({self.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """The forward step of one model for one batch shape, up to and including the loss.
 
     `outputs` are the leaves of the model's output in pytree order: a `Ref` or a constant.
     `output_spec` is the output's `TreeSpec`: `frontend.rebuild_output(spec, leaves)` uses it.
-    `functions` maps `autograd_function.*` op names to the user's classes, for this process only.
+    `functions` maps `autograd_function.*` op names to the user's classes, for this process only;
+    so are `hooks`, which it also holds as "gradient hooks".
     """
 
     name: str  # the model's class name
@@ -154,6 +177,7 @@ class Graph:
     functions: Mapping[str, Any] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()  # values that later stages use, in a part of a graph
+    hooks: tuple[GradientHook, ...] = ()  # of parameters, in the order in which they run
 
     def __str__(self) -> str:
         return to_text(self)
@@ -283,6 +307,10 @@ def to_text(graph: Graph, *, provenance: bool = True) -> str:
         flags += f" recompute={node.recompute}" if node.recompute else ""
         line = f"  {outs} = {node.op}({', '.join(args)}){flags}"
         lines.append(f"{line}  # {node.origin}" if provenance else line)
+    for hook in graph.hooks:
+        when = "accumulated gradient" if hook.accumulated else "gradient"
+        label = str(hook) if provenance else f"{hook.parameter}: {hook.code}"
+        lines.append(f"  hook on the {when} of {label}")
     lines.append(f"  loss %{graph.loss}")
     lines.append(f"  outputs {format_arg(graph.outputs)}")
     lines += [f"  sends {', '.join(f'%{name}' for name in graph.sends)}"] if graph.sends else []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import BatchError, ProgramError, did_you_mean
 from shardwise.runtime.failures import naming_failures
+from shardwise.runtime.hooks import Hook, hooked, refuse_hooks_on_parts
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.noting import plain_transport
 from shardwise.runtime.processes import ProcessGroupTransport
@@ -57,6 +58,11 @@ class ProgramKey:
 
 class StepProgram(Protocol):
     """A compiled step for batches of one signature."""
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """Gradient hooks of the model's parameters."""
+        ...
 
     def train(
         self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
@@ -142,11 +148,13 @@ class ParallelModule(nn.Module):
         the name of one of several steps. A batch with `local` is what `local_batch` gave.
         """
         with self._naming_failures():
+            refuse_hooks_on_parts(self.store)
             key, program = self._program(batch, step, training=True, local=local)
             with self.rng.next_step() as at, self.store.recorder.span("step", "step", step=at):
-                with self.store.step(key):
-                    loss, out = program.train(batch, self.store, outputs=outputs, local=local)
-                program.finish()
+                with hooked(self.store, program.hooks):
+                    with self.store.step(key):
+                        loss, out = program.train(batch, self.store, outputs=outputs, local=local)
+                    program.finish()
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
     def eval_step(self, batch: Any, *, step: str = "", local: bool = False) -> Any:
@@ -298,6 +306,17 @@ class ParallelModule(nn.Module):
         raise ProgramError(
             "a parallel module's state is spread over ranks", hint="pm.gather_state_dict()"
         )
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A parallel module is not called, so its hooks would never run."""
+        raise ProgramError(
+            "a hook on the parallel module would never run",
+            hint="register it on the model: the next step captures it",
+        )
+
+    register_forward_pre_hook = register_forward_hook = _refuse_hook
+    register_full_backward_pre_hook = register_full_backward_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """A parallel module is run by its steps."""

@@ -332,6 +332,25 @@ class ParameterStore:
             entry.leaf.grad = value.clone().view(entry.local_shape)
         self.reducer.install()
 
+    def take_gradient(self, entry: Entry) -> Tensor | None:
+        """Return a copy of what `gradient` gives, and forget it."""
+        grad = self.gradient(entry)
+        entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
+        return None if grad is None else grad.clone()
+
+    def set_gradient(self, entry: Entry, grad: Tensor | None) -> None:
+        """Replace the gradient by one in the form that `gradient` gives."""
+        entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
+        if grad is None:
+            return
+        (entry.piece if entry.zero >= 2 else entry.leaf).grad = grad
+        self.reducer.install()
+
+    def part_of_gradient(self, entry: Entry, full: Tensor) -> Tensor:
+        """Return what of a full gradient this rank holds, in the form that `gradient` gives."""
+        local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
+        return local.reshape(-1)[slice(*entry.bounds)] if entry.zero >= 2 else local
+
     def link_gradients(self) -> None:
         """Give the optimizer's pieces plain gradients: what `shown.grad` says."""
         for entry in self._linked:

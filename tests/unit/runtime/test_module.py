@@ -13,6 +13,8 @@ from tests.support import toy
 
 
 class Program:
+    hooks = ()
+
     def __init__(self, module: toy.Toy) -> None:
         self.module = module
 
