@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.errors import BatchError, PlanError
 from shardwise.frontend import capture, skeleton
 from shardwise.frontend.batch import path_name, read_batch
-from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.frontend.hooks import hooks_of, name_of, place_of
+from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.execution import check_types

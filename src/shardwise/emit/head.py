@@ -110,8 +110,8 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
         names = tuple(i.name for i in ranks.inputs if i.kind == source)
         if names:
             yield f"{table} = {literal(names)}"
-    names = {parameter.name for parameter in ranks.parameters}
-    hooks = [remark(str(hook)) for hook in graph.hooks if hook.parameter in names]
+    held = {parameter.name for parameter in ranks.parameters}
+    hooks = [remark(str(hook)) for hook in graph.hooks if hook.parameter in held]
     if hooks:
         yield from ("", "# parallelize runs these on complete gradients and hands them in:")
         yield from (f"# {hook}" for hook in hooks)

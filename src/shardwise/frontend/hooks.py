@@ -106,7 +106,7 @@ class TracedHook:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
-        grad, value = [n for n in module.graph.nodes if n.op == "placeholder"]
+        _, value = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.needs_value = bool(value.users)
         calls = [n for n in module.graph.nodes if n.op == "call_function"]
         self.elementwise = (
@@ -117,7 +117,8 @@ class TracedHook:
         digest = hashlib.sha256()
         for tensor in self.constants:
             digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
         body = "; ".join(line.strip() for line in module.code.strip().splitlines()[1:])
         self.code = f"{body} [{digest.hexdigest()[:12]}]" if self.constants else body
 
@@ -239,7 +240,7 @@ def place_of(hook: Hook) -> str:
     """`file.py:line` where a hook's function is defined."""
     function = inspect.unwrap(getattr(hook, "func", hook))
     if not hasattr(function, "__code__"):
-        function = getattr(type(function), "__call__", function)
+        function = type(function).__call__
     code = getattr(function, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else name_of(hook)
 
@@ -285,7 +286,7 @@ def recording_hooks(recorder: Recorder) -> Iterator[None]:
             )
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    torch.Tensor.grad_fn = property(_grad_fn)  # type: ignore[assignment, misc]
+    torch.Tensor.grad_fn = property(_grad_fn)  # type: ignore[assignment]
     saved.__enter__ = enter_saved  # type: ignore[method-assign]
     leave, saved.__exit__ = saved.__exit__, lambda *args: None  # type: ignore[method-assign]
     try:
@@ -324,7 +325,7 @@ def _put_behind(tensor: torch.Tensor, result: torch.Tensor) -> None:
     tracer = mode.tracer
     slot = get_proxy_slot(result, tracer)
     before, after = get_proxy_slot(tensor, tracer).proxy.node, slot.proxy.node
-    call = after.args[0]  # `after` is an item of what the call returned
+    call: Any = after.args[0]  # `after` is an item of what the call returned
     before.append(call)
     call.append(after)
     for user in list(before.users):

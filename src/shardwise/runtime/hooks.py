@@ -55,7 +55,7 @@ def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
 def refuse_hooks_on_parts(store: ParameterStore) -> None:
     """Refuse gradient hooks on this rank's own tensors: they would see parts and partial sums."""
     for entry in store.entries:
-        after = entry.shown._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        after = entry.shown._post_accumulate_grad_hooks
         if entry.shown._backward_hooks or (after and any(map(_is_foreign, after.values()))):
             raise ProgramError(
                 "a gradient hook is registered on this rank's part of a parameter",
@@ -70,7 +70,7 @@ def _is_foreign(hook: Callable[..., None]) -> bool:
 
 
 def _by_entry(store: ParameterStore, hooks: Sequence[Hook]) -> dict[Entry, list[Hook]]:
-    """The hooks of each parameter whose gradient ends up on this rank, in the order of the store."""
+    """The hooks of each parameter whose gradient ends up on this rank, in the store's order."""
     wanted: dict[str, list[Hook]] = {}
     for hook in hooks:
         wanted.setdefault(hook.parameter, []).append(hook)

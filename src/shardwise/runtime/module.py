@@ -150,11 +150,14 @@ class ParallelModule(nn.Module):
         with self._naming_failures():
             refuse_hooks_on_parts(self.store)
             key, program = self._program(batch, step, training=True, local=local)
-            with self.rng.next_step() as at, self.store.recorder.span("step", "step", step=at):
-                with hooked(self.store, program.hooks):
-                    with self.store.step(key):
-                        loss, out = program.train(batch, self.store, outputs=outputs, local=local)
-                    program.finish()
+            with (
+                self.rng.next_step() as at,
+                self.store.recorder.span("step", "step", step=at),
+                hooked(self.store, program.hooks),
+            ):
+                with self.store.step(key):
+                    loss, out = program.train(batch, self.store, outputs=outputs, local=local)
+                program.finish()
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
     def eval_step(self, batch: Any, *, step: str = "", local: bool = False) -> Any:
