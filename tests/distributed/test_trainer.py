@@ -51,6 +51,14 @@ def test_any_plan_trains_as_one_process(pool: Callable[[int], Pool], name: str) 
             torch.testing.assert_close(mean[name_], average[name_], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", everyday(("fsdp3",)))
+def test_metrics_are_exact_under_any_plan(pool: Callable[[int], Pool], name: str) -> None:
+    changes = {**changes_of(name), "steps": 2}
+    alone, _ = support.evaluate(steps=2)
+    for found, _ in pool(PLANS[name][0]).run(support.evaluate, **changes):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
 @pytest.mark.parametrize("name", everyday(("zero2",)))
 def test_a_resumed_run_is_bit_equal_under_the_same_plan(
     pool: Callable[[int], Pool], name: str, tmp_path: Path

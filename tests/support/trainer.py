@@ -43,6 +43,58 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Scored(Net):
+    """The same with its scores as an output beside the loss."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        scores = self.head(x)
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
+
+
+def first_right(output: Any, batch: Any) -> Tensor:
+    """Whether the last label of each sample is among the three best guesses."""
+    best = output["scores"][:, -1].topk(3).indices
+    return (best == batch["labels"][:, -1:]).any(-1)
+
+
+def right(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """The right tokens of a batch, and how many count."""
+    counts = batch["labels"] != -100
+    guesses = output["scores"].topk(4).indices
+    return ((guesses == batch["labels"][..., None]).any(-1) & counts).sum(), counts.sum()
+
+
+class Largest:
+    """The largest score of all, which is no mean."""
+
+    def reset(self) -> None:
+        self.found = float("-inf")
+
+    def update(self, output: Any, batch: Any) -> None:
+        self.found = max(self.found, float(output["scores"].max()))
+
+    def compute(self) -> float:
+        return self.found
+
+
+SCORED = {"name": "tests.support.trainer:Scored"}
+METRICS = {
+    "first": "tests.support.trainer:first_right",
+    "accuracy": "tests.support.trainer:right",
+    "largest": "tests.support.trainer:Largest",
+}
+
+
+def evaluate(**changes: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The evaluation after a training, and the model that it is of."""
+    with sw.Trainer(**fields(model=SCORED, metrics=METRICS, ema=None, **changes)) as trainer:
+        trainer.fit()
+        return trainer.evaluate(), trainer.state_dict()
+
+
 class Samples:
     """Samples by number, which note who was asked for; some numbers are drawn, as for noise."""
 

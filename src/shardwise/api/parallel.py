@@ -334,9 +334,11 @@ class _Step:
             store.scaled(loss).backward()  # type: ignore[no-untyped-call]
         return loss, out
 
-    def evaluate(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Any:
+    def evaluate(
+        self, batch: Any, store: rt.ParameterStore, *, local: bool
+    ) -> tuple[torch.Tensor | None, Any]:
         with store.forward():
-            return self._forward(batch, True, local)[1]
+            return self._forward(batch, True, local)
 
     def loss(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> torch.Tensor:
         with store.forward():

@@ -52,11 +52,13 @@ class ScheduledStep:
             )
         return loss, rebuild_output(self.spec, leaves) if leaves is not None else None
 
-    def evaluate(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Any:
+    def evaluate(
+        self, batch: Any, store: rt.ParameterStore, *, local: bool
+    ) -> tuple[Tensor | None, Any]:
         tensors = self._tensors(batch, local)
         with naming_places():
-            leaves = self.executor.evaluate(tensors, whole=not local)
-        return rebuild_output(self.spec, leaves)
+            loss, leaves = self.executor.evaluate(tensors, whole=not local)
+        return loss, rebuild_output(self.spec, leaves)
 
     def loss(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> Tensor:
         tensors = self._tensors(batch, local)

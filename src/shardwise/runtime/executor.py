@@ -101,13 +101,16 @@ class Executor:
             leaves = self._share_outputs(step) if outputs else None
         return loss, leaves
 
-    def evaluate(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> tuple[Any, ...]:
-        """The forwards alone: the model's output leaves."""
+    def evaluate(
+        self, inputs: Mapping[str, Tensor], *, whole: bool = True
+    ) -> tuple[Tensor | None, tuple[Any, ...]]:
+        """The forwards alone: the loss, if there is one, and the model's output leaves."""
         step = _Step(inputs, whole)
         with self._running(step):
             for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
                 self._forward(step, action, outputs=True, training=False)
-            return self._share_outputs(step)
+            loss = None if self.spec.loss_stage is None else self._share_loss(step)
+            return loss, self._share_outputs(step)
 
     def evaluate_loss(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> Tensor:
         """The forwards alone: the loss."""

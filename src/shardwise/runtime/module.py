@@ -70,8 +70,10 @@ class StepProgram(Protocol):
         """Forward and backward, inside `store.step`: the loss, and the outputs if asked for."""
         ...
 
-    def evaluate(self, batch: Any, store: ParameterStore, *, local: bool) -> Any:
-        """The model's outputs, inside `store.evaluate`."""
+    def evaluate(
+        self, batch: Any, store: ParameterStore, *, local: bool
+    ) -> tuple[Tensor | None, Any]:
+        """The loss, if the model gives one, and its outputs, inside `store.evaluate`."""
         ...
 
     def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
@@ -160,12 +162,15 @@ class ParallelModule(nn.Module):
                 program.finish()
         return (loss.detach(), _detached(out)) if outputs else loss.detach()
 
-    def eval_step(self, batch: Any, *, step: str = "", local: bool = False) -> Any:
-        """The model's outputs in eval mode, without gradients."""
+    def eval_step(
+        self, batch: Any, *, loss: bool = False, step: str = "", local: bool = False
+    ) -> Any:
+        """The model's outputs in eval mode, without gradients; with `loss`, its loss before."""
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
-                return program.evaluate(batch, self.store, local=local)
+                found, outputs = program.evaluate(batch, self.store, local=local)
+        return (found, outputs) if loss else outputs
 
     def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
         """The whole batch's loss in eval mode, without gradients, the same on every rank."""

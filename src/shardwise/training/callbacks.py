@@ -86,7 +86,7 @@ class EarlyStop(Callback):
         value = metrics.get(self.config.metric)
         if value is None:
             return
-        signed = value if self.config.mode == "min" else -value
+        signed = -value if self.config.mode == "max" else value
         if self.best is None or signed < self.best - self.config.min_delta:
             self.best, self.waited = signed, 0
             return

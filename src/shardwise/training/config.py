@@ -97,20 +97,23 @@ class ScheduleConfig:
 class DataConfig:
     """Samples, and how they become batches; `batch_size` is that of all ranks together.
 
-    With an own `collate`, `rowwise` says that each sample is one row of every tensor, so that a
-    rank may read its rows alone; the default collation is so.
+    `train` and `evaluation` are datasets, or each a `torch.utils.data.DataLoader`, which then says
+    itself how samples become batches. Defaults: `batch_size` 8, `shuffle` and `drop_last` for
+    training, no `workers`, `prefetch` 2 batches. With an own `collate`, `rowwise` says that each
+    sample is one row of every tensor, so that a rank may read its rows alone; the default
+    collation is so.
     """
 
     train: Part
     evaluation: Part = None
-    batch_size: Count = 8
+    batch_size: Count | None = None
     evaluation_batch_size: Count | None = None
     collate: Part = None
     rowwise: bool = False
-    shuffle: bool = True
-    drop_last: bool = True
-    workers: Number = 0
-    prefetch: Count = 2
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    workers: Number | None = None
+    prefetch: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +127,15 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopConfig:
-    """Stop after `patience` evaluations without a metric better by more than `min_delta`."""
+    """Stop after `patience` evaluations without a metric better by more than `min_delta`.
+
+    `metric` is `evaluation_loss`, or one of `metrics`, for which `mode` says what is better.
+    """
 
     patience: Count
     min_delta: Annotated[float, Least(0)] = 0.0
     metric: str = "evaluation_loss"
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +148,17 @@ class EmaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, and what is kept of it."""
+    """When the state is saved, and what is kept of it: the last, and the best by a metric.
+
+    `metric` is `evaluation_loss`, one of `metrics`, `loss`, `learning_rate` or `gradient_norm`.
+    """
 
     every_steps: Count | None = None
     every_epochs: Count | None = None
     keep_last: Count = 3
     keep_best: Number = 0
     metric: str = "evaluation_loss"
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +193,7 @@ class LogConfig:
 class TrainConfig:
     """A training. `folder` is where all of its files go; without one, none are written.
 
+    `metrics` are functions of the model's output and the batch, by name, for evaluations.
     `accumulate` computes a batch in so many micro-batches; the loss stays the whole batch's.
     `resume` is `auto` (the newest checkpoint in the folder, if there is one), `never`, or a path.
     """
@@ -202,6 +212,7 @@ class TrainConfig:
     ema: EmaConfig | None = None
     precision: str | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    metrics: Mapping[str, Part] = field(default_factory=dict)
     early_stop: EarlyStopConfig | None = None
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = "auto"
@@ -218,6 +229,7 @@ class TrainConfig:
 
 SHORT_FORMS: Mapping[type, str] = {  # the field that a plain value stands for
     Named: "name",
+    DataConfig: "train",
     PlanConfig: "name",
     OptimizerConfig: "name",
     ScheduleConfig: "name",

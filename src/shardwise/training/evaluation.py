@@ -1,4 +1,4 @@
-"""The loss over the evaluation data, exactly.
+"""The loss and the user's metrics over the evaluation data, exactly.
 
 Enters: a parallel module and a source of batches. Leaves: the mean over all that the batches'
 losses are means of. Each batch counts by its own denominator (`counting.py`); where ranks read some
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import TrainingError
+from shardwise.errors import LossError, TrainingError
 from shardwise.frontend import flatten_batch
+from shardwise.frontend.batch import read_batch
 from shardwise.plans import Plan
 from shardwise.runtime.module import ParallelModule, signature
 from shardwise.training.counting import LossWeight
 from shardwise.training.loading import Fetched, MapLoader, StreamLoader
+from shardwise.training.metrics import EVALUATION_LOSS, Metric, agreed
 from shardwise.training.parts import BatchParts, whole_like
 from shardwise.training.positions import Position
 
@@ -35,17 +37,30 @@ class Evaluator:
         plan: Plan,
         source: MapLoader | StreamLoader,
         parts: BatchParts,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.module, self.plan, self.source, self.parts = module, plan, source, parts
+        self.metrics = dict(metrics or {})
         self._weights: dict[Hashable, LossWeight] = {}
         self._owned: dict[int, Tensor] = {}
 
-    def loss(self, batches: int | None = None) -> float:
-        """The mean over the first `batches`, or over all; all ranks call it."""
+    def run(self, batches: int | None = None) -> dict[str, float]:
+        """Return the mean loss over the first `batches`, or over all, and the metrics by name.
+
+        All ranks call it.
+        """
+        for metric in self.metrics.values():
+            metric.reset()
+        found = {EVALUATION_LOSS: self._mean_loss(batches)}
+        own = {name: metric.compute() for name, metric in self.metrics.items()}
+        return found | agreed(own, self.module.mesh.everyone, self.module.store.device)
+
+    def _mean_loss(self, batches: int | None) -> float:
+        """Return the mean loss; metrics get the outputs on the way."""
         total, weight = 0.0, 0.0
         for fetched in islice(self._epoch(), batches):
             batch, local = self.parts.take(fetched)
-            loss = self.module.eval_loss(batch, local=local)
+            loss = self._loss(fetched, batch, local)
             mine = self._weight(fetched)
             if mine:  # a batch of which all is ignored has no mean
                 total += float(loss) * mine
@@ -53,6 +68,20 @@ class Evaluator:
         if not weight:
             raise TrainingError("nothing in the evaluation data counts in the loss")
         return total / weight
+
+    def _loss(self, fetched: Fetched, batch: Any, local: bool) -> Tensor:
+        if not self.metrics:
+            return self.module.eval_loss(batch, local=local)
+        loss, output = self.module.eval_step(batch, loss=True, local=local)
+        if loss is None:
+            raise LossError("the model gives no loss in eval mode", hint="labels in the batch")
+        device = self.module.store.device
+        call = read_batch(fetched.batch)
+        here = call.batch_with([tensor.to(device) for _, tensor in call.tensors])
+        with torch.no_grad():
+            for metric in self.metrics.values():
+                metric.update(output, here, fetched.count)
+        return cast(Tensor, loss)
 
     def _epoch(self) -> Any:
         """The batches of one epoch."""

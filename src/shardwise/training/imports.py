@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, failed
 from shardwise.training.config import Named
 
-__all__ = ["build", "find_class", "find_file", "load_object", "make"]
+__all__ = ["build", "find_class", "find_file", "load_function", "load_object", "make"]
 
 DEBUG = "shardwise --debug train …"
 
@@ -32,6 +32,13 @@ def build(part: Any, key: str, base: Path | None = None) -> Any:
     if not callable(found) and not part.args:
         return found
     return make(found, resolved(part.args, key, base), key, part.name)
+
+
+def load_function(part: Any, key: str, base: Path | None = None) -> Any:
+    """A function that is used, not called, when it is named; with arguments it is called first."""
+    if not isinstance(part, Named):
+        return part
+    return build(part, key, base) if part.args else load_object(part.name, key, base)
 
 
 def make(function: Callable[..., Any], args: Mapping[str, Any], key: str, name: str = "") -> Any:

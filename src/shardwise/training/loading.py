@@ -1,6 +1,6 @@
 """Batches from a dataset, read ahead: by position, or as a stream.
 
-Enters: a dataset and where to begin. Leaves: `Fetched`s, each with the position after it; what is
+Enters: a `Loading` and where to begin. Leaves: `Fetched`s, each with the position after it; what is
 saved is the position of batches that were used, not of those read ahead. A map-style dataset
 (`__len__`, `__getitem__`) is read by position, this rank's rows alone. Of an iterable one every
 rank reads all samples; it continues by its own `state_dict` or, without one, by skipping.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import itertools
 import queue
 import threading
@@ -18,17 +19,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from shardwise.errors import TrainingError
-from shardwise.training.config import DataConfig
-from shardwise.training.positions import BatchPositions, Position, batch_positions
+from shardwise.training.data_loaders import Loading
+from shardwise.training.positions import (
+    BatchPositions,
+    Position,
+    batch_positions,
+    positions_of_batches,
+)
 from shardwise.training.random_state import seeded
 
 __all__ = ["Fetched", "MapLoader", "Source", "StreamLoader", "is_map_style", "make_source"]
 
 Rows = Callable[[int], tuple[int, ...] | None]  # of a batch's count; None: the whole batch
-Collate = Callable[[list[Any]], Any]
 _POLL_S = 0.1
 
 
@@ -66,57 +71,68 @@ def is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def make_source(
-    dataset: Any, config: DataConfig, collate: Collate | None, seed: int, *, training: bool
-) -> MapLoader | StreamLoader:
+def make_source(loading: Loading, seed: int) -> MapLoader | StreamLoader:
     """The loader that fits a dataset."""
-    kind = MapLoader if is_map_style(dataset) else StreamLoader
-    return kind(dataset, config, collate, seed, training=training)
+    kind = MapLoader if is_map_style(loading.dataset) else StreamLoader
+    return kind(loading, seed)
 
 
 class _Loader:
     """What both ways of loading have."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        config: DataConfig,
-        collate: Collate | None,
-        seed: int,
-        *,
-        training: bool,
-    ) -> None:
-        self.dataset, self.config, self.seed, self.training = dataset, config, seed, training
-        self.collate: Collate = collate or default_collate
-        self.stacks = collate is None or config.rowwise  # whether samples are rows
-        size = config.batch_size
-        self.batch_size = size if training else config.evaluation_batch_size or size
-        self.drop_last = config.drop_last and training
-        self.shuffle = config.shuffle and training
+    def __init__(self, loading: Loading, seed: int) -> None:
+        self.loading, self.seed = loading, seed
+        self.dataset, self.collate = loading.dataset, loading.collate
+        self.stacks = loading.stacks  # whether samples are rows
+        self.batch_size, self.drop_last = loading.batch_size, loading.drop_last
         self.rows: Rows = lambda count: None
         self.pinned = False
+
+    @property
+    def order(self) -> bool | str:
+        """In which order samples come: shuffled or not, or the class of the user's sampler."""
+        own = self.loading.batch_sampler or self.loading.sampler
+        return self.loading.shuffle if own is None else type(own).__qualname__
 
 
 class MapLoader(_Loader):
     """Reads samples by number; `rows` says which of a batch this rank needs."""
+
+    def __init__(self, loading: Loading, seed: int) -> None:
+        super().__init__(loading, seed)
+        if loading.batch_sampler is not None:  # of which the first batch is captured
+            self.batch_size = len(next(self._positions(Position())).samples)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
         """All batches from a position on, read ahead by processes or by a thread."""
-        if self.config.workers:
+        if self.loading.workers:
             return self._by_processes(start)
-        return ahead(self._one_by_one(start), self.config.prefetch)
+        return ahead(self._one_by_one(start), self.loading.prefetch)
 
-    def epoch_batches(self) -> int:
-        whole, rest = divmod(len(self), self.batch_size)
+    def epoch_batches(self) -> int | None:
+        own = self.loading.batch_sampler
+        if own is not None:
+            return len(own) if hasattr(own, "__len__") else None
+        size = self._epoch_samples()
+        if size is None:
+            return None
+        whole, rest = divmod(size, self.batch_size)
         return whole + bool(rest and not self.drop_last)
 
+    def _epoch_samples(self) -> int | None:
+        """The samples of an epoch: those of the data, or as many as the user's sampler gives."""
+        own = self.loading.sampler
+        if own is None:
+            return len(self)
+        return len(own) if hasattr(own, "__len__") else None
+
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that batches have."""
-        size, rest = self.batch_size, len(self) % self.batch_size
-        full = (size,) if len(self) >= size else ()
+        """The numbers of rows that batches have, as far as they are known."""
+        count, size = self._epoch_samples() or 0, self.batch_size
+        full, rest = (size,) if count >= size else (), count % size
         return (*full, rest) if rest and not self.drop_last else full
 
     def example(self) -> Any:
@@ -126,13 +142,17 @@ class MapLoader(_Loader):
         return self.collate([samples[key] for key in keys])
 
     def _positions(self, start: Position) -> Iterator[BatchPositions]:
+        draw = functools.partial(self.loading.drawn, self.seed)
+        if self.loading.batch_sampler is not None:
+            return positions_of_batches(draw, start)
         return batch_positions(
             len(self),
             self.batch_size,
             start,
             seed=self.seed,
-            shuffle=self.shuffle,
+            shuffle=self.loading.shuffle,
             drop_last=self.drop_last,
+            draw=draw if self.loading.sampler is not None else None,
         )
 
     def _wanted(
@@ -160,10 +180,11 @@ class MapLoader(_Loader):
         loader: DataLoader[Any] = DataLoader(
             _Samples(self.dataset, self.seed),  # type: ignore[arg-type]
             batch_sampler=_Once(keys()),
-            num_workers=self.config.workers,
-            prefetch_factor=self.config.prefetch,
+            num_workers=self.loading.workers,
+            prefetch_factor=self.loading.prefetch,
             collate_fn=self.collate,
             pin_memory=self.pinned,
+            **self.loading.worker_options,
         )
         for data in loader:
             yield _fetched(data, *waiting.popleft())
@@ -174,7 +195,7 @@ class StreamLoader(_Loader):
 
     def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
         """All batches from a position on; `state` is that of the dataset at this position."""
-        return ahead(self._one_by_one(start, state), self.config.prefetch)
+        return ahead(self._one_by_one(start, state), self.loading.prefetch)
 
     def epoch_batches(self) -> None:
         """Unknown."""

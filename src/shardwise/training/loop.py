@@ -22,7 +22,7 @@ from shardwise.runtime.failures import naming_failures
 from shardwise.training.counting import count_flops, count_tokens
 from shardwise.training.loading import Fetched
 from shardwise.training.logs import Log
-from shardwise.training.logs.console import Terminal
+from shardwise.training.logs.console import Terminal, summary
 from shardwise.training.planning import Planned
 from shardwise.training.records import Records, peak_memory_bytes
 from shardwise.training.session import Session
@@ -196,9 +196,7 @@ class Loop:
         session.schedule.happened("evaluation", found["evaluation_loss"])
         if session.world.talks:
             self._log(found)
-            self.terminal.say(
-                f"step {session.step}  evaluation loss {found['evaluation_loss']:.4f}"
-            )
+            self.terminal.say(f"step {session.step}  {summary(found)}")
         session.callbacks.tell("on_evaluation", self.trainer, dict(found))
 
     def _save(self, *, wait: bool) -> Path | None:

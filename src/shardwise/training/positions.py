@@ -7,7 +7,7 @@ nothing is lost or repeated when they change. No list of all samples is ever mad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from shardwise.errors import TrainingError
 
-__all__ = ["BatchPositions", "Permutation", "Position", "batch_positions"]
+__all__ = [
+    "BatchPositions",
+    "Permutation",
+    "Position",
+    "batch_positions",
+    "positions_of_batches",
+]
 
 ROUNDS = 6  # of the Feistel network; from four on, its permutations pass for random ones
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -97,16 +103,24 @@ def batch_positions(
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = True,
+    draw: Callable[[int], Sequence[int]] | None = None,
 ) -> Iterator[BatchPositions]:
-    """All batches from a position on, epoch after epoch, without an end."""
+    """All batches from a position on, epoch after epoch, without an end.
+
+    `draw` gives the samples of an epoch in their order, instead of all `size`, shuffled or not.
+    """
+    epoch, sample = start.epoch, start.sample
+    drawn = None if draw is None else np.asarray(draw(epoch), dtype=np.int64)
+    size = size if drawn is None else len(drawn)
     if size < 1 or (drop_last and size < batch_size):
         raise TrainingError(
             f"the data has {size} samples, a batch is {batch_size}",
             hint="a smaller data.batch_size, or data.drop_last: false",
         )
-    epoch, sample = start.epoch, start.sample
     while True:
-        order = Permutation(size, seed, epoch) if shuffle else None
+        order: Any = drawn
+        if drawn is None and shuffle:
+            order = Permutation(size, seed, epoch)
         while size - sample >= (batch_size if drop_last else 1):
             places = np.arange(sample, min(sample + batch_size, size))
             sample += len(places)
@@ -117,3 +131,33 @@ def batch_positions(
                 samples=tuple(rows.tolist()), epoch=epoch, after=after, ends_epoch=ends
             )
         epoch, sample = epoch + 1, 0
+        if draw is not None:
+            drawn = np.asarray(draw(epoch), dtype=np.int64)
+            size = len(drawn)
+
+
+def positions_of_batches(
+    draw: Callable[[int], Sequence[Sequence[int]]], start: Position
+) -> Iterator[BatchPositions]:
+    """All batches from a position on, where `draw` gives those of an epoch as they are."""
+    epoch, skip = start.epoch, start.sample
+    while True:
+        batches = [tuple(map(int, batch)) for batch in draw(epoch)]
+        if not any(batches):
+            raise TrainingError(f"the batch sampler gave no batch in epoch {epoch}", where="data")
+        sample = 0
+        for index, samples in enumerate(batches):
+            sample += len(samples)
+            if sample <= skip:
+                continue
+            if sample - len(samples) < skip:
+                raise TrainingError(
+                    f"sample {skip} of epoch {epoch} is inside of a batch: the batch sampler "
+                    "makes other batches than before",
+                    where="data",
+                    hint="the batch sampler of the first run; or a new folder",
+                )
+            ends = index == len(batches) - 1
+            after = Position(epoch=epoch + 1) if ends else Position(epoch=epoch, sample=sample)
+            yield BatchPositions(samples=samples, epoch=epoch, after=after, ends_epoch=ends)
+        epoch, skip = epoch + 1, 0

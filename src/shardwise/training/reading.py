@@ -165,8 +165,10 @@ class _Reader:
             return self._several(typing.get_args(kind)[0], value, key)
         if origin is Literal:
             return self._one_of(typing.get_args(kind), value, key)
-        if origin is not None:  # Mapping[str, Any]
-            return self._mapping(value, key)
+        if origin is not None:  # Mapping[str, …]
+            inner = typing.get_args(kind)[1]
+            found = self._mapping(value, key)
+            return {name: self.read(inner, item, f"{key}.{name}") for name, item in found.items()}
         if dataclasses.is_dataclass(kind):
             return self._fields(kind, value, key)
         return self._plain(kind, value, key)

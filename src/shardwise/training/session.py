@@ -23,12 +23,14 @@ from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
 from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, save_checkpoint
 from shardwise.training.checkpoint.manifest import Manifest
-from shardwise.training.config import Named, TrainConfig, config_to_json
+from shardwise.training.config import TrainConfig, config_to_json
+from shardwise.training.data_loaders import Loading, loading_of
 from shardwise.training.ema import Ema
 from shardwise.training.evaluation import Evaluator
-from shardwise.training.imports import build, find_class, load_object, make, resolved
+from shardwise.training.imports import build, find_class, load_function, make, resolved
 from shardwise.training.loading import MapLoader, StreamLoader, make_source
 from shardwise.training.logs.files import check_logs
+from shardwise.training.metrics import check_metrics, make_metrics
 from shardwise.training.parts import BatchParts, whole_like
 from shardwise.training.planning import Planned, check_plan_name, make_planned
 from shardwise.training.positions import Position
@@ -55,26 +57,20 @@ class Ingredients:
                 where="model",
                 hint="a function that returns an nn.Module",
             )
-        self.loss = _function(config.loss, "loss", base)
+        self.loss = load_function(config.loss, "loss", base)
+        self.metrics = make_metrics(config, base)
         data = config.data
-        collate = _function(data.collate, "data.collate", base)
-        self.train = self._source(_made(data.train, "data.train", base), collate, training=True)
-        self.evaluation = None
+        collate = load_function(data.collate, "data.collate", base)
+        found = _made(data.train, "data.train", base)
+        train = loading_of(found, data, collate, training=True)
+        self.train, self.evaluation = make_source(train, config.seed), None
         if data.evaluation is not None:
             found = _made(data.evaluation, "data.evaluation", base)
-            self.evaluation = self._source(found, collate, training=False)
+            like: Loading = loading_of(found, data, collate, training=False, like=train)
+            self.evaluation = make_source(like, config.seed)
         self.example = self.train.example()
         rows = self.reads_rows(self.train)
         self.batch = whole_like(self.example, self.train.batch_size) if rows else self.example
-
-    def _source(self, dataset: Any, collate: Any, *, training: bool) -> MapLoader | StreamLoader:
-        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
-            raise ConfigError(
-                f"a {type(dataset).__name__} has no samples",
-                where="data.train" if training else "data.evaluation",
-                hint="__len__ and __getitem__, or __iter__",
-            )
-        return make_source(dataset, self.config.data, collate, self.config.seed, training=training)
 
     @staticmethod
     def reads_rows(source: MapLoader | StreamLoader) -> bool:
@@ -92,13 +88,15 @@ def check(config: TrainConfig, base: Path | None) -> None:
     """Say what is wrong with a config, as far as that is known without building anything."""
     if config.steps is None and config.epochs is None:
         raise ConfigError("how long?", where="steps", hint="steps: 1000, or epochs: 3")
-    wants = config.evaluation.every_steps or config.evaluation.every_epochs or config.early_stop
-    if wants and config.data.evaluation is None:
+    evaluation = config.evaluation
+    wants = evaluation.every_steps or evaluation.every_epochs or config.metrics
+    if (wants or config.early_stop) and config.data.evaluation is None:
         raise ConfigError(
             "there is nothing to evaluate with",
             where="data.evaluation",
             hint="data: {evaluation: file.py:function}",
         )
+    check_metrics(config)
     folder = Path(config.folder) if config.folder is not None else None
     check_logs(config.logs, folder)
     if folder is not None:
@@ -153,13 +151,6 @@ def _made(part: Any, key: str, base: Path | None) -> Any:
     """A model or dataset; a class or function that was given in Python is called."""
     found = build(part, key, base)
     return make(found, {}, key) if isinstance(found, type) or isfunction(found) else found
-
-
-def _function(part: Any, key: str, base: Path | None) -> Any:
-    """A function that is used, not called, when it is named; with arguments it is called first."""
-    if not isinstance(part, Named):
-        return part
-    return build(part, key, base) if part.args else load_object(part.name, key, base)
 
 
 class Session:
@@ -226,6 +217,8 @@ class Session:
         """How what is read here becomes a batch; the loader is told which rows it needs."""
         source.pinned = self.world.device.type == "cuda"
         rows = self.world.size > 1 and made.reads_rows(source)
+        if made.metrics and not training:
+            rows = False  # they are functions of the whole batch
         parts = BatchParts(self.module, training=training, rows=rows)
         if made.reads_rows(source):
             like = made.example if training else source.example()
@@ -237,7 +230,7 @@ class Session:
         if made.evaluation is None:
             return None
         parts = self._parts(made, made.evaluation, training=False)
-        return Evaluator(self.module, self.planned.plan, made.evaluation, parts)
+        return Evaluator(self.module, self.planned.plan, made.evaluation, parts, made.metrics)
 
     def _folder(self) -> Checkpoints | None:
         config = self.config.checkpoints
@@ -248,7 +241,7 @@ class Session:
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             metric=config.metric if config.keep_best else None,
-            mode=config.mode,
+            mode=config.mode or "min",
         )
 
     def totals(self) -> dict[str, int | None]:
@@ -271,14 +264,14 @@ class Session:
     # --- evaluating, saving, continuing -----------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """The loss over the evaluation data, with the average where there is one to be used."""
+        """The loss and metrics over the evaluation data, of the average where that is asked for."""
         if self.evaluator is None:
             raise ConfigError("there is nothing to evaluate with", where="data.evaluation")
         average = self.ema is not None and self.config.ema is not None and self.config.ema.evaluate
         context: Any = self.ema.applied() if average and self.ema else contextlib.nullcontext()
         self.settle()
         with context:
-            return {"evaluation_loss": self.evaluator.loss(self.config.evaluation.batches)}
+            return self.evaluator.run(self.config.evaluation.batches)
 
     def settle(self) -> None:
         """Before the state changes: what a checkpoint copies of it is copied."""
@@ -336,7 +329,7 @@ class Session:
     def _order(self) -> dict[str, Any]:
         """What a position in the data means."""
         size = len(self.source) if isinstance(self.source, MapLoader) else None
-        return {"size": size, "seed": self.config.seed, "shuffle": self.config.data.shuffle}
+        return {"size": size, "seed": self.config.seed, "shuffle": self.source.order}
 
     def resume(self) -> Path | None:
         """Continue from the checkpoint that the config names, if there is one."""

@@ -27,9 +27,12 @@ class Program:
             loss.backward()
         return loss, {"twice": loss * 2} if outputs else None
 
-    def evaluate(self, batch: Any, store: ParameterStore, *, local: bool) -> Any:
+    def evaluate(
+        self, batch: Any, store: ParameterStore, *, local: bool
+    ) -> tuple[torch.Tensor, Any]:
         with store.forward():
-            return {"twice": self.module(batch["tokens"], batch["labels"]) * 2}
+            loss = self.module(batch["tokens"], batch["labels"])
+        return loss, {"twice": loss * 2}
 
     def finish(self) -> None:
         pass

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import TrainingError
 from shardwise.training.config import DataConfig
+from shardwise.training.data_loaders import loading_of
 from shardwise.training.loading import MapLoader, StreamLoader, ahead, make_source
 from shardwise.training.positions import Permutation, Position, batch_positions
 from shardwise.training.random_state import load_random_state, random_state, seeded
@@ -63,7 +64,7 @@ def test_an_incomplete_batch_is_dropped_or_kept() -> None:
 
 def loader(dataset: object, **options: object) -> MapLoader | StreamLoader:
     config = DataConfig(train=dataset, batch_size=4, **options)  # type: ignore[arg-type]
-    return make_source(dataset, config, None, 3, training=True)
+    return make_source(loading_of(dataset, config, None, training=True), 3)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -27,11 +27,13 @@ def plain(steps: int, **changes: Any) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     source = sw.Trainer(**made).config.data.train
     from shardwise.training.config import DataConfig
+    from shardwise.training.data_loaders import loading_of
     from shardwise.training.loading import make_source
 
     config = DataConfig(train=source, batch_size=4)
     losses = []
-    for item in make_source(source, config, None, 0, training=True).batches(Position()):
+    loading = loading_of(source, config, None, training=True)
+    for item in make_source(loading, 0).batches(Position()):
         loss = model(**item.batch)
         optimizer.zero_grad()
         loss.backward()

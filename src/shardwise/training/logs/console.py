@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardwise.training.metrics import FIGURES
+
 __all__ = ["Bar", "Lines", "Silence", "Terminal", "make_console", "summary"]
 
 LINE_S = 10.0  # between lines
@@ -52,6 +54,7 @@ def summary(figures: Mapping[str, float]) -> str:
     found = [f"loss {figures['loss']:.4f}"] if "loss" in figures else []
     if "evaluation_loss" in figures:
         found.append(f"evaluation loss {figures['evaluation_loss']:.4f}")
+    found += [f"{n.replace('_', ' ')} {v:.4f}" for n, v in figures.items() if n not in FIGURES]
     for name, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
         if name in figures:
             found.append(f"{figures[name]:,.0f} {unit}")

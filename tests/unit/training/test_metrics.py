@@ -1,0 +1,120 @@
+"""Metrics of the user's own: exact over any batches, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import shardwise as sw
+from shardwise.errors import ConfigError, TrainingError
+from tests.support import trainer as support
+
+
+def whole(state: dict[str, torch.Tensor], size: int = 9) -> dict[str, float]:
+    """The metrics of a model in plain PyTorch, over all evaluation samples at once."""
+    from shardwise.training.loading import _Samples
+
+    samples = _Samples(support.Samples(size), 0)
+    batch = default_collate([samples[0, index] for index in range(size)])
+    model = support.Scored().eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        output = model(**batch)
+    total, count = support.right(output, batch)
+    return {
+        "evaluation_loss": float(output["loss"]),
+        "first": float(support.first_right(output, batch).double().mean()),
+        "accuracy": float(total) / float(count),
+        "largest": float(output["scores"].max()),
+    }
+
+
+def test_metrics_are_those_of_the_whole_evaluation_data() -> None:
+    found, state = support.evaluate(steps=3)
+    assert found == pytest.approx(whole(state), rel=1e-12)
+
+
+def test_metrics_are_logged_and_stop_the_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with sw.Trainer(
+        **support.fields(
+            model=support.SCORED,
+            metrics={"flat": lambda output, batch: torch.ones(len(batch["ids"]))},
+            evaluation={"every_steps": 1},
+            early_stop={"patience": 2, "metric": "flat", "mode": "max"},
+            checkpoints={
+                "every_steps": 1,
+                "keep_last": 1,
+                "keep_best": 1,
+                "metric": "flat",
+                "mode": "max",
+            },
+            logs={"console": "lines"},
+            folder=str(tmp_path),
+        )
+    ) as trainer:
+        result = trainer.fit()
+    assert (result.steps, result.stopped) == (3, "callback")
+    assert result.metrics["flat"] == 1.0
+    assert '"flat": 1.0' in (tmp_path / "metrics.jsonl").read_text()
+    assert "flat 1.0000" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda rows: torch.tensor(0.5), r"returned a Tensor of shape \(\) for 4 samples"),
+        (lambda rows: torch.ones(rows + 1), r"of shape \(5,\) for 4 samples"),
+        (lambda rows: 0.5, "returned a float for 4 samples"),
+        (lambda rows: (0.0, 0), "counted nothing"),
+        (lambda rows: {}["a"], "metrics.odd failed with KeyError: 'a'"),
+    ],
+)
+def test_what_cannot_be_averaged_exactly_is_refused(returned: Any, message: str) -> None:
+    metrics = {"odd": lambda output, batch: returned(len(batch["ids"]))}
+    with (
+        sw.Trainer(**support.fields(model=support.SCORED, metrics=metrics, steps=1)) as trainer,
+        pytest.raises(TrainingError, match=message),
+    ):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "where"),
+    [
+        ({"early_stop": {"patience": 1, "metric": "acuracy", "mode": "max"}},
+         "nobody reports 'acuracy'; did you mean 'accuracy'?", "early_stop.metric"),
+        ({"checkpoints": {"keep_best": 1, "metric": "acc"}}, "nobody reports 'acc'",
+         "checkpoints.metric"),
+        ({"checkpoints": {"metric": "gradient_norm"}, "clip_norm": None}, "nobody reports",
+         "checkpoints.metric"),
+        ({"checkpoints": {"keep_best": 1}, "data": {"evaluation": None}, "metrics": {}},
+         "nobody reports 'evaluation_loss'", "checkpoints.metric"),
+        ({"early_stop": {"patience": 1, "metric": "accuracy"}}, "higher or a lower 'accuracy'",
+         "early_stop.mode"),
+        ({"early_stop": {"patience": 1, "metric": "loss"}}, "nobody reports 'loss'",
+         "early_stop.metric"),
+        ({"metrics": {"loss": support.right}}, "reported already", "metrics"),
+        ({"metrics": {"a b": support.right}}, "is no name", "metrics"),
+        ({"metrics": {"accuracy": 3}}, "found 3, wanted text", "sw.Trainer"),
+        ({"data": {"evaluation": None}}, "nothing to evaluate with", "data.evaluation"),
+    ],
+)  # fmt: skip
+def test_names_that_nobody_reports_are_refused_at_the_start(
+    changes: dict[str, Any], message: str, where: str
+) -> None:
+    made = support.fields(**{"metrics": support.METRICS, "model": "no.such:model", **changes})
+    with pytest.raises(ConfigError) as caught:
+        sw.Trainer(**made).check()
+    assert message in str(caught.value)
+    assert where in (caught.value.where or "")
+
+
+def test_a_metric_of_steps_may_choose_the_best(tmp_path: Path) -> None:
+    for metric in ("loss", "gradient_norm", "learning_rate"):
+        sw.Trainer(**support.fields(checkpoints={"keep_best": 1, "metric": metric})).check()
