@@ -82,7 +82,7 @@ def train(loss: str, strategy: str, ranks: int, options: dict[str, Any]) -> dict
                 told[f"{name} {step.__name__}"] = f"{error.message} at {error.where}"
         pm.zero_grad()
     if "tensor" in strategy:  # every rank sees the computed index of a sharded table
-        with pytest.raises(BatchError, match=r"(index 40, and takes 0 to 12|out of range)") as raised:
+        with pytest.raises(BatchError, match=r"index 40, and takes 0 to 12") as raised:
             pm.train_step(batch(value=((0, 0), 10.0)))
         assert "test_indices_out_of_range.py:" in str(raised.value.where)
     return told
