@@ -16,7 +16,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
-VOCAB = 13
+VOCAB = 131
 
 
 class Tagger(nn.Module):
@@ -82,8 +82,8 @@ def train(loss: str, strategy: str, ranks: int, options: dict[str, Any]) -> dict
                 told[f"{name} {step.__name__}"] = f"{error.message} at {error.where}"
         pm.zero_grad()
     if "tensor" in strategy:  # every rank sees the computed index of a sharded table
-        with pytest.raises(BatchError, match=r"index 40, and takes 0 to 12") as raised:
-            pm.train_step(batch(value=((0, 0), 10.0)))
+        with pytest.raises(BatchError, match=r"index 4000, and takes 0 to 130") as raised:
+            pm.train_step(batch(value=((0, 0), 1000.0)))
         assert "test_indices_out_of_range.py:" in str(raised.value.where)
     return told
 
@@ -95,7 +95,7 @@ def check(
     assert all(answer == answers[0] for answer in answers)
     for name, text in answers[0].items():
         if name.startswith(tuple(BAD)) and not (loss == "gather" and "negative label" in name):
-            assert " takes 0 to 12" in text, name
+            assert " takes 0 to 130" in text, name
             assert "test_indices_out_of_range.py:" in text, name
             assert ("labels" if "label" in name else "ids") in text, name
         else:
