@@ -25,8 +25,9 @@ class Tagger(nn.Module):
     def __init__(self, loss: str) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, 8)
-        self.up = nn.Linear(8, 12)
-        self.head = nn.Linear(12, VOCAB)
+        self.up = nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCAB, bias=False)
+        self.head.weight = self.tokens.weight
         self.loss = loss
 
     def forward(self, ids: Tensor, labels: Tensor, value: Tensor) -> Tensor:
