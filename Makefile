@@ -8,6 +8,7 @@ JOBS ?= 2
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTEST_ARGS ?=
+DIST ?= dist
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU_PYTHON ?= $(PY)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
@@ -21,7 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-browser test-slow lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-shared-memory bench-unequal differential demo gpu clean
+.PHONY: help setup test test-browser test-slow test-dist dist lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-shared-memory bench-unequal differential demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +73,15 @@ lint: setup ## Check style, types and import layers
 format: setup ## Format the code and apply safe fixes
 	@$(PY) -m ruff check --fix
 	@$(PY) -m ruff format
+
+dist: setup ## Build the source archive, and the wheel from it, into dist/
+	@rm -rf build $(DIST)
+	@$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('$(DIST)')" > /dev/null
+	@$(PY) -m pip wheel -q --no-deps --no-build-isolation -w $(DIST) $(DIST)/shardwise-*.tar.gz
+	@ls $(DIST)/*
+
+test-dist: setup ## Install the wheel into a clean environment and run the quick start there
+	@$(PY) -m pytest -q -m slow tests/docs/test_wheel.py --timeout 1800 $(PYTEST_ARGS)
 
 docs: $(VENV)/.stamp-docs ## Run the documentation's code, and build it into docs/_build/html
 	@$(PY) -m pytest -q -m "not slow" tests/docs/test_pages.py $(PYTEST_ARGS)
