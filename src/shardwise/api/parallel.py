@@ -6,7 +6,8 @@ group. Leaves: a `ParallelModule` that holds this rank's part and no reference t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from shardwise.api.steps import (
     StepSpec,
     read_steps,
     storage_homes,
+    trained_parameters,
     used_parameters,
 )
 from shardwise.api.weights import load_weights
@@ -43,7 +45,7 @@ from shardwise.frontend.objective import Model, StepFn, as_module
 from shardwise.ir import Graph
 from shardwise.pages import keep_pages
 from shardwise.planner.search.replay import decisions
-from shardwise.plans import Plan
+from shardwise.plans import Plan, model_fingerprint
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import require_ranks, starting
@@ -114,6 +116,7 @@ def parallelize(
         mesh,
         rng,
         specialize,
+        flags=factory.flags,
         world=factory.world,
         programs={
             rt.ProgramKey(step.name, True, rt.signature(step.batch), world): programs[step.name]
@@ -172,9 +175,11 @@ class _Factory:
     """Captures, compiles and builds programs of one model for batches as they come."""
 
     steps: dict[str, StepSpec]
+    flags: rt.TrainedFlags | None = None  # once there are parameters to train
 
     def __init__(self, model: nn.Module, device: Any, timeout: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
+        self.originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self.training = model.training
         self.timeout = timeout
         self.device = torch.device(device) if device is not None else _device_of(model)
@@ -188,7 +193,7 @@ class _Factory:
 
     def world(self) -> Hashable:
         """Everything outside the batch that captured programs depend on, in a form to compare."""
-        return ()
+        return self.flags.frozen() if self.flags is not None else ()
 
     def compile(
         self, step: StepSpec, batch: Any, training: bool, *, first: bool = False
@@ -197,6 +202,8 @@ class _Factory:
         graph = capture_for_plan(
             self.skeleton, batch, plan, step.objective, training=training, device=self.device
         )
+        if not first:  # other parameters may be frozen than when the plan was made
+            plan = plan.with_(fingerprint=model_fingerprint(graph))
         if first and len(self.steps) == 1:
             return graph, compile(graph, plan_for_first(graph, plan, self.skeleton))
         return graph, compile(graph, plan_for_graph(graph, plan))
@@ -242,6 +249,7 @@ class _Factory:
         held.sort(key=lambda spec: order[spec.name])
         held = stored_specs(held, self.plan, mesh.axes)
         store = make_store(list(loaded.values()), held, mesh, self.device)
+        self.flags = rt.TrainedFlags(store, self.originals)
         world = self.world()
         for name, each in loaded.items():
             key = rt.ProgramKey(name, True, rt.signature(self.steps[name].batch), world)
@@ -261,13 +269,22 @@ class _Factory:
         """A program for another batch, mode or world over the same parameters."""
         step = self.steps[key.step]
         with starting(self.timeout) as agree:
+            self._take_flags()
             graph, program = self.compile(step, batch, key.training)
             agree(program.fingerprint)
         loaded = self._load(graph, program, mesh, rng)
         same_storage(store, loaded.parameters, used_parameters(graph))
+        if key.training:
+            _unfreeze(store, loaded.parameters, trained_parameters(graph))
         loaded.attach(store)
         store.reducer.declare(key, loaded.parameters)
         return self._step(step, loaded, mesh, store)
+
+    def _take_flags(self) -> None:
+        """Let the next captures be of a model in which the same parameters are frozen as here."""
+        frozen = self.flags.frozen() if self.flags is not None else ()
+        for name, parameter in self.skeleton.named_parameters():
+            parameter.requires_grad_(name not in frozen)
 
     def _load(
         self, graph: Graph, program: Program | PipelineProgram, mesh: rt.ProcessMesh, rng: rt.Rng
@@ -376,6 +393,15 @@ class _Step:
         tensors, constants = flatten_batch(batch)
         mine = {name: tuple(t.shape) for name, t in tensors.items()}
         return mine == self.shapes and constants == self.constants
+
+
+def _unfreeze(
+    store: rt.ParameterStore, specs: Iterable[rt.ParameterSpec], trained: Collection[str]
+) -> None:
+    """Make what was frozen until now, and is trained in a new program, ready for it."""
+    for spec in specs:
+        if spec.name in trained and not store.entry(spec.name).spec.requires_grad:
+            store.unfreeze(spec)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -150,8 +150,18 @@ def make_store(
     store.elsewhere = frozenset(
         name for s in sources if s.name not in held for name in (s.name, *s.aliases)
     )
-    store.trained_elsewhere = tuple(
-        (p.name, *p.aliases) for p in graph.parameters if p.requires_grad and p.name not in held
+    store.stand_ins = {
+        p.name: nn.Parameter(
+            torch.empty(
+                graph.values[p.value].shape, dtype=graph.values[p.value].dtype, device="meta"
+            ),
+            requires_grad=p.requires_grad,
+        )
+        for p in graph.parameters
+        if p.name not in held
+    }
+    store.parameters_elsewhere = tuple(
+        (p.name, *p.aliases) for p in graph.parameters if p.name not in held
     )
     return store
 

@@ -8,6 +8,7 @@ from shardwise.runtime.collectives import *  # noqa: F403
 from shardwise.runtime.deferred import *  # noqa: F403
 from shardwise.runtime.executor import *  # noqa: F403
 from shardwise.runtime.failures import *  # noqa: F403
+from shardwise.runtime.freezing import *  # noqa: F403
 from shardwise.runtime.hooks import *  # noqa: F403
 from shardwise.runtime.mesh import *  # noqa: F403
 from shardwise.runtime.module import *  # noqa: F403

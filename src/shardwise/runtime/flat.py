@@ -73,8 +73,13 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether an optimizer here updates it."""
+        """Whether it has been trained here: an optimizer updates it where it has a gradient."""
         return self.spec.requires_grad and not self.spec.borrowed
+
+    def set_trained(self, trained: bool) -> None:
+        """Let autograd give this parameter gradients, or none from now on."""
+        for parameter in (self.leaf, self.shown, self.piece):
+            parameter.requires_grad_(trained)
 
     def show(self, parameter: nn.Parameter) -> None:
         """Make the modules hold this parameter."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import BatchError, ProgramError, did_you_mean
 from shardwise.runtime.failures import naming_failures
+from shardwise.runtime.freezing import TrainedFlags
 from shardwise.runtime.hooks import Hook, hooked, refuse_hooks_on_parts
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.noting import plain_transport
@@ -114,6 +115,7 @@ class ParallelModule(nn.Module):
         rng: Rng,
         specialize: Specialize,
         *,
+        flags: TrainedFlags | None = None,
         world: World = _no_world,
         programs: Mapping[ProgramKey, StepProgram] | None = None,
         steps: Sequence[str] = ("",),
@@ -125,6 +127,7 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
+        self.flags = flags if flags is not None else TrainedFlags(store)
         self.recorder, self.timeout = recorder, timeout
         self.about = dict(about or {})
         if recorder is not None:
@@ -286,10 +289,15 @@ class ParallelModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's local tensors under the original names."""
+        """This rank's local tensors under the original names.
+
+        Parameters that only other pipeline stages hold are stand-ins on meta.
+        """
         dot = prefix + "." if prefix else ""
         for entry in self.store.entries:
             yield dot + entry.spec.name, entry.shown
+        for name, stand_in in self.store.stand_ins.items():
+            yield dot + name, stand_in
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -51,27 +51,32 @@ def optimizer(
     groups: Sequence[Mapping[str, Any]] | None = None,
     *,
     elementwise: bool | None = None,
+    rest: bool = True,
     **options: Any,
 ) -> ShardedOptimizer:
     """An optimizer of class `cls` for a parallel module.
 
     `groups` are dicts of options with "params": a glob, or several, on original names; what no
-    glob matches goes into a last group with the defaults. `elementwise=True` says of a class
-    unknown here that it may work on parts of tensors.
+    glob matches goes into a last group with the defaults, or with `rest=False` into none. Frozen
+    parameters belong to groups too, and are updated from when they are unfrozen.
+    `elementwise=True` says of a class unknown here that it may work on parts of tensors.
     """
     store = pm.store
     known = isinstance(cls, type) and cls in ELEMENTWISE
-    if not (known if elementwise is None else elementwise):
-        _require_whole(store, cls)
-    grouped = _group(store, groups or [])
+    whole_only = not (known if elementwise is None else elementwise)
+    if whole_only:
+        _require_whole(store, cls, [entry for entry in store.entries if entry.trained])
+    grouped = _group(store, groups or [], rest_group=rest)
     inner = cls([{**g, "params": [e.piece for e in entries]} for g, entries in grouped], **options)
-    return ShardedOptimizer(store, inner, [entries for _, entries in grouped])
+    found = ShardedOptimizer(store, inner, [entries for _, entries in grouped])
+    found.whole_only = whole_only
+    return found
 
 
-def _require_whole(store: ParameterStore, cls: object) -> None:
+def _require_whole(store: ParameterStore, cls: object, entries: Iterable[Entry]) -> None:
     name = getattr(cls, "__name__", str(cls))
-    for entry in store.entries:
-        if entry.trained and (entry.group is not None or _is_cut(store, entry)):
+    for entry in entries:
+        if entry.group is not None or _is_cut(store, entry):
             raise OptimizerError(
                 f"{name} is not known to be element-wise, and {entry.spec.name} of shape "
                 f"{entry.spec.shape} is sharded here",
@@ -85,12 +90,13 @@ def _is_cut(store: ParameterStore, entry: Entry) -> bool:
 
 
 def _group(
-    store: ParameterStore, groups: Sequence[Mapping[str, Any]]
+    store: ParameterStore, groups: Sequence[Mapping[str, Any]], *, rest_group: bool
 ) -> list[tuple[dict[str, Any], list[Entry]]]:
     """Options and entries of each group; an entry goes to the first group that matches."""
-    rest = [entry for entry in store.entries if entry.trained]
-    here = [e for e in store.entries if e.trained or e.spec.borrowed]  # borrowed: trained elsewhere
-    known = [name for e in here for name in (e.spec.name, *e.spec.aliases)]
+    # As in plain PyTorch, frozen parameters belong to groups too: without a gradient they stay as
+    # they are, and they are updated once they are unfrozen.
+    rest = [e for e in store.entries if not e.spec.borrowed and _has_gradients(e.dtype)]
+    known = [name for e in store.entries for name in (e.spec.name, *e.spec.aliases)]
     known += sorted(store.elsewhere)
     found: list[tuple[dict[str, Any], list[Entry]]] = []
     every: list[str] = []
@@ -99,18 +105,21 @@ def _group(
         every += globs
         for glob in globs:
             if not fnmatch.filter(known, glob):
-                raise OptimizerError(
-                    f"no parameter that is trained matches {glob!r}{did_you_mean(glob, known)}"
-                )
+                raise OptimizerError(f"no parameter matches {glob!r}{did_you_mean(glob, known)}")
         matched = [e for e in rest if _matches((e.spec.name, *e.spec.aliases), globs)]
         rest = [e for e in rest if e not in matched]
         found.append(({k: v for k, v in group.items() if k != "params"}, matched))
     # Other stages may have a rest: groups have the same numbers on all of them.
-    borrowed = [e.spec for e in store.entries if e.spec.borrowed and e.spec.requires_grad]
-    others = (*((s.name, *s.aliases) for s in borrowed), *store.trained_elsewhere)
-    if rest or not found or any(not _matches(names, every) for names in others):
+    borrowed = [e.spec for e in store.entries if e.spec.borrowed]
+    others = (*((s.name, *s.aliases) for s in borrowed), *store.parameters_elsewhere)
+    unmatched = bool(rest) or any(not _matches(names, every) for names in others)
+    if not found or (rest_group and unmatched):
         found.append(({}, rest))
     return found
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _matches(names: Iterable[str], globs: Sequence[str]) -> bool:
@@ -132,6 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.skipped_steps = 0
+        self.whole_only = False  # whether an update of an element reads others of its tensor
         self._updates = 0
 
     @property
@@ -158,6 +168,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         recorder = self.store.recorder
         with recorder.span("compute", "optimizer"):
             self.store.link_gradients()
+            if self.whole_only:  # what was frozen when the optimizer was made may have been cut
+                every = (entry for group in self._entries for entry in group)
+                trained = [entry for entry in every if entry.piece.grad is not None]
+                _require_whole(self.store, type(self.inner), trained)
             try:
                 self.inner.step()
             finally:
@@ -219,8 +233,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved = state_dict["param_groups"]
         borrowed = {e.spec.name for e in self.store.entries if e.spec.borrowed}
         elsewhere = self.store.elsewhere | borrowed
+        frozen = {e.spec.name for group in self._entries for e in group if not e.leaf.requires_grad}
+        frozen -= {name for g in saved for name in g["params"]}
         mine = [[name for name in g["params"] if name not in elsewhere] for g in saved]
-        if _without_empty_end(mine) != _without_empty_end(self._names()):
+        names = [[name for name in group if name not in frozen] for group in self._names()]
+        if _without_empty_end(mine) != _without_empty_end(names):
             raise OptimizerError(
                 f"the state's groups {[g['params'] for g in saved]} are not the optimizer's "
                 f"{self._names()}"

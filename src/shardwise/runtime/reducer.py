@@ -193,9 +193,9 @@ class Reducer:
 
     def __init__(self, mesh: ProcessMesh, entries: Sequence[Entry]) -> None:
         self.mesh = mesh
-        self.entries = [e for e in entries if e.spec.requires_grad]
-        self._typed = [e for e in self.entries if e.gradient != e.master]
-        self._guarded = [e for e in self.entries if e.zero >= 2 or e.spec.splits]
+        self.entries: list[Entry] = []
+        self._typed: list[Entry] = []
+        self._guarded: list[Entry] = []
         self._absent: dict[Entry, Tensor] = {}
         self.plans: dict[Hashable, Plan] = {}
         self.plan = Plan()
@@ -209,8 +209,18 @@ class Reducer:
         self._memory: Buckets = {}
         self._resident: set[Entry] = set()  # whose gradients the next step writes over
         self.active = False
-        for entry in self.entries:
-            entry.leaf.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
+        for entry in entries:
+            if entry.spec.requires_grad:
+                self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Synchronize this entry's gradients from now on."""
+        self.entries.append(entry)
+        if entry.gradient != entry.master:
+            self._typed.append(entry)
+        if entry.zero >= 2 or entry.spec.splits:
+            self._guarded.append(entry)
+        entry.leaf.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
 
     def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
         # A hook that held its leaf would be a cycle that nothing frees.

@@ -13,6 +13,7 @@ A rank may run several generated modules ("parts", pipeline stages), each severa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -76,7 +77,8 @@ class ParameterStore:
         self.after_update: list[Callable[[], None]] = []
         self.replicas = Replicas(self, mesh)
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
-        self.trained_elsewhere: tuple[tuple[str, ...], ...] = ()  # of parameters, with aliases
+        self.stand_ins: dict[str, nn.Parameter] = {}  # on meta, for parameters of other stages
+        self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases
         for part, found in modules:
             self.attach(found, part)
 
@@ -112,6 +114,25 @@ class ParameterStore:
         if spec.borrowed or not spec.shape:
             return False
         return entry.leaves_device or (spec.zero > 0 and axis.size > 1)
+
+    def unfreeze(self, spec: ParameterSpec) -> None:
+        """Begin to train a parameter that was frozen when the store was made.
+
+        It is stored whole on the ranks that sum its gradient, whatever the level of ZeRO, and stays
+        so: each of them updates all of it.
+        """
+        entry = self.entry(spec.name)
+        summed_over = math.prod(self.mesh.axes[name] for name in spec.sync)
+        if entry.group is not None and summed_over > 1:
+            raise ProgramError(
+                f"{spec.name} was frozen when it was given to parallelize, and its place in host "
+                "memory is not one for a parameter that several ranks train",
+                where=spec.name,
+                hint="parallelize with requires_grad=True, then freeze it before the first step",
+            )
+        entry.spec = dataclasses.replace(spec, zero=entry.spec.zero, offload=entry.spec.offload)
+        entry.take_gradients_in(entry.master)
+        self.reducer.add(entry)
 
     def attach(
         self, module: nn.Module, part: Hashable = 0, specs: Iterable[ParameterSpec] = ()

@@ -77,6 +77,8 @@ def save_optimizer(optimizer: torch.optim.Optimizer, state: State, rank: int) ->
         options = {k: v for k, v in group.options.items() if k not in _OF_PARAMETERS}
         mine = []
         for name, parameter in group.parameters:
+            if not parameter.requires_grad and parameter not in optimizer.state:
+                continue  # frozen from the beginning
             first = state.cut(name, parameter).holders[0] == rank
             mine += [name] if first else []
             plain: dict[str, Any] = {}
@@ -118,7 +120,11 @@ def load_optimizer(
     group_of = {aliases.get(n, n): i for i, g in enumerate(groups) for n in g["params"]}
     wanted: list[tuple[str, Held]] = []
     for number, group in enumerate(groups_of(optimizer, state)):
-        names = {aliases.get(name, name): name for name, _ in group.parameters}
+        names = {
+            aliases.get(name, name): name
+            for name, parameter in group.parameters
+            if parameter.requires_grad or aliases.get(name, name) in group_of
+        }
         options = _options(number, names, groups, group_of, strict)
         group.options.update(options)
         for name, parameter in group.parameters:

@@ -212,7 +212,7 @@ def test_what_a_compiled_step_would_get_wrong_is_refused(
         fit(ShardwiseStrategy("ddp"), lambda: Wrong(fault), num_sanity_val_steps=0)
 
 
-def test_wrong_names_samplers_and_freezing_are_refused() -> None:
+def test_wrong_names_and_samplers_are_refused() -> None:
     with pytest.raises(PlanError, match="did you mean 'fsdp'"):
         ShardwiseStrategy("fsdpp")
     made, _ = trainer(ShardwiseStrategy("ddp"), max_steps=1)
@@ -221,12 +221,21 @@ def test_wrong_names_samplers_and_freezing_are_refused() -> None:
     with pytest.raises(BatchError, match="DistributedSampler"):
         made.fit(Classifier(), part)
 
-    class Freezes(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            module.embed.requires_grad_(False)
 
-    with pytest.raises(CaptureError, match="embed"):
-        fit(ShardwiseStrategy("ddp"), callbacks=[Freezes()])
+def test_freezing_and_unfreezing_in_callbacks_equal_plain_lightning() -> None:
+    class Freezes(L.Callback):
+        """The embedding rests for some steps; the head begins to be trained later."""
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            module.head.bias.requires_grad_(False)
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+            module.embed.requires_grad_(trainer.global_step not in (1, 2))
+            module.head.bias.requires_grad_(trainer.global_step >= 3)
+
+    options: dict[str, Any] = {"max_steps": 6}
+    found = fit(ShardwiseStrategy("ddp"), callbacks=[Freezes()], **options)
+    assert_same(found, fit(callbacks=[Freezes()], **options))
 
 
 def test_parameters_without_an_optimizer_stay_as_they_are() -> None:

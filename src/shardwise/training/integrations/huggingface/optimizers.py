@@ -35,7 +35,7 @@ def shard_optimizer(
     kind = type(made)
     known = inspect.signature(kind.__init__).parameters
     options = {key: value for key, value in made.defaults.items() if key in known}
-    return optimizer(parallel, kind, groups, **options)
+    return optimizer(parallel, kind, groups, rest=False, **options)
 
 
 def stand_in(model: nn.Module) -> nn.Module:

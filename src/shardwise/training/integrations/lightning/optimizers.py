@@ -100,7 +100,7 @@ class GroupNames:
         }
         groups = [
             {**options, "params": list(mine)}
-            for options, mine in zip(state["param_groups"], self.optimized, strict=True)
+            for options, mine in zip(state["param_groups"], self.names, strict=True)
         ]
         return {
             "state": {names[number]: values for number, values in state["state"].items()},
@@ -148,7 +148,7 @@ def adopt(
         return optimizer
 
     with_pieces.__name__ = kind.__name__
-    groups = [{"params": [glob.escape(name) for name in group]} for group in names.optimized]
+    groups = [{"params": [glob.escape(name) for name in group]} for group in names.names]
     known = kind in ELEMENTWISE if elementwise is None else elementwise
-    made = rt.optimizer(pm, with_pieces, groups, elementwise=known)
+    made = rt.optimizer(pm, with_pieces, groups, elementwise=known, rest=False)
     return StepOptimizer(pm.store, made.inner, made._entries[: len(groups)])

@@ -53,6 +53,7 @@ class Training:
             self.pm = parallelize(
                 self.model, batch, plan, device=self.device, seed=seed, timeout=timeout
             )
+            self.pm.flags.ignore_originals()  # the module's own flags are back after this
         self._remember((True, rt.signature(batch)))
         self.model = nn.Module()  # what is needed of it is in the parallel module
         self.weights.release()
@@ -66,7 +67,7 @@ class Training:
 
     def train(self, batch: Any) -> Any:
         """Forward and backward; what `training_step` returns, after what it logs."""
-        self._require_same_flags()
+        self._take_flags()
         key = (True, rt.signature(batch))
         loss, out = self._run(key, lambda: self.parallel.train_step(batch, outputs=True))
         returned = self._finish(key, out["tensors"])
@@ -95,14 +96,19 @@ class Training:
         replay(recording, self.module, tensors)
         return recording.result(tensors)
 
-    def _require_same_flags(self) -> None:
-        if _flags(self.module) != self._flags:
-            changed = sorted(set(_flags(self.module)) ^ set(self._flags))
+    def _take_flags(self) -> None:
+        """Train what the module says by now is trained."""
+        flags = _flags(self.module)
+        changed = set(flags) ^ set(self._flags)
+        modes = sorted(name for kind, name in changed if kind == "train")
+        if modes:
             raise CaptureError(
-                "requires_grad or train() of a part of the module was changed during training: "
-                f"{', '.join(name for _, name in changed[:3])}",
-                hint="freeze before trainer.fit, and resume from a checkpoint to change it",
+                f"train() of a part of the module was changed during training: {modes[:3]}",
+                hint="set it before trainer.fit, and resume from a checkpoint to change it",
             )
+        for kind, name in sorted(changed):
+            self.parallel.flags.set(name, (kind, name) in flags)
+        self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state dict, with whole tensors; all ranks call it."""
