@@ -83,7 +83,7 @@ def test_wrong_usage_exits_with_2(
 def test_a_target_must_return_model_and_batch(target: str) -> None:
     with pytest.raises(typer.BadParameter, match=r"returned int, not \(model, batch\)"):
         cli.load_target(target.replace(":make", ":wrong"))
-    with pytest.raises(typer.BadParameter, match="has no function 'nothing'"):
+    with pytest.raises(typer.BadParameter, match="has no 'nothing'"):
         cli.load_target(target.replace(":make", ":nothing"))
     loaded = cli.load_target(target)
     assert loaded.model(**loaded.batch).shape == ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -142,11 +143,23 @@ def _save_rest(
 ) -> None:
     """What stands beside the code: who runs which file, the plan, tensors of the graph."""
     listed = {name: list(ranks) for name, ranks in files.items()}
+    _remove_stale(folder, files)
     (folder / "ranks.json").write_text(json.dumps(listed, indent=2) + "\n")
     plan.save(folder / "plan.json")
     constants = {c.value: c.data.contiguous() for c in graph.constants}
     if constants:
         save_file(constants, folder / "constants.safetensors")
+
+
+def _remove_stale(folder: Path, files: Mapping[str, tuple[int, ...]]) -> None:
+    """Remove the code that an earlier program left in the folder and this one does not have."""
+    try:
+        before = json.loads((folder / "ranks.json").read_text())
+    except (OSError, ValueError):
+        return
+    for name in before if isinstance(before, dict) else ():
+        if re.fullmatch(r"(rank|stage)_\w+\.py|pipeline\.py", name) and name not in files:
+            (folder / name).unlink(missing_ok=True)
 
 
 _cache: OrderedDict[str, Program | PipelineProgram] = OrderedDict()

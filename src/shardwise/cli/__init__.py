@@ -25,6 +25,7 @@ from shardwise.cli.diff import diff
 from shardwise.cli.export import export
 from shardwise.cli.figures import NARROWEST, terminal_width
 from shardwise.cli.files import about, load_plan
+from shardwise.cli.kinds import require_own, require_own_folder
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
 from shardwise.cli.launch import launch
 from shardwise.cli.options import Wanted, with_plan_options
@@ -36,6 +37,7 @@ from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_ta
 from shardwise.cli.train import train
 from shardwise.cli.watch import watch
 from shardwise.errors import InfeasiblePlan, ShardwiseError
+from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise.equivalence import Certificate
@@ -48,15 +50,24 @@ FAILURE, USAGE, INFEASIBLE = 1, 2, 3
 app = typer.Typer(
     name="shardwise",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Turns a PyTorch training step for one device into a verified, readable one for many.",
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
+    ] = False,
 ) -> None:
     """Turns a PyTorch training step for one device into a verified, readable one for many."""
     # `main` looks for --debug itself: it also covers errors outside a verb.
@@ -75,6 +86,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a cluster, or make a named one, and print it."""
+    require_own(out, "plan")
+    require_own(measure, "times", option="--measure")
     if wanted.automatic:  # what is wrong with the options is told before the model is captured
         wanted.machines(), wanted.search_options()
     elif measure is not None:
@@ -129,6 +142,7 @@ def compile_(
     import shardwise
     from shardwise.reporting.files import writing
 
+    require_own_folder(out)
     _, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     program = shardwise.compile(graph, made)

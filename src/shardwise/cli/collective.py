@@ -18,6 +18,7 @@ import typer
 
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.collective_tune import tune
+from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson
 from shardwise.errors import did_you_mean
 
@@ -65,6 +66,7 @@ def solve(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest program, and say what it takes and what no program can be faster than."""
+    require_own(out, "collective")
     solution = _solved(machines, operation, num_bytes, dtype, root, ranks)
     if out is not None:
         solution.program.save(out)
@@ -100,6 +102,7 @@ def show(
     from shardwise.messages.program import placed
     from shardwise.reporting.files import write_whole
 
+    require_own(picture, "picture", option="--svg")
     program = _read(source)
     if program is None:
         program = _solved(source, operation, num_bytes, dtype, root, ranks).program

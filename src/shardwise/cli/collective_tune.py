@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.files import load_plan
+from shardwise.cli.kinds import require_own
 
 MOST_S = 10**6  # what is more was mistyped, and gloo cannot wait for it
 
@@ -42,6 +43,7 @@ def tune(
         raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
     if not 0 < timeout <= MOST_S:
         raise typer.BadParameter(f"--timeout {timeout:g}: seconds, above 0 and up to {MOST_S:,}")
+    require_own(out, "plan")
     plan = load_plan(plan_file)
     if "RANK" not in os.environ:
         raise typer.BadParameter(

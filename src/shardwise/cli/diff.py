@@ -14,6 +14,7 @@ import typer
 
 from shardwise.cli.figures import Column, amount, seconds, size, table, terminal_width, wrapped
 from shardwise.cli.files import load_plan
+from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def diff(
     """Say what changed between two plans, and what it costs."""
     from shardwise.reporting.diff import diff as compare
 
+    require_own(trace, "trace", option="--trace")
     plans = [load_plan(path) for path in (before, after)]
     found = compare(*plans)
     if trace is not None:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson, load_target
 
 
@@ -42,13 +43,12 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a trained model for serving: a torch.export program, or a Hugging Face folder."""
-    from shardwise.reporting.files import require_writable
     from shardwise.training.checkpoint.types import dtype_named
     from shardwise.training.export import PROGRAM
     from shardwise.training.export import export as write
 
     if out.suffix == PROGRAM:
-        require_writable(out)
+        require_own(out, "program")
     loaded = None if model is None else load_target(model)
     kind = None if dtype is None else dtype_named(dtype, "--dtype")
     made = write(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.kinds import require_own
 from shardwise.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def launch(
     from shardwise import launch as launching
     from shardwise.launch.commands import Settings
 
+    require_own(out, "job")
     machines = _cluster(cluster)
     words, environment = command or [], _environment(env or [])
     if to is not To.ssh:

@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.kinds import require_own
+
 PATIENCE_S = 2.0
 
 
@@ -30,10 +32,9 @@ def predict(
     from rich.console import Console
 
     from shardwise.calibration import predict_file, report, summarize
-    from shardwise.reporting.files import require_writable, write_whole
+    from shardwise.reporting.files import write_whole
 
-    if out is not None:
-        require_writable(out)
+    require_own(out, "predictions")
     console = Console(stderr=True)
     with console.status("") as status:
         status.stop()

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.kinds import require_own
+
 
 def profile(
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the cluster here.")] = Path(
@@ -31,9 +33,9 @@ def profile(
     from rich.console import Console
 
     from shardwise.profiling import profile as measure
-    from shardwise.reporting.files import require_writable, write_whole
+    from shardwise.reporting.files import write_whole
 
-    require_writable(out)
+    require_own(out, "cluster")
     console = Console(stderr=True)
     with console.status("starting the ranks") as status:
         cluster = measure(

@@ -15,6 +15,7 @@ import typer
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.figures import size
 from shardwise.cli.files import about, load_plan
+from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson, capture_target
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ def report(
     from shardwise.reporting.files import write_whole
     from shardwise.reporting.recorded import read_trace
 
+    if not as_json or out != Path("report.html"):
+        require_own(out, "report")
+    require_own(perfetto, "trace", option="--perfetto")
+    require_own(plan_out, "plan", option="--plan-out")
     with about(plan_file):
         plan = _filled(load_plan(plan_file), target, cluster, table)
         recording = None if trace is None else read_trace(trace)

@@ -16,6 +16,7 @@ import typer
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.figures import amount, counted, seconds, size, terminal_width, wrapped
 from shardwise.cli.files import load_plan
+from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson, capture_target
 from shardwise.cli.verdict import cause_text, shares
 
@@ -49,6 +50,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's step: time, exposed communication, bubbles, memory."""
+    require_own(trace, "trace", option="--trace")
     plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
     if trace is not None:

@@ -1,12 +1,11 @@
 """The model that was named: its function is called, its graph captured in the wanted number types.
 
-Enters: `MODULE.py:FUNCTION`. Leaves: `Loaded`, and its `Graph`.
+Enters: `MODULE.py:FUNCTION` or `package.module:FUNCTION`. Leaves: `Loaded`, and its `Graph`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.errors import ShardwiseError, failed
+from shardwise.errors import ConfigError, ShardwiseError, failed
 
 if TYPE_CHECKING:
     from shardwise.ir import Graph
@@ -24,7 +23,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MODULE.py:FUNCTION",
-        help="A function returning (model, batch) or (model, batch, loss_fn).",
+        help="A function returning (model, batch) or (model, batch, loss_fn); "
+        "also package.module:FUNCTION.",
         show_default=False,
     ),
 ]
@@ -41,38 +41,39 @@ class Loaded:
 
 
 def load_target(target: str) -> Loaded:
-    """Call the function that `path/module.py:function` names."""
-    path_text, separator, name = target.rpartition(":")
-    path = Path(path_text)
-    if not separator or not name or path.suffix != ".py":
-        raise typer.BadParameter(f"{target!r} is not of the form MODULE.py:FUNCTION")
-    if not path.is_file():
-        raise typer.BadParameter(f"no file {path}")
+    """Call the function that `path/module.py:function` or `package.module:function` names."""
+    from shardwise.training.imports import load_object, module_is_missing
+
+    module, separator, name = target.rpartition(":")
+    if not separator or not name or not module or (os.sep in module and module[-3:] != ".py"):
+        raise typer.BadParameter(
+            f"{target!r} is not of the form MODULE.py:FUNCTION or package.module:FUNCTION"
+        )
+    if module.endswith(".py") and not Path(module).is_file():
+        raise typer.BadParameter(f"no file {module}")
+    if not module.endswith(".py") and module_is_missing(module):
+        raise typer.BadParameter(
+            f"no module {module!r} here or installed; a file is named with its ending: "
+            f"{module.replace('.', '/')}.py:{name}"
+        )
     try:
-        function = getattr(_load_module(path), name, None)
-        if callable(function):
-            result = function()
+        function = load_object(target, target)
+    except ConfigError as error:
+        if error.where != target:  # a fault in the user's own code
+            raise
+        raise typer.BadParameter(error.message) from error
+    if not callable(function):
+        raise typer.BadParameter(f"{name!r} in {module} is no function")
+    try:
+        result = function()
     except Exception as error:
         raise failed(ShardwiseError, target, error) from error
-    if not callable(function):
-        raise typer.BadParameter(f"{path} has no function {name!r}")
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise typer.BadParameter(
             f"{target} returned {type(result).__name__}, "
             "not (model, batch) or (model, batch, loss_fn)"
         )
     return Loaded(model=result[0], batch=result[1], loss_fn=result[2] if result[2:] else None)
-
-
-def _load_module(path: Path) -> Any:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
-    specification.loader.exec_module(module)
-    return module
 
 
 def capture_target(

@@ -19,9 +19,17 @@ from typing import Any
 from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, failed
 from shardwise.training.config import Named
 
-__all__ = ["build", "find_class", "find_file", "load_function", "load_object", "make"]
+__all__ = [
+    "build",
+    "find_class",
+    "find_file",
+    "load_function",
+    "load_object",
+    "make",
+    "module_is_missing",
+]
 
-DEBUG = "shardwise --debug train …"
+DEBUG = "shardwise --debug …"
 
 
 def build(part: Any, key: str, base: Path | None = None) -> Any:
@@ -134,14 +142,37 @@ def load_object(name: Any, key: str, base: Path | None = None) -> Any:
     return found
 
 
+def module_is_missing(name: str) -> bool:
+    """Return whether no module of this name can be found, here or installed."""
+    _see_folders(None)
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError as error:
+        return error.name is None or name.startswith(error.name)
+    except (ImportError, ValueError, AttributeError):
+        return False  # importing it says what is wrong
+
+
+def _see_folders(base: Path | None) -> None:
+    """Import from the config's folder and the current one first, as `python -m` does."""
+    for folder in (Path.cwd(), base):
+        if folder is not None and str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+
+
 def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
     is_file = name.endswith(".py")
     path = find_file(name, base)
     if is_file and not path.is_file():
         places = f"{base} and {Path.cwd()}" if base is not None else str(Path.cwd())
         raise ConfigError(f"no file {name} in {places}", where=key)
-    if str(Path.cwd()) not in sys.path:  # as `python -m` does, and a console script does not
-        sys.path.append(str(Path.cwd()))
+    if not is_file and name.startswith("."):
+        raise ConfigError(
+            f"{name!r} is relative to no package",
+            where=key,
+            hint="package.module:function, with the package's name",
+        )
+    _see_folders(base)
     try:
         return _load_file(path.resolve()) if is_file else importlib.import_module(name)
     except ModuleNotFoundError as error:
