@@ -60,6 +60,8 @@ class ShardwiseError(Exception):
     """The root of all of Shardwise's errors: a message, where it arose, and what to try."""
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        message = shown(message)
+        where, hint = where and shown(where), hint and shown(hint)
         self.message, self.where, self.hint = message, where, hint
         lines = [message]
         if where:
@@ -177,6 +179,29 @@ class ConfigError(ShardwiseError, ValueError):
 
 class TrainingError(ShardwiseError):
     """Training cannot go on: the loss is no number, or data ended or changed."""
+
+
+_MAX_MESSAGE = 10_000  # characters
+
+
+def shown(text: str) -> str:
+    r"""Return a text as it may be printed: without control characters, and of a bounded length.
+
+    Messages quote files and names, which must not move a terminal's cursor or fill a log.
+
+    >>> shown("plan \x1b[2J")
+    'plan \\x1b[2J'
+    """
+    if len(text) > _MAX_MESSAGE:
+        half = _MAX_MESSAGE // 2
+        text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 _Error = TypeVar("_Error", bound=ShardwiseError)

@@ -86,6 +86,7 @@ def stand_in_for_torch(place: Path) -> Path:
     files = {
         "distributed/run.py": TORCHRUN,
         errors: ERRORS,
+        "distributed/elastic/rendezvous/static_tcp_rendezvous.py": "TCPStore = None\n",
         "distributed/elastic/multiprocessing/api.py": "class SignalException(Exception): pass\n",
     }
     for name, text in files.items():

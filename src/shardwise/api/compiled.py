@@ -134,7 +134,7 @@ class PipelineProgram:
 def _fingerprint(plan: Plan, sources: Iterable[str]) -> str:
     digest = hashlib.sha256(json.dumps(plan.to_json()).encode())
     for source in sources:
-        digest.update(source.encode())
+        digest.update(source.encode(errors="backslashreplace"))
     return digest.hexdigest()[:16]
 
 
@@ -187,7 +187,8 @@ def _cache_key(graph: Graph, plan: Plan) -> str:
     """
     functions = [(name, id(function)) for name, function in graph.functions.items()]
     told = f"{__version__} {rules_revision()} {graph.fingerprint} {graph!r} {functions}"
-    return hashlib.sha256(f"{told} {json.dumps(plan.to_json())}".encode()).hexdigest()
+    whole = f"{told} {json.dumps(plan.to_json())}".encode(errors="backslashreplace")
+    return hashlib.sha256(whole).hexdigest()
 
 
 def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:

@@ -218,14 +218,13 @@ def _shown(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[
 
 def _read(source: str) -> MessageProgram | None:
     """The program of a file; None if it is something else, as a cluster in JSON."""
+    from shardwise.errors import ProgramError
+    from shardwise.files import read_json
     from shardwise.messages import MessageProgram
 
     if Path(source).suffix != ".json":
         return None
-    try:
-        data = json.loads(Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return MessageProgram.load(source)  # says what is wrong
+    data = read_json(source, ProgramError, what="program")
     is_program = isinstance(data, dict) and "operation" in data
     return MessageProgram.from_json(data, source) if is_program else None
 

@@ -37,6 +37,7 @@ def tune(
 
     from shardwise.api.tuned_ways import tune_collectives
     from shardwise.cli.collective import bytes_of
+    from shardwise.runtime.rendezvous import init_process_group
 
     size = bytes_of(num_bytes)
     if size < 1:
@@ -50,7 +51,7 @@ def tune(
             f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
             f"{plan.num_ranks} shardwise collective tune {plan_file}"
         )
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    init_process_group("gloo", datetime.timedelta(seconds=timeout))
     tuned = tune_collectives(plan, num_bytes=size, rounds=rounds, timeout=timeout)
     if dist.get_rank() == 0:
         for choice in tuned.collectives:

@@ -20,6 +20,7 @@ from shardwise.cluster.device import Device
 from shardwise.cluster.links import Link, Network, Nic
 from shardwise.cluster.names import MOST, count, expand
 from shardwise.errors import ClusterError
+from shardwise.files import read_text, write_text
 
 if TYPE_CHECKING:
     from shardwise.cluster.topology import Path as LinkPath
@@ -29,6 +30,7 @@ DEFAULT_PORT = 29500  # torchrun's
 SSH_PORT = 22
 SSH_PROGRAM = "ssh"
 NO_NETWORK = Network()
+MAX_BYTES = 16 << 20  # of a cluster file
 _FALLBACK_MEMORY_BYTES = 8 * 2**30
 
 
@@ -288,20 +290,14 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write `to_yaml` to `path`."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        write_text(path, self.to_yaml(), ClusterError)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read what `save` or a person wrote."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except IsADirectoryError:
-            inside = Path(path) / "cluster.yaml"
-            raise ClusterError(f"{path} is a folder, not a file", hint=f"{inside}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ClusterError(
-                f"cannot read {path}: {error}", hint=f"shardwise profile -o {path}"
-            ) from None
+        inside = Path(path) / "cluster.yaml"
+        hint = f"{inside}" if Path(path).is_dir() else f"shardwise profile -o {path}"
+        text = read_text(path, ClusterError, what="cluster file", hint=hint, max_bytes=MAX_BYTES)
         return cls.from_yaml(text, str(path))
 
     def __str__(self) -> str:

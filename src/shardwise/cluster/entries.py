@@ -17,7 +17,9 @@ import yaml
 
 from shardwise.cluster.names import MOST
 from shardwise.errors import ClusterError, did_you_mean
+from shardwise.files import compose_yaml
 
+MAX_VALUES = 500_000  # in a cluster file
 SMALLEST, LARGEST = 1e-20, 1e20  # of numbers in their unit: no machine is beyond
 
 _INFINITE = ("inf", ".inf")
@@ -157,13 +159,7 @@ class Entry:
 
 def parse(text: str, file: str) -> Entry:
     """The whole text as one entry."""
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise ClusterError(f"not YAML: {problem}", where=f"{file}{line}") from None
+    node = compose_yaml(text, ClusterError, where=file, loader=_Loader, max_values=MAX_VALUES)
     if node is None:
         raise ClusterError("the file is empty", where=file, hint="shardwise profile -o FILE")
     return Entry(node, "", file)

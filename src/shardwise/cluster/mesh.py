@@ -8,6 +8,7 @@ axes. No process group is made here.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,10 @@ from typing import Any
 
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.shares import axes_of, written
+
+MAX_AXES = 16
+MAX_RANKS = 1 << 22  # of places: micro-batches are an axis, too
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +42,21 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if not name.isidentifier():
-                raise ClusterError(f"mesh axis {name!r} is not a name", hint="Mesh.of(dp=2, tp=2)")
+            if not _NAME.fullmatch(name):
+                raise ClusterError(
+                    f"mesh axis {name[:80]!r} is not a name of letters, digits and _",
+                    hint="Mesh.of(dp=2, tp=2)",
+                )
+        if len(self.axes) > MAX_AXES:
+            raise ClusterError(f"a mesh of {len(self.axes)} axes, more than {MAX_AXES}")
         repeated = [name for name in self.names if self.names.count(name) > 1]
         if repeated:
             raise ClusterError(f"mesh axis {repeated[0]} is given twice in {self}")
         object.__setattr__(self, "axes", tuple(axes_of(self.axes).items()))
+        if self.size > MAX_RANKS:
+            raise ClusterError(
+                f"a mesh of {self.size:,} ranks is larger than the {MAX_RANKS:,} that are supported"
+            )
 
     @classmethod
     def of(cls, **sizes: int | Sequence[int]) -> Mesh:

@@ -12,6 +12,8 @@ from functools import cache
 from shardwise.errors import ClusterError
 
 MOST = 10**6  # of anything that is counted
+LONGEST = 255  # characters of a host name
+_NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _RANGE = re.compile(r"^([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)$")
 
 
@@ -30,7 +32,14 @@ def expand(pattern: str) -> tuple[str, ...]:
             raise _malformed(pattern)
         return (pattern,)
     head, inside, tail = found.groups()
-    return tuple(f"{head}{number}{tail}" for part in inside.split(",") for number in _numbers(part))
+    if len(head) + len(tail) > LONGEST:
+        raise ClusterError(f"{pattern[:60]!r}… is a name of more than {LONGEST} characters")
+    parts = [_numbers(part) for part in inside.split(",")]
+    if sum(len(numbers) for numbers, _ in parts) > MOST:
+        raise ClusterError(f"more than {MOST:,} names in {pattern[:60]!r}", hint="gpu[0-63]")
+    return tuple(
+        f"{head}{str(number).zfill(width)}{tail}" for numbers, width in parts for number in numbers
+    )
 
 
 @cache
@@ -44,21 +53,16 @@ def expand_all(patterns: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for pattern in patterns for name in expand(pattern))
 
 
-def _numbers(part: str) -> list[str]:
-    first, dash, last = part.strip().partition("-")
-    if not first.isdigit() or (dash and not last.isdigit()):
+def _numbers(part: str) -> tuple[range, int]:
+    """The numbers of `08-10`, and the digits that each is written with."""
+    found = _NUMBERS.fullmatch(part.strip())
+    if found is None:
         raise _malformed(part)
-    if not dash:
-        return [first]
-    low, high = int(first), int(last)
-    if high < low:
+    first, last = found[1], found[2] or found[1]
+    if int(last) < int(first):
         raise _malformed(part)
-    if high - low >= MOST:
-        raise ClusterError(
-            f"{high - low + 1:,} names in {part!r}, more than {MOST:,}", hint="gpu[0-63]"
-        )
-    return [str(number).zfill(len(first)) for number in range(low, high + 1)]
+    return range(int(first), int(last) + 1), len(first)
 
 
 def _malformed(text: str) -> ClusterError:
-    return ClusterError(f"{text!r} is neither a name nor a range of names", hint="gpu[0-63]")
+    return ClusterError(f"{text[:80]!r} is neither a name nor a range of names", hint="gpu[0-63]")

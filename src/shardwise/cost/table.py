@@ -11,7 +11,6 @@ sum of their calls, and everything that it gives is scaled by the median of thes
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from shardwise.cost.rates import kernels_seconds
 from shardwise.cost.signature import Signature
 from shardwise.cost.trial import cost_of
 from shardwise.errors import ShardwiseError
+from shardwise.files import parse_json, read_text, write_text
 
 FORMAT_VERSION = 1
 UPDATE = "optim.AdamW(float32[{}])"  # the optimizer's step for one parameter
@@ -154,10 +154,7 @@ class OpTable:
     @classmethod
     def from_json(cls, text: str, where: str = "op table") -> OpTable:
         """The table that `to_json` wrote; errors name the entry."""
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ShardwiseError(f"not JSON: {error}", where=where) from None
+        document = parse_json(text, where=where)
         version = document.get("version") if isinstance(document, dict) else None
         if version != FORMAT_VERSION:
             raise ShardwiseError(
@@ -183,7 +180,7 @@ class OpTable:
     @classmethod
     def load(cls, path: str | Path) -> OpTable:
         """Read what `save` wrote."""
-        return cls.from_json(Path(path).read_text(), str(path))
+        return cls.from_json(read_text(path, what="table of measured times"), str(path))
 
     def save(self, path: str | Path) -> None:
         """Add these measurements to the file at `path`, or make it."""
@@ -191,9 +188,7 @@ class OpTable:
         if path.exists():
             whole.merge(OpTable.load(path))
         whole.merge(self)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(whole.to_json())
-        fresh.replace(path)
+        write_text(path, whole.to_json())
 
     def __str__(self) -> str:
         """`120 measured calls; 80 found, 3 not: 2x aten.relu.default(float32[4]) on cpu, …`."""

@@ -5,15 +5,18 @@ Enters: steps, block calls and loops in order. Leaves: lines of Python.
 
 from __future__ import annotations
 
-import keyword
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from shardwise.emit.blocks import BlockCall, Loop
 from shardwise.emit.names import Names, wish_for
+from shardwise.emit.quote import comment, in_fstring, is_attribute, literal
 from shardwise.emit.regions import Region, fold_regions, recomputed
-from shardwise.emit.render import Device, in_braces, literal, remark, render
+from shardwise.emit.render import Device, UserFunction, render
 from shardwise.ir import Ref
 from shardwise.program import Step
 from shardwise.sharding.rule import MeshAxis
@@ -21,7 +24,9 @@ from shardwise.sharding.rule import MeshAxis
 WIDTH = 100
 INLINE = 72
 INDENT = " " * 4
-CHECKPOINT = "checkpoint"  # what emitted files import: no value is called so
+_NUMBER = re.compile(r"0|[1-9][0-9]*")  # what a list counts by; "007" is a name
+OURS = frozenset(("rng", "device", "path"))  # what emitted modules hold besides mesh axes
+BUILT_IN = frozenset((*dir(nn.Module), *vars(nn.Module())))
 OUTSIDE = "outside the model"  # a loss function's lines, which are of no module
 
 
@@ -36,10 +41,24 @@ class Scope:
     recompute: bool = False  # whether groups of steps and blocks are recomputed
     members: frozenset[str] = frozenset()  # what the user's module already calls its own
 
+    axes: frozenset[str] = frozenset()  # the mesh's
+    functions: Mapping[str, str] = field(default_factory=dict)  # op -> name of a user's function
+
     def own(self, name: str) -> str:
-        """The attribute that holds one of ours: the mesh axis `tp`, `rng`, `device` or `path`."""
+        """The attribute that holds one of ours: `rng`, `device` or `path`."""
         while name in self.members:
             name += "_"
+        return f"self.{name}"
+
+    def axis(self, names: tuple[str, ...]) -> str:
+        """The attribute of some mesh axes, `self.dp_tp`; it hides no other one."""
+        name = "_".join(names)
+        if len(names) > 1 and (name in self.axes or any("_" in part for part in names)):
+            name = "_".join([name, *(str(len(part)) for part in names)])
+        wish, others = name, self.axes - set(names if len(names) == 1 else ())
+        hidden = self.members | BUILT_IN | OURS | others
+        while name in hidden or not is_attribute(name) or name.startswith("constant_"):
+            name = f"axis_{wish}" if name == wish else f"{name}_"
         return f"self.{name}"
 
 
@@ -48,7 +67,7 @@ class Body:
 
     def __init__(self, scope: Scope, arguments: dict[str, str]) -> None:
         self.scope = scope
-        self.names = Names((*arguments.values(), CHECKPOINT))
+        self.names = Names((*arguments.values(), *scope.functions.values()))
         self.names.of.update(arguments)
         self.lines: list[str] = []
         self.stems: dict[str, str] = dict(arguments)
@@ -98,7 +117,7 @@ class Body:
         if self.scope.probe and step.node:
             for out, target in zip(step.outputs, targets, strict=True):
                 if target != "_":
-                    self._line(f"rt.probe({out!r}, {target})")
+                    self._line(f"rt.probe({literal(out)}, {target})")
         for out in step.outputs:
             if out not in uses:
                 self.names.release(out)
@@ -106,7 +125,7 @@ class Body:
     def _region(self, region: Region, dying: list[str], uses: Mapping[str, Any]) -> None:
         """A function that backward calls again; it sees only what it is given, and `self`."""
         given = {value: self._value(Ref(value)) for value in region.inputs}
-        names = Names((CHECKPOINT,))
+        names = Names(tuple(self.scope.functions.values()))
         arguments = {v: names.bind(v, self.stems.get(v, "x")) for v in region.inputs}
         inner = Body(replace(self.scope, recompute=False), arguments)
         inner.write(list(region.steps), region.outputs)
@@ -205,17 +224,19 @@ class Body:
                 return self.names[arg.name]
             return self.scope.attribute[arg.name]
         if isinstance(arg, MeshAxis):
-            return self.scope.own("_".join(arg.names))
+            return self.scope.axis(tuple(arg.names))
         if isinstance(arg, Device):
             return self.scope.own("device")
+        if isinstance(arg, UserFunction):
+            return self.scope.functions[arg.op]
         if isinstance(arg, _Raw):
             return arg.text
         if isinstance(arg, _Key):
             prefix = f"{self.scope.path}."
             if self.scope.path and arg.text.startswith(prefix):
                 mine = self.scope.own("path")
-                return f'f"{{{mine}}}.{in_braces(arg.text.removeprefix(prefix))}"'
-            return repr(arg.text)
+                return f'f"{{{mine}}}.{in_fstring(arg.text.removeprefix(prefix))}"'
+            return literal(arg.text)
         if isinstance(arg, tuple | list) and any(_has_value(a) for a in arg):
             inner = ", ".join(self._value(a) for a in arg)
             return f"({inner},)" if len(arg) == 1 else f"({inner})"
@@ -256,7 +277,8 @@ class Body:
             managers = [] if grad else ["torch.no_grad()"]
             if autocast:
                 device, dtype, enabled = autocast
-                managers.append(f'torch.autocast("{device}", dtype={dtype}, enabled={enabled})')
+                options = f"dtype={literal(dtype)}, enabled={literal(enabled)}"
+                managers.append(f"torch.autocast({literal(device)}, {options})")
             self.lines.append(f"with {', '.join(managers)}:")
 
     def _line(self, text: str) -> None:
@@ -276,7 +298,7 @@ class Body:
         label = " ".join(filter(None, (module, step.module_class))) or OUTSIDE
         source = f"  ({step.source})" if step.source else ""
         self.group = module
-        self._comment_text(remark(f"{label}{source}"))
+        self._comment_text(comment(f"{label}{source}"))
 
     def _comment_text(self, text: str) -> None:
         if text:
@@ -303,20 +325,11 @@ def attribute_path(root: str, path: str) -> str:
     """
     text = root
     for piece in path.split(".") if path else ():
-        if is_subscript(piece):
-            text += f"[{piece}]" if piece.isascii() and piece.isdigit() else f"[{literal(piece)}]"
-        else:
+        if is_attribute(piece):
             text += f".{piece}"
+        else:
+            text += f"[{piece}]" if _NUMBER.fullmatch(piece) else f"[{literal(piece)}]"
     return text
-
-
-def is_subscript(piece: str) -> bool:
-    """Whether a part of a module path is written as an index.
-
-    >>> [is_subscript(piece) for piece in ("attn", "0", "for", "a-b")]
-    [False, True, True, True]
-    """
-    return not piece.isidentifier() or keyword.iskeyword(piece)
 
 
 def _has_value(arg: Any) -> bool:

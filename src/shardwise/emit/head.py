@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.emit.function import INDENT
-from shardwise.emit.render import literal, remark
+from shardwise.emit.quote import comment, is_importable, literal
 from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Graph
@@ -22,9 +22,15 @@ from shardwise.version import __version__
 WIDTH = 90
 
 
-def head(program: Program, ranks: RankProgram, body: str, stage: int | None) -> str:
-    """Docstring, imports that `body` needs, and tables."""
-    imports = _imports(body, ranks, program.graph.functions)
+def head(
+    program: Program,
+    ranks: RankProgram,
+    body: str,
+    stage: int | None,
+    names: Mapping[str, str],
+) -> str:
+    """Docstring, imports that `body` needs, and tables; `names` are those of user functions."""
+    imports = _imports(body, names, program.graph.functions)
     tables = [wrap(line) for line in _tables(program, ranks)]
     return "\n".join([_docstring(program, ranks, stage), *imports, "", *tables])
 
@@ -32,11 +38,11 @@ def head(program: Program, ranks: RankProgram, body: str, stage: int | None) -> 
 def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
     plan, graph = program.plan, program.graph
     part = "" if stage is None else f"stage {stage} of "
-    whose = remark(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
+    whose = comment(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
     return (
         f'"""{whose}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
-        f"{graph.fingerprint}.\nSafe to edit; verify it again afterwards.\n"
+        f"{comment(graph.fingerprint)}.\nSafe to edit; verify it again afterwards.\n"
         f'{collectives_text(plan.collectives)}"""\n'
     )
 
@@ -46,7 +52,8 @@ def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
     others = [choice for choice in choices if not choice.is_library]
     if not others:
         return ""
-    rows = [textwrap.wrap(str(choice), WIDTH, subsequent_indent="    ") for choice in others]
+    texts = [comment(str(choice)) for choice in others]
+    rows = [textwrap.wrap(text, WIDTH, subsequent_indent="    ") for text in texts]
     told = "\n".join(f"- {line}" if i == 0 else line for r in rows for i, line in enumerate(r))
     return f"\nOf plan.json; other collectives are the library's:\n{told}\n"
 
@@ -70,7 +77,7 @@ def _numbers(what: str, numbers: tuple[int, ...]) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {shown}"
 
 
-def _imports(body: str, ranks: RankProgram, functions: Mapping[str, Any]) -> list[str]:
+def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     lines = ["import math\n"] if "math" in used else []
     lines += ["import torch"] if "torch" in used else []
@@ -79,21 +86,16 @@ def _imports(body: str, ranks: RankProgram, functions: Mapping[str, Any]) -> lis
     lines += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint" in used else []
     lines += [""] if lines and lines[-1] else []
     lines += ["from shardwise import runtime as rt"]
-    for op in dict.fromkeys(s.fn for s in ranks.steps):
-        if op.startswith("autograd_function."):
-            lines += _function_import(op, functions)
+    lines += [_function_import(op, name, functions.get(op)) for op, name in names.items()]
     return lines
 
 
-def _function_import(op: str, functions: Mapping[str, Any]) -> list[str]:
-    """Import a user's `autograd.Function`; one made inside a function is handed in at load time."""
-    cls = functions.get(op)
-    name = op.rsplit(".", 1)[1]
-    if cls is not None and "<locals>" not in cls.__qualname__ and "." not in cls.__qualname__:
-        return [f"from {cls.__module__} import {name}"]
-    return [
-        f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - defined inside a function, handed in"
-    ]
+def _function_import(op: str, name: str, cls: Any) -> str:
+    """Import a user's `autograd.Function`; one that no import finds is handed in at load time."""
+    if cls is not None and is_importable(cls.__module__, cls.__qualname__):
+        renamed = "" if name == cls.__qualname__ else f" as {name}"
+        return f"from {cls.__module__} import {cls.__qualname__}{renamed}"
+    return f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - cannot be imported, handed in"
 
 
 def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
@@ -111,7 +113,7 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
         if names:
             yield f"{table} = {literal(names)}"
     held = {parameter.name for parameter in ranks.parameters}
-    hooks = [remark(str(hook)) for hook in graph.hooks if hook.parameter in held]
+    hooks = [comment(str(hook)) for hook in graph.hooks if hook.parameter in held]
     if hooks:
         yield from ("", "# parallelize runs these on complete gradients and hands them in:")
         yield from (f"# {hook}" for hook in hooks)

@@ -5,23 +5,9 @@ A name that is reused lets Python free the old tensor, as nested modules do when
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import re
 
-RESERVED = {*keyword.kwlist, *dir(builtins), "torch", "nn", "F", "rt", "self", "math", "mesh"}
-
-
-def identifier(text: str) -> str:
-    """A valid Python name from any text.
-
-    >>> identifier("layers.0"), identifier("sum")
-    ('layers_0', 'sum_')
-    """
-    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "x"
-    if name[0].isdigit():
-        name = f"x{name}"
-    return f"{name}_" if name in RESERVED else name
+from shardwise.emit.quote import identifier
 
 
 class Names:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardwise.emit.function import INDENT
 from shardwise.emit.head import collectives_text
-from shardwise.emit.render import literal, remark
+from shardwise.emit.quote import comment, literal, mapping
 from shardwise.emit.source import emit
 from shardwise.emit.specs import dtype_name, splits_text
 from shardwise.emit.wrap import wrap
@@ -95,17 +94,17 @@ def _pipeline_file(pipeline: Pipeline) -> str:
     head, *rows = str(schedule).splitlines()
     kind = "parts of one batch" if plan.splits_time else "batches of their own"
     lines = [
-        f'"""{remark(pipeline.graph.name)} in {len(pipeline.stages)} stages, '
-        f"plan {remark(plan.name)}.",
+        f'"""{comment(pipeline.graph.name)} in {len(pipeline.stages)} stages, '
+        f"plan {comment(plan.name)}.",
         "",
-        f"Written by shardwise {__version__} for the graph {pipeline.graph.fingerprint}.",
+        f"Written by shardwise {__version__} for the graph {comment(pipeline.graph.fingerprint)}.",
         f'Safe to edit; verify it again afterwards.\n{collectives_text(plan.collectives)}"""',
         "",
         "from shardwise import runtime as rt",
         "",
-        f"MICROBATCHES = {plan.microbatches}  # {kind}",
+        f"MICROBATCHES = {literal(plan.microbatches)}  # {kind}",
         f"TIMED = {plan.splits_time}",
-        f"BATCH_DIMS = {_literal_dict(_batch_dims(pipeline))}",
+        f"BATCH_DIMS = {mapping(_batch_dims(pipeline).items())}",
         "",
         "STAGES = (",
         *(f"{INDENT}{_stage(stage)}," for stage in pipeline.stages),
@@ -121,11 +120,11 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         *_table("OUTPUTS", _outputs(pipeline)),
         *_loss(pipeline),
         "",
-        f"# {head}",
+        f"# {comment(head)}",
         "# 0F3 is the forward of stage 0 for micro-batch 3, B its backward; I and W are the halves",
         "# of a backward for inputs and for weights.",
         'SCHEDULE = """',
-        *rows,
+        *map(comment, rows),
         '"""',
     ]
     return "\n".join(wrap(line) if line.startswith(INDENT) else line for line in lines) + "\n"
@@ -138,10 +137,6 @@ def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
     return {i.name: cuts[i.value].dim for i in pipeline.graph.inputs if i.value in cuts}  # type: ignore[union-attr]
 
 
-def _literal_dict(mapping: dict[str, Any]) -> str:
-    return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in mapping.items()) + "}"
-
-
 def _table(name: str, rows: list[str]) -> list[str]:
     if not rows:
         return [f"{name} = ()"]
@@ -149,15 +144,15 @@ def _table(name: str, rows: list[str]) -> list[str]:
 
 
 def _stage(stage: StageProgram) -> str:
-    axes = _literal_dict(stage.mesh.to_json())
+    axes = mapping(stage.mesh.to_json().items())
     return f"rt.StageSpec(ranks={literal(stage.ranks)}, axes={axes})"
 
 
 def _transfer(transfer: Transfer) -> str:
     fields = [
         f"value={literal(transfer.value)}",
-        f"source={transfer.source}",
-        f"target={transfer.target}",
+        f"source={literal(transfer.source)}",
+        f"target={literal(transfer.target)}",
         f"shape={literal(transfer.type.shape)}",
         f'dtype="{dtype_name(transfer.type.dtype)}"',
     ]
@@ -199,7 +194,8 @@ def _outputs(pipeline: Pipeline) -> list[str]:
             f'dtype="{dtype_name(kind.dtype)}"'
         )
         if isinstance(held, Shard):
-            row += f', split=rt.Split(axis="{TIME}", dim={held.dim}, of={literal(held.of)})'
+            cut = f"axis={literal(TIME)}, dim={literal(held.dim)}, of={literal(held.of)}"
+            row += f", split=rt.Split({cut})"
         elif isinstance(held, Partial):
             mean = not pipeline.plan.splits_time and kind.dtype.is_floating_point
             row += ", averaged=True" if mean else ", summed=True"

@@ -6,12 +6,11 @@ own is written as `torch.ops.…`, so that nothing is ever left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from shardwise.emit.quote import is_attribute, literal
 from shardwise.ir.schema import signature
 
 INFIX = {
@@ -43,57 +42,6 @@ KEYWORDS = {"sum": ("dim", "keepdim"), "mean": ("dim", "keepdim"), "var": ("dim"
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def literal(arg: Any) -> str:
-    """A constant as Python source.
-
-    >>> literal((1, float("-inf"), torch.float32))
-    '(1, -math.inf, torch.float32)'
-    """
-    if isinstance(arg, torch.dtype | torch.layout | torch.memory_format):
-        return str(arg)
-    if isinstance(arg, torch.device):
-        return repr(str(arg))
-    if isinstance(arg, float) and not math.isfinite(arg):
-        return "math.nan" if math.isnan(arg) else ("math.inf" if arg > 0 else "-math.inf")
-    if isinstance(arg, tuple | list):
-        inner = ", ".join(literal(item) for item in arg)
-        return f"({inner},)" if len(arg) == 1 else f"({inner})"
-    return quoted(arg) if isinstance(arg, str) else repr(arg)
-
-
-def quoted(text: str) -> str:
-    r"""A text as Python source: whatever a name holds, it stays inside of its quotes.
-
-    >>> quoted("blocks.0"), quoted('a"b'), quoted("line\n")
-    ('"blocks.0"', '"a\\x22b"', '"line\\x0a"')
-    """
-    return f'"{"".join(map(_escaped, text))}"'
-
-
-def _escaped(character: str) -> str:
-    if character == "\\":
-        return "\\\\"
-    if character.isprintable() and character not in "\"'":
-        return character
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 256 else f"\\U{code:08x}"
-
-
-def in_braces(text: str) -> str:
-    """A text inside of an f-string."""
-    return quoted(text)[1:-1].replace("{", "{{").replace("}", "}}")
-
-
-def remark(text: str) -> str:
-    """A text for a comment or a docstring, which it can neither leave nor reverse.
-
-    >>> remark("blocks.0 (model.py:3)"), remark('a"b')
-    ('blocks.0 (model.py:3)', "a'b")
-    """
-    shown = "".join(c if c.isprintable() else "?" for c in text)
-    return shown.replace("\\", "/").replace('"', "'")
-
-
 Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants
 
 
@@ -103,7 +51,7 @@ def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Val
     if namespace == "rt":
         return f"rt.{rest}({_listed(args, kwargs, value)})"
     if namespace == "autograd_function":
-        return f"{fn.rsplit('.', 1)[1]}.apply({_listed(args, kwargs, value)})"
+        return f"{value(UserFunction(fn))}.apply({_listed(args, kwargs, value)})"
     name = rest.split(".")[0]
     if namespace == "aten":
         special = SPECIAL.get(fn) or SPECIAL.get(f"aten.{name}")
@@ -122,7 +70,10 @@ def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Val
             return f"{_operand(value(args[0]))}.{shown}({_method_args(name, args, kwargs, value)})"
         if name in FUNCTIONAL:
             return f"F.{SPELLING.get(name, name)}({_listed(args, kwargs, value)})"
-    return f"torch.ops.{fn}({_listed(args, kwargs, value)})"
+    called = "torch.ops"
+    for part in fn.split("."):
+        called = f"{called}.{part}" if is_attribute(part) else f"getattr({called}, {literal(part)})"
+    return f"{called}({_listed(args, kwargs, value)})"
 
 
 def _operand(text: str) -> str:
@@ -137,7 +88,11 @@ def _operand(text: str) -> str:
 
 
 def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    return ", ".join([*(value(a) for a in args), *(f"{k}={value(v)}" for k, v in kwargs.items())])
+    named = [
+        f"{name}={value(arg)}" if is_attribute(name) else f"**{{{literal(name)}: {value(arg)}}}"
+        for name, arg in kwargs.items()
+    ]
+    return ", ".join([*(value(arg) for arg in args), *named])
 
 
 def _method_args(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
@@ -249,6 +204,13 @@ def _factory(name: str) -> Callable[..., str | None]:
 
 class Device:
     """Stands for the module's device in arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """Stands for a user's `autograd.Function`, by its operator's name."""
+
+    op: str
 
 
 DEVICE = Device()

@@ -12,10 +12,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
-from shardwise.emit.function import CHECKPOINT, INDENT, Body, Scope, attribute_path, is_subscript
+from shardwise.emit.function import INDENT, Body, Scope, attribute_path
 from shardwise.emit.head import head
-from shardwise.emit.names import identifier
-from shardwise.emit.render import in_braces, literal, remark
+from shardwise.emit.quote import (
+    RESERVED,
+    TABLES,
+    comment,
+    identifier,
+    in_fstring,
+    is_attribute,
+    literal,
+    unused,
+)
 from shardwise.emit.specs import dtype_name
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref, iter_refs
@@ -47,29 +55,27 @@ class _File:
         items: list[Item] = list(ranks.steps) if probe else find_blocks(ranks, self.owners)
         self.items = fold_loops(items, Counter(v for i in items for v in i.inputs))
         self.blocks = [c for item in self.items for c in _calls(item)]
+        self.functions = _name_functions(ranks)
         self.classes = self._name_classes()
         self.recompute = not probe
+        self.axes = frozenset(program.mesh.names)
 
     def text(self) -> str:
         classes = [self._block_class(key, name) for key, name in self.classes.items()]
         body = "\n\n\n".join([*classes, self._model_class()])
-        return f"{head(self.program, self.ranks, body, self.stage)}\n\n\n{body}\n"
+        return f"{head(self.program, self.ranks, body, self.stage, self.functions)}\n\n\n{body}\n"
 
     def _name_classes(self) -> dict[str, str]:
         """Signature of a block -> class name, unique and readable."""
         names: dict[str, str] = {}
-        taken = {"Model"}
+        taken = {"Model", *TABLES, *RESERVED, *self.functions.values()}
         for block in self.blocks:
             if block.key in names:
                 continue
             stem = identifier(self.graph.module_classes.get(block.path, "Block"))
             stem = {"ModuleDict": "Block", "Sequential": "Block"}.get(stem, stem)
-            name, count = stem, 1
-            while name in taken:
-                count += 1
-                name = f"{stem}{count}"
+            names[block.key] = name = unused(stem, taken)
             taken.add(name)
-            names[block.key] = name
         return names
 
     def _block_class(self, key: str, name: str) -> str:
@@ -80,16 +86,24 @@ class _File:
             for v in block.own
         }
         own = [self.owners[v].removeprefix(f"{block.path}.") for v in block.own]
-        arguments = _arguments(block.inputs, self._wishes(block))
+        arguments = _arguments(block.inputs, self._wishes(block), self.functions.values())
         members = _members(self.owners[v].removeprefix(f"{block.path}.") for v in block.own)
         inside = self.recompute and block.group is None  # else the whole call is recomputed
-        scope = Scope(block.path, attribute, lambda _: "", recompute=inside, members=members)
+        scope = Scope(
+            block.path,
+            attribute,
+            lambda _: "",
+            recompute=inside,
+            members=members,
+            axes=self.axes,
+            functions=self.functions,
+        )
         body = Body(scope, arguments)
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
         where = block.path if len(blocks) == 1 else f"{blocks[0].path} … {blocks[-1].path}"
-        where = remark(where)
-        source = remark(next((s.source for s in block.steps if s.source), ""))
+        where = comment(where)
+        source = comment(next((s.source for s in block.steps if s.source), ""))
         init = self._init(block.steps, block.own, scope, path_argument=True)
         lines = [
             f"class {name}({_base(own)}):",
@@ -136,14 +150,18 @@ class _File:
         attribute = {v: attribute_path("self", self.owners[v]) for v in self.owners}
         for index, constant in enumerate(self.graph.constants):
             attribute[constant.value] = f"self.constant_{index}"
-        arguments = _arguments(tuple(i.value for i in self.graph.inputs), self._input_names())
+        arguments = _arguments(
+            tuple(i.value for i in self.graph.inputs), self._input_names(), self.functions.values()
+        )
         scope = Scope(
             "",
             attribute,
             lambda b: self.classes[b.key],
             self.probe,
             self.recompute,
-            _members(self.owners.values()),
+            _members([*self.owners.values(), *(b.path for b in self.blocks)]),
+            self.axes,
+            self.functions,
         )
         body = Body(scope, arguments)
         kept = tuple(dict.fromkeys(_kept(self.ranks)))
@@ -156,7 +174,7 @@ class _File:
         )
         lines = [
             f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
-            f'{INDENT}"""This rank\'s part of {remark(self.graph.name)}."""',
+            f'{INDENT}"""This rank\'s part of {comment(self.graph.name)}."""',
             "",
             *init,
             "",
@@ -172,7 +190,7 @@ class _File:
         if self.ranks.mutations:
             time = self.program.time_axis
             indent = INDENT if time else ""
-            body.lines += [f"if {body.scope.own(time)}.final:"] if time else []
+            body.lines += [f"if {body.scope.axis((time,))}.final:"] if time else []
             body.lines.append(f"{indent}with torch.no_grad():")
             for name, value in self.ranks.mutations:
                 target = attribute_path("self", name)
@@ -213,8 +231,8 @@ class _File:
         time = self.program.time_axis
         axes |= {(time,)} if time and self.ranks.mutations and not path_argument else set()
         for names in sorted(axes):
-            listed = ", ".join(f'"{n}"' for n in names)
-            body.append(f"{scope.own('_'.join(names))} = mesh.axis({listed})")
+            listed = ", ".join(map(literal, names))
+            body.append(f"{scope.axis(names)} = mesh.axis({listed})")
         if any("key" in dict(s.kwargs) for s in steps):
             body.append(f"{scope.own('rng')} = rng")
             body += [f"{scope.own('path')} = path"] if path_argument else []
@@ -260,7 +278,7 @@ class _File:
             prefix = f"{parent}." if parent else ""
             first = f"{start}, " if int(start) else ""
             lines.append(f"for i in range({first}{int(start) + len(calls)}):")
-            path = f'f"{in_braces(prefix)}{{i}}"'
+            path = f'f"{in_fstring(prefix)}{{i}}"'
             lines.append(f"{INDENT}rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
         return lines
 
@@ -275,14 +293,24 @@ class _File:
                     shape = literal(tuple(data.shape))
                     made = f"torch.zeros({shape}, dtype={data.dtype}, device=device)"
             else:
-                made = f'constants["{constant.value}"].to(device)'
+                made = f"constants[{literal(constant.value)}].to(device)"
             lines.append(f"self.constant_{index} = {made}")
         return lines
 
 
+def _name_functions(ranks: RankProgram) -> dict[str, str]:
+    """Operator -> name of each user's `autograd.Function`; no two are called the same."""
+    names: dict[str, str] = {}
+    steps = (*ranks.steps, *ranks.output_steps)
+    for op in dict.fromkeys(s.fn for s in steps if s.fn.startswith("autograd_function.")):
+        wish = identifier(op.rsplit(".", 1)[1])
+        names[op] = unused(wish, {"Model", *TABLES, *names.values()})
+    return names
+
+
 def _base(paths: Iterable[str]) -> str:
     """The base class of a module with members at these paths: `self[0]` needs one with indices."""
-    return "rt.Scope" if any(is_subscript(p.split(".")[0]) for p in paths) else "nn.Module"
+    return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
 
 
 def _members(names: Iterable[str]) -> frozenset[str]:
@@ -313,15 +341,12 @@ def _kept(ranks: RankProgram) -> list[str]:
     return kept + [r.name for r in iter_refs(ranks.outputs) if r.name not in made]
 
 
-def _arguments(values: tuple[str, ...], wishes: Mapping[str, str]) -> dict[str, str]:
+def _arguments(
+    values: tuple[str, ...], wishes: Mapping[str, str], taken: Iterable[str]
+) -> dict[str, str]:
     names: dict[str, str] = {}
     for value in values:
-        stem = identifier(wishes.get(value, value))
-        name, count = stem, 1
-        while name in names.values() or name == CHECKPOINT:
-            count += 1
-            name = f"{stem}{count}"
-        names[value] = name
+        names[value] = unused(identifier(wishes.get(value, value)), (*taken, *names.values()))
     return names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.emit.render import literal
+from shardwise.emit.quote import literal
 from shardwise.plans import Plan
 from shardwise.program import Storage
 from shardwise.sharding.placements import Layout
@@ -18,7 +18,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def splits_text(layout: Layout) -> str:
     """The cuts of a layout as a tuple of `rt.Split`."""
     cuts = [
-        f'rt.Split(axis="{axis}", dim={shard.dim}, of={literal(shard.of)})'
+        f"rt.Split(axis={literal(axis)}, dim={literal(shard.dim)}, of={literal(shard.of)})"
         for axis, shard in layout.shards
     ]
     return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
@@ -35,7 +35,7 @@ def _number_types(storage: Storage, plan: Plan) -> list[str]:
         ("reduce", precision.reduce),
     ):
         if dtype and dtype != last:
-            fields.append(f'{name}="{dtype}"')
+            fields.append(f"{name}={literal(dtype)}")
         last = dtype or last
     return fields
 
@@ -49,7 +49,7 @@ def parameter_spec(storage: Storage, plan: Plan) -> str:
     if storage.layout.shards:
         fields.append(f"splits={splits_text(storage.layout)}")
     if storage.sync:
-        fields += [f"sync={literal(storage.sync)}", f"zero={storage.zero}"]
+        fields += [f"sync={literal(storage.sync)}", f"zero={literal(storage.zero)}"]
     if storage.unit:
         fields.append(f"unit={literal(storage.unit)}")
     if not storage.requires_grad:

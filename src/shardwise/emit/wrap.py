@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 WIDTH = 96
 
 
@@ -23,7 +25,8 @@ def wrap(line: str) -> str:
     indent = " " * (len(line) - len(line.lstrip()))
     pieces = _arguments(line[start + 1 : stop])
     called = start > 0 and (line[start - 1].isalnum() or line[start - 1] in "_])")
-    comma = "," if called or len(pieces) > 1 else ""  # a comma would make a group a tuple
+    # A comma would make a tuple of a group, and of an index.
+    comma = "," if (called and line[start] == "(") or len(pieces) > 1 else ""
     inner = [wrap(f"{indent}    {piece.strip()}{comma}") for piece in pieces if piece.strip()]
     return "\n".join([line[: start + 1], *inner, f"{indent}{line[stop:]}"])
 
@@ -32,13 +35,8 @@ def _outermost(line: str) -> tuple[int, int] | None:
     """The longest bracket pair at depth one."""
     depth, start = 0, 0
     best: tuple[int, int] | None = None
-    quote = ""
-    for index, character in enumerate(line):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character in "([{":
+    for index, character in _unquoted(line):
+        if character in "([{":
             start = index if depth == 0 else start
             depth += 1
         elif character in ")]}":
@@ -50,16 +48,24 @@ def _outermost(line: str) -> tuple[int, int] | None:
 
 def _arguments(text: str) -> list[str]:
     """Split at commas outside brackets and quotes."""
-    pieces, depth, current, quote = [], 0, "", ""
-    for character in text:
+    pieces, depth, begin = [], 0, 0
+    for index, character in _unquoted(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            pieces.append(text[begin:index])
+            begin = index + 1
+    return [*pieces, text[begin:]]
+
+
+def _unquoted(text: str) -> Iterator[tuple[int, str]]:
+    """The characters outside of quotes, with their places."""
+    quote, escaped = "", False
+    for index, character in enumerate(text):
         if quote:
-            quote = "" if character == quote else quote
+            ends = character == quote and not escaped
+            escaped = character == "\\" and not escaped
+            quote = "" if ends else quote
         elif character in "\"'":
             quote = character
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0 and not quote:
-            pieces.append(current)
-            current = ""
         else:
-            current += character
-    return [*pieces, current]
+            yield index, character

@@ -189,7 +189,7 @@ class Graph:
     @property
     def fingerprint(self) -> str:
         """Hex digest of everything that decides the computation; weights are not part of it."""
-        digest = hashlib.sha256(to_text(self, provenance=False).encode())
+        digest = hashlib.sha256(to_text(self, provenance=False).encode(errors="backslashreplace"))
         for constant in self.constants:
             data = constant.data.detach().cpu().contiguous()
             digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())

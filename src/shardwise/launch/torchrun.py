@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 SIGNALLED = 128
 
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    _bind_store()
     try:
         torchrun(list(arguments))
     except ChildFailedError as error:
@@ -28,6 +30,22 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return SIGNALLED + int(error.sigval)
     return 0
+
+
+def _bind_store() -> None:
+    """Have the first node's agent host its store at the address of the ranks' meeting alone."""
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+    from shardwise.listening import listening_socket
+
+    made: Any = static_tcp_rendezvous.TCPStore  # type: ignore[attr-defined]
+
+    def store(host: str, port: int, hosts: int, is_master: bool, *rest: Any, **more: Any) -> Any:
+        if is_master:
+            more["master_listen_fd"] = listening_socket(host, port, num_hosts=hosts).detach()
+        return made(host, port, hosts, is_master, *rest, **more)
+
+    static_tcp_rendezvous.TCPStore = store  # type: ignore[attr-defined, assignment]
 
 
 if __name__ == "__main__":

@@ -161,12 +161,13 @@ def in_this_group(bench: Bench) -> list[Row] | None:
     import torch.distributed as dist
 
     from shardwise.runtime.messenger import Messenger
+    from shardwise.runtime.rendezvous import init_process_group
 
     limit = timedelta(seconds=bench.timeout_s)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=limit)
+    init_process_group("nccl" if cuda else "gloo", limit)
     try:
         if dist.get_world_size() != bench.network.num_ranks:
             raise RankError(

@@ -53,7 +53,15 @@ class CollectiveChoice:
                 )
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or min(sizes) < 2 or any(len(set(g)) != len(g) for g in self.groups):
-            raise PlanError(f"groups {self.groups} are not all of as many ranks, two or more")
+            raise PlanError(
+                f"groups {format_groups(self.groups)} are not all of as many ranks, two or more"
+            )
+        for backend in self.predicted_s:
+            if backend not in WAYS:
+                raise PlanError(
+                    f"predicted_s of {backend[:80]!r}{did_you_mean(backend, WAYS)}",
+                    hint=", ".join(WAYS),
+                )
         if not all(0 <= s < math.inf for s in self.predicted_s.values()):
             raise PlanError(f"predicted_s {dict(self.predicted_s)} are not all times")
         if not all(0 <= s < math.inf for s in (self.latency_s, self.s_per_byte)):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.errors import ProgramError, did_you_mean
+from shardwise.files import read_json, write_text
 
 FORMAT_VERSION = 1
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
@@ -206,22 +207,13 @@ class MessageProgram:
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
-        try:
-            Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ProgramError(
-                f"cannot write {path}: {error.strerror or error}",
-                hint="-o with a folder that you may write to",
-            ) from None
+        hint = "-o with a folder that you may write to"
+        write_text(path, json.dumps(self.to_json()) + "\n", ProgramError, hint=hint)
 
     @staticmethod
     def load(path: str | Path) -> MessageProgram:
         """Read what `save` wrote."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ProgramError(f"cannot read {path}: {error}") from None
-        return MessageProgram.from_json(data, str(path))
+        return MessageProgram.from_json(read_json(path, ProgramError, what="program"), str(path))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -34,6 +34,7 @@ PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
     "notes": list,
     "search": dict,
 }
+MAX_NAME = 500  # characters
 REQUIRED = ("version", "name", "model", "fingerprint", "mesh", "roles")
 ENTRY_FIELDS: dict[str, type | tuple[type, ...]] = {"layout": dict, "zero": int}
 
@@ -50,11 +51,19 @@ def read_fields(
         wanted = known[key] if isinstance(known[key], tuple) else (known[key],)
         if type(value) not in wanted:
             names = " or ".join(kind.__name__ for kind in wanted)
-            raise PlanError(f"field {key!r} should be {names}, found {value!r}", where=where)
+            raise PlanError(
+                f"field {key!r} should be {names}, found {shortened(value)}", where=where
+            )
     missing = [key for key in required if key not in data]
     if missing:
         raise PlanError(f"field {missing[0]!r} is missing", where=where)
     return {key: _frozen(value) for key, value in data.items()}
+
+
+def shortened(value: Any) -> str:
+    """A value of a file for a message: never longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _frozen(value: Any) -> Any:
@@ -68,25 +77,36 @@ def listed(value: Any) -> Any:
 
 def check_items(fields: Mapping[str, Any], where: str) -> None:
     """What the lists and objects of a plan hold: text, dims of inputs, choices of nodes."""
-    for row in fields.get("schedule", ()):
-        if not isinstance(row, str) and not all(isinstance(action, str) for action in row):
+    for key in ("name", "model", "fingerprint"):
+        text = fields[key]
+        if not text.isprintable() or len(text) > MAX_NAME:
             raise PlanError(
-                f"schedule should be a name or lists of actions, found {row!r}",
+                f"{key} {text[:80]!r} is not a line of up to {MAX_NAME} characters", where=where
+            )
+    for row in fields.get("schedule", ()):
+        listed = isinstance(row, tuple) and all(isinstance(action, str) for action in row)
+        if not listed and not isinstance(fields["schedule"], str):
+            raise PlanError(
+                f"schedule should be a name or lists of actions, found {shortened(row)}",
                 where=where,
                 hint='"1f1b", or [["0F0", "0B0"]]: a list for each group of ranks',
             )
     for key in ("units", "notes", "offload", "recompute"):
         for item in fields.get(key, ()):
             if not isinstance(item, str):
-                raise PlanError(f"{key} should be a list of text, found {item!r}", where=where)
+                raise PlanError(
+                    f"{key} should be a list of text, found {shortened(item)}", where=where
+                )
     for name, dim in fields.get("inputs", {}).items():
         if dim is not None and type(dim) is not int:
-            raise PlanError(f"inputs[{name!r}] should be a dim or null, found {dim!r}", where=where)
+            raise PlanError(
+                f"inputs[{name!r}] should be a dim or null, found {shortened(dim)}", where=where
+            )
     for node, choices in fields.get("nodes", {}).items():
         texts = choices.values() if isinstance(choices, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise PlanError(
-                f"nodes[{node!r}] should map mesh axes to choices, found {choices!r}",
+                f"nodes[{node!r}] should map mesh axes to choices, found {shortened(choices)}",
                 where=where,
                 hint='{"tp": "cut n"}; shardwise explain lists the choices',
             )

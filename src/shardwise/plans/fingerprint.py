@@ -18,4 +18,4 @@ def model_fingerprint(graph: Graph) -> str:
         names = " ".join((parameter.name, *parameter.aliases))
         lines.append(f"{names} {graph.values[parameter.value].shape} {kind}")
     lines += [f"{b.name} {graph.values[b.value].shape}" for b in graph.buffers]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]

@@ -7,7 +7,6 @@ and any node or parameter can be overridden by name or glob. Later entries win.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from typing import Any
 
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
+from shardwise.files import read_json, write_text
 from shardwise.ir import Graph, node_keys
 from shardwise.messages.choice import CollectiveChoice, check_ranks, read_choices
 from shardwise.plans.choices import check_choices, find_choices
@@ -37,10 +37,12 @@ from shardwise.plans.fields import (
 )
 from shardwise.plans.files import plan_file_text
 from shardwise.plans.fingerprint import model_fingerprint
+from shardwise.schedules.schedule import require_size
 
 FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
 RNG_MODES = ("exact", "fast")
+MAX_MICROBATCHES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,9 @@ class Plan:
     @property
     def all_stages(self) -> tuple[Stage, ...]:
         """The stages; a plan without any is one stage."""
-        whole = Stage(first="", ranks=tuple(range(self.mesh.size)), mesh=self.mesh)
-        return self.stages or (whole,)
+        if self.stages:
+            return self.stages
+        return (Stage(first="", ranks=tuple(range(self.mesh.size)), mesh=self.mesh),)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -194,7 +197,7 @@ class Plan:
             raise PlanMismatch(
                 f"the plan {self.name!r} was made for {self.model} ({self.fingerprint}), "
                 f"this model is {graph.name} ({model_fingerprint(graph)})",
-                hint=f"make a new plan: sw.strategies.{self.name}(graph, cluster)",
+                hint="make a new plan for it: shardwise plan MODULE.py:FUNCTION -o plan.json",
             )
         names = [n for p in graph.parameters for n in (p.name, *p.aliases)]
         _check_globs("parameter", self.parameters, names)
@@ -236,31 +239,13 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; its folder is made if it is not there."""
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(plan_file_text(self.to_json()))
-        except OSError as error:
-            raise PlanError(
-                f"cannot write {path}: {error.strerror or error}",
-                hint="-o with a folder that you may write to",
-            ) from None
+        hint = "-o with a folder that you may write to"
+        write_text(path, plan_file_text(self.to_json()), PlanError, hint=hint)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file; a mistake in it is an error that names the field."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise PlanError(f"there is no plan file {path}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read {path}: {error}") from None
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"{path} is not JSON: {error.msg}", where=f"line {error.lineno}"
-            ) from None
-        except (ValueError, RecursionError) as error:  # numbers or lists that never end
-            raise PlanError(f"{path} is not JSON: {error}") from None
-        return Plan.from_json(data, where=str(path))
+        return Plan.from_json(read_json(path, PlanError, what="plan file"), where=str(path))
 
     @staticmethod
     def from_json(data: Any, where: str = "plan") -> Plan:
@@ -367,8 +352,11 @@ def _check(plan: Plan) -> None:
 
 
 def _check_execution(plan: Plan) -> None:
-    if plan.microbatches < 1:
-        raise PlanError(f"microbatches={plan.microbatches}", hint="1 or more")
+    if not 1 <= plan.microbatches <= MAX_MICROBATCHES:
+        raise PlanError(
+            f"microbatches={plan.microbatches:,}", hint=f"1 to {MAX_MICROBATCHES:,} of them"
+        )
+    require_size(len(plan.all_stages), plan.microbatches)
     if isinstance(plan.recompute, str) and plan.recompute not in RECOMPUTE_MODES:
         raise PlanError(
             f"recompute {plan.recompute!r}{did_you_mean(plan.recompute, RECOMPUTE_MODES)}",

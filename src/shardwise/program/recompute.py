@@ -23,6 +23,7 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, Node
 from shardwise.plans import Plan
 
+_NUMBER = re.compile(r"0|[1-9][0-9]*")  # as lists count; "007" is a name
 PRODUCTS_KEPT = " with products kept"
 STATISTICS = ("shardwise.batch_norm",)  # give new statistics, and results that do not use the old
 
@@ -178,7 +179,7 @@ def numbered_module(path: str) -> str | None:
     """
     pieces = path.split(".")
     for i, piece in enumerate(pieces):
-        if piece.isdigit():
+        if _NUMBER.fullmatch(piece):
             return ".".join(pieces[: i + 1])
     return None
 

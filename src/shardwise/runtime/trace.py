@@ -10,16 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.errors import TraceError
+from shardwise.files import write_text
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.recorder import Event
 
@@ -194,16 +194,7 @@ def _place(each: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     """Write a trace as JSON, at once: a reader sees the old file or the whole new one."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            json.dump(trace, file, default=str)
-        os.replace(fresh, target)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    write_text(os.fspath(path), json.dumps(trace, default=str), TraceError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

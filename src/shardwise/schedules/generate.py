@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from shardwise.errors import did_you_mean
 from shardwise.schedules.action import Action, ScheduleError
-from shardwise.schedules.schedule import Schedule, whole
+from shardwise.schedules.schedule import Schedule, require_size, whole
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb_h1", "zb_v")
 
@@ -97,6 +97,7 @@ def _one_stage_each(
 ) -> Schedule:
     whole("stages", stages)
     whole("microbatches", microbatches)
+    require_size(stages, microbatches)
     work = [[(stage, m) for m in range(microbatches)] for stage in range(stages)]
     return Schedule(
         name=name,
@@ -140,6 +141,7 @@ def interleaved(stages: int, microbatches: int, groups: int) -> Schedule:
     """
     whole("stages", stages)
     whole("microbatches", microbatches)
+    require_size(stages, microbatches)
     whole("groups", groups)
     if stages < groups:
         raise ScheduleError(
@@ -187,6 +189,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     """
     whole("stages", stages)
     whole("microbatches", microbatches)
+    require_size(stages, microbatches)
     if stages % 2:
         raise ScheduleError(
             f"zero_bubble_v has two stages per group, {stages} is odd", hint=f"stages={stages + 1}"

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.files import read_text, write_text
 from shardwise.schedules.action import Action, ScheduleError
 from shardwise.schedules.order import Links, run_in_order
 
+MAX_ACTIONS = 1 << 18  # forwards in one schedule
 _EXAMPLE = "one line per group, for example: 0F0, 0F1, 0B0, 0B1"
 
 
@@ -33,6 +35,7 @@ class Schedule:
     def __post_init__(self) -> None:
         whole("num_stages", self.num_stages)
         whole("num_microbatches", self.num_microbatches)
+        require_size(self.num_stages, self.num_microbatches)
         if len(self.placement) != self.num_stages:
             raise ScheduleError(
                 f"the schedule {self.name!r} has {self.num_stages} stages, its placement has "
@@ -66,7 +69,7 @@ class Schedule:
 
     def save(self, path: str | Path) -> None:
         """Write `to_text` to a file."""
-        Path(path).write_text(self.to_text(), encoding="utf-8")
+        write_text(path, self.to_text(), ScheduleError)
 
     @staticmethod
     def parse_text(text: str, *, name: str = "custom", where: str = "the text") -> Schedule:
@@ -94,12 +97,7 @@ class Schedule:
     @staticmethod
     def load(path: str | Path) -> Schedule:
         """Read a schedule file; its name is the file's."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ScheduleError(f"there is no schedule file {path}", hint=_EXAMPLE) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ScheduleError(f"the schedule file {path} cannot be read: {error}") from None
+        text = read_text(path, ScheduleError, what="schedule file", hint=_EXAMPLE)
         return Schedule.parse_text(text, name=Path(path).stem, where=str(path))
 
     def __str__(self) -> str:
@@ -124,6 +122,16 @@ class Schedule:
             for group, row in enumerate(rows)
         ]
         return "\n".join([head, *lines])
+
+
+def require_size(stages: int, microbatches: int) -> None:
+    """Refuse schedules that could only be listed in minutes and gigabytes."""
+    if stages * microbatches > MAX_ACTIONS:
+        raise ScheduleError(
+            f"{microbatches:,} micro-batches of {stages:,} stages are {stages * microbatches:,} "
+            f"forwards, more than {MAX_ACTIONS:,}",
+            hint=f"up to {max(1, MAX_ACTIONS // stages):,} micro-batches for {stages:,} stages",
+        )
 
 
 def whole(name: str, value: object) -> None:

@@ -30,6 +30,7 @@ from shardwise.training.positions import (
     positions_of_batches,
 )
 from shardwise.training.random_state import seeded
+from shardwise.training.signals import WorkerStart
 
 __all__ = ["Fetched", "MapLoader", "Source", "StreamLoader", "is_map_style", "make_source"]
 
@@ -177,6 +178,8 @@ class MapLoader(_Loader):
                 waiting.append((batch, rows))
                 yield wanted
 
+        options = dict(self.loading.worker_options)
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         loader: DataLoader[Any] = DataLoader(
             _Samples(self.dataset, self.seed),  # type: ignore[arg-type]
             batch_sampler=_Once(keys()),
@@ -184,7 +187,7 @@ class MapLoader(_Loader):
             prefetch_factor=self.loading.prefetch,
             collate_fn=self.collate,
             pin_memory=self.pinned,
-            **self.loading.worker_options,
+            **options,
         )
         for data in loader:
             yield _fetched(data, *waiting.popleft())

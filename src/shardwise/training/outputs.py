@@ -6,14 +6,19 @@ ranks other than the first nothing is written and nothing said.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, TrainingError
+from shardwise.files import write_text
 from shardwise.planner.search.details import figures
 from shardwise.plans import Plan
+from shardwise.training.checkpoint.meeting import open_meeting
 from shardwise.training.config import config_to_json
+from shardwise.training.folder_lock import locked_folder
 from shardwise.training.logs import Log, make_console, make_logs
 from shardwise.training.logs.files import JsonlLog
 from shardwise.training.planning import Planned
@@ -30,21 +35,32 @@ class RunOutputs:
     """
 
     def __init__(self, session: Session) -> None:
+        self.logs: list[Log] = []
+        self.ranks: JsonlLog | None = None
+        self._run: RunFile | None = None
+        self._lock = contextlib.ExitStack()
+        try:
+            # A folder that cannot be used is an error of all ranks, not of the first alone.
+            open_meeting().agree(lambda: self._open(session), session.config.timeout_s)
+        except BaseException:
+            self._close()
+            raise
+
+    def _open(self, session: Session) -> None:
         config, writer = session.config, session.world.talks
         folder = Path(config.folder) if config.folder is not None and writer else None
         if session.complete():
             folder = None
-        self.logs: list[Log] = []
-        self.ranks: JsonlLog | None = None
+        if folder is not None:
+            self._lock.enter_context(locked_folder(folder))
+            _write_settings(session, folder)
+            self._run = RunFile(folder, session)
         if writer and not session.complete():
             self.logs = make_logs(config.logs, folder, config_to_json(config), session.step)
-        if folder is not None:
-            _write_settings(session, folder)
-            if config.logs.jsonl:
-                self.ranks = JsonlLog(folder / "ranks.jsonl", session.step)
+        if folder is not None and config.logs.jsonl:
+            self.ranks = JsonlLog(folder / "ranks.jsonl", session.step)
         kind = config.logs.console if writer else "off"
         self.terminal = make_console(kind, session.totals()["total_steps"], session.step)
-        self._run = RunFile(folder, session) if folder is not None else None
 
     def __enter__(self) -> RunOutputs:
         return self
@@ -56,22 +72,31 @@ class RunOutputs:
         trace: TracebackType | None,
     ) -> None:
         self.terminal.close()
+        try:
+            if error is not None:
+                self.ended("failed", f"{type(error).__name__}: {error}"[:2000])
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         for log in (*self.logs, *([self.ranks] if self.ranks is not None else [])):
             log.close()
-        if error is not None and self._run is not None:
-            self._run.end("failed", f"{type(error).__name__}: {error}"[:2000])
+        self._lock.close()
 
-    def ended(self, how: str) -> None:
-        """How the run ended: "finished", "callback" or "signal"."""
-        if self._run is not None:
-            self._run.end(how)
+    def ended(self, how: str, error: str | None = None) -> None:
+        """Note how the run ended: "finished", "callback", "signal" or "failed"."""
+        if self._run is None:
+            return
+        try:
+            self._run.end(how, error)
+        except TrainingError as problem:  # the run has ended all the same
+            warnings.warn(f"{problem.message} ({problem.hint})", RuntimeWarning, stacklevel=2)
 
 
 def _write_settings(session: Session, folder: Path) -> None:
     """The config and the plan of the run, for people."""
-    (folder / "config.json").write_text(
-        json.dumps(config_to_json(session.config), indent=2) + "\n", "utf-8"
-    )
+    text = json.dumps(config_to_json(session.config), indent=2) + "\n"
+    write_text(folder / "config.json", text, TrainingError)
     plan = session.planned.plan
     if session.config.trace is not None and predicted_step_s(plan) is None:
         plan = _with_figures(session.planned)

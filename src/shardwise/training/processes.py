@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankError, did_you_mean
+from shardwise.runtime.rendezvous import host_store, init_process_group
 
 __all__ = ["World", "choose_device", "process_group", "start_ranks"]
 
@@ -81,7 +82,7 @@ def _join(device: str, timeout_s: float) -> None:
     own = device == "cuda" and local <= torch.cuda.device_count()
     limit = datetime.timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group("nccl" if own else "gloo", timeout=limit)
+        init_process_group("nccl" if own else "gloo", limit)
     except (RuntimeError, ValueError, OSError) as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         busy = "EADDRINUSE" in str(error) or "in use" in str(error)
@@ -101,8 +102,7 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
     whichever rank dies. A signal is passed on to all. After a rank fails, the others have some
     seconds to say what they saw of it.
     """
-    host = dist.TCPStore  # type: ignore[attr-defined]
-    store = host("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1")
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

@@ -20,10 +20,13 @@ from typing import Annotated, Any, Literal, NoReturn, Union
 import yaml
 
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.files import compose_yaml, read_text
 from shardwise.training.config import SHORT_FORMS, Least, TrainConfig
 
 __all__ = ["config_from", "load_config", "parse_yaml", "with_overrides"]
 
+MAX_BYTES = 1 << 20  # of a config
+MAX_VALUES = 20_000  # in one, with every alias written out
 PLAIN = (str, bool, int, float, Mapping, list, tuple, type(None))
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -47,14 +50,8 @@ CALL = Origin("sw.Trainer")
 def load_config(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> TrainConfig:
     """The config of a file; `overrides` are texts `a.b=c`, `changes` values for fields."""
     path = Path(path)
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"no config {path}: {error.strerror}", hint="shardwise train config.yaml"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8: {error.reason}") from error
+    hint = "shardwise train config.yaml"
+    text = read_text(path, ConfigError, what="config", hint=hint, max_bytes=MAX_BYTES)
     data, lines = parse_yaml(text, str(path))
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} holds {_shown(data)}, not fields", hint="model: model.py:make")
@@ -70,20 +67,21 @@ def config_from(values: Mapping[str, Any], origin: Origin = CALL) -> TrainConfig
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
     """What a text says, and the line of every key; numbers may be written 1e-3."""
+    lines: dict[str, int] = {}
+    root = compose_yaml(text, ConfigError, where=name, loader=_Loader, max_values=MAX_VALUES)
+    if root is None:
+        return None, lines
+    _find_lines(root, "", lines, name)
     try:
-        lines: dict[str, int] = {}
-        root = yaml.compose(text, Loader=_Loader)
-        if root is not None:
-            _find_lines(root, "", lines, name)
-        return yaml.load(text, Loader=_Loader), lines
-    except yaml.YAMLError as error:
+        return _Loader("").construct_document(root), lines
+    except Exception as error:  # PyYAML raises anything for tags such as !!int "x"
         mark = getattr(error, "problem_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {error}"
         raise ConfigError(f"not plain YAML: {problem}", where=where) from None
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML 1.1 takes 1e-3 for text; people and YAML 1.2 take it for a number."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import resource
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import TraceError
 from shardwise.runtime import ParallelModule
 from shardwise.runtime.trace import own_seconds
 from shardwise.training.config import TrainConfig
@@ -104,8 +106,11 @@ class Records:
         self._tracing = False
         assert self._folder is not None
         path = self._folder / self._file
-        self._module.trace(path)
-        self.trace = path
+        try:
+            self._module.trace(path)
+            self.trace = path
+        except TraceError as error:  # the trace is lost, the training is not
+            warnings.warn(f"{error.message} ({error.hint})", RuntimeWarning, stacklevel=2)
 
     def missed(self) -> str | None:
         """Which steps of the trace the run did not have, in words: it was resumed, or ended."""

@@ -10,10 +10,12 @@ import json
 import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, TrainingError
+from shardwise.files import write_text
 from shardwise.planner.search.replay import replay
 from shardwise.plans import Plan
 from shardwise.training.session import Session
@@ -21,6 +23,7 @@ from shardwise.training.session import Session
 __all__ = ["FORMAT", "NAME", "VERSION", "RunFile", "predicted_step_s"]
 
 FORMAT, VERSION, NAME = "shardwise-run", 1, "run.json"
+ROOM_BYTES = 4096  # so that a full disk has room for how the run ended
 
 
 class RunFile:
@@ -56,11 +59,17 @@ class RunFile:
         self._write()
 
     def _write(self) -> None:
+        """Write the file; on a full disk into the place that the old one has."""
         if self._path is None:
             return
-        fresh = self._path.with_suffix(".tmp")
-        fresh.write_text(json.dumps(self._data, indent=2) + "\n", "utf-8")
-        os.replace(fresh, self._path)
+        text = (json.dumps(self._data, indent=2) + "\n").ljust(ROOM_BYTES)
+        try:
+            write_text(self._path, text, TrainingError)
+        except TrainingError:
+            with suppress(OSError), self._path.open("r+b") as file:
+                file.write(text.encode())
+                return
+            raise
 
 
 def predicted_step_s(plan: Plan) -> float | None:

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 import shardwise.runtime as rt
 from shardwise.api import parallelize
-from shardwise.errors import ConfigError, TrainingError
+from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
 from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, save_checkpoint
@@ -345,6 +345,18 @@ class Session:
             raise ConfigError(
                 f"{path} holds no training: it was not saved by a Trainer", where="resume"
             )
+        try:
+            self._continue(extra, path)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"the state of the training in {path} is damaged: {type(error).__name__}: {error}",
+                where="extra",
+                hint="resume from an earlier checkpoint: resume: PATH",
+            ) from error
+        return path
+
+    def _continue(self, extra: Mapping[str, Any], path: Path) -> None:
+        """Take over the state that `state` wrote."""
         order = self._order()
         for name, mine in order.items():
             if extra["data"][name] != mine:
@@ -363,7 +375,6 @@ class Session:
             scaler.load_state_dict(extra["scaler"])
         self.callbacks.load_state_dict(extra["callbacks"])
         load_random_state(extra["random"])
-        return path
 
 
 def find_checkpoint(config: TrainConfig, checkpoints: Checkpoints | None) -> Path | None:

@@ -13,17 +13,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from types import FrameType
+from typing import Any
 
 import torch
 
 from shardwise.runtime.mesh import Axis
 
-__all__ = ["EXIT_STOPPED", "Stop", "StopRequests"]
+__all__ = ["EXIT_STOPPED", "Stop", "StopRequests", "WorkerStart"]
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved; run the same command again to continue
+_WORKER_S, _AGAIN_S = 300, 30  # that a loading process goes on after a signal, and another one
 _SAME_S = 2.0  # a terminal and torchrun both pass one Ctrl-C on
 
 
@@ -33,6 +36,30 @@ class Stop(IntEnum):
     NO = 0
     CALLBACK = 1
     SIGNAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """Lets a loader's process finish the step under way after a signal to the whole group.
+
+    Slurm's scancel and systemd signal all processes at once. The training itself stops after its
+    step, for which it still needs this process: it ends some minutes later, or half a minute after
+    another signal, if it has not been told to end by then. `then` is the user's `worker_init_fn`.
+    """
+
+    then: Callable[[int], Any] | None = None
+
+    def __call__(self, worker: int) -> None:
+        """Begin a process; it may still take other signals for its own."""
+        left = iter((_WORKER_S,))
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            signal.alarm(next(left, _AGAIN_S))
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, heard)
+        if self.then is not None:
+            self.then(worker)
 
 
 class StopRequests:

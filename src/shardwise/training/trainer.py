@@ -128,9 +128,9 @@ class Trainer:
                 session.finish_saving()
             if missed := records.missed():
                 outputs.terminal.say(missed)
+            names = {Stop.NO: "finished", Stop.CALLBACK: "callback", Stop.SIGNAL: "signal"}
+            outputs.ended(names[outcome.stop])
         self._stops.asked = Stop.NO
-        names = {Stop.NO: "finished", Stop.CALLBACK: "callback", Stop.SIGNAL: "signal"}
-        outputs.ended(names[outcome.stop])
         result = FitResult(
             steps=session.step,
             epoch=session.position.epoch,

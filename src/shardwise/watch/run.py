@@ -6,7 +6,6 @@ Enters: a run's folder: `metrics.jsonl`, and where they are `run.json` and `rank
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -17,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.errors import WatchError
+from shardwise.files import read_json
 from shardwise.watch.history import History, is_number
 from shardwise.watch.tail import Tail
 
@@ -130,14 +130,9 @@ class Run:
 
     def _read_about(self) -> None:
         path = self.folder / "run.json"
-        try:
-            if path.stat().st_size > LARGEST_FILE:
-                raise WatchError("is no file of a run: too large", where=str(path), hint=HINT)
-            found = json.loads(path.read_text("utf-8"))
-        except OSError:
+        if not path.is_file():
             return
-        except (ValueError, RecursionError):
-            raise WatchError("is damaged", where=str(path), hint=HINT) from None
+        found = read_json(path, WatchError, what="file of a run", hint=HINT, max_bytes=LARGEST_FILE)
         if not isinstance(found, dict) or found.get("format") != "shardwise-run":
             raise WatchError("is no file of a run", where=str(path), hint=HINT)
         self.about = found

@@ -273,7 +273,7 @@ QUICK = ("devices", "quick")
         (edit("nodes", 0, nic=None), "has no nic", "big[0-3]"),
         (edit("network", "trunks", 0, between=["small"]), "2 ends, not 1", "trunks[0].between"),
         (edit("network", "switches", 1, oversubscription=2), "say the same", "switches[1]"),
-        ("a: {", "not YAML", "c.yaml:"),
+        ("a: {", "not plain YAML", "c.yaml:"),
         ("", "the file is empty", "c.yaml"),
         ("version: 2\nname: a\nname: b\n", "field 'name' is given twice", "c.yaml:3"),
     ],

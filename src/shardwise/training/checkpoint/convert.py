@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.files import read_json
 from shardwise.training.checkpoint.boxes import Box, Placed, split_box
 from shardwise.training.checkpoint.files import ToWrite, sync_folder, write_tensors
 from shardwise.training.checkpoint.loading import read_section
@@ -190,10 +191,7 @@ def _config(opened: Opened, given: str | Path | None) -> Mapping[str, Any]:
             hint="--config FOLDER, of the model or with its config.json",
         )
     path = Path(given) / CONFIG if Path(given).is_dir() else Path(given)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"no config that can be read: {error}", where=str(path)) from error
+    found = read_json(path, CheckpointError, what="config", free=True)
     if not isinstance(found, dict):
         raise CheckpointError("the config is no mapping", where=str(path))
     return found

@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.files import parse_json
 from shardwise.training.checkpoint.types import file_dtype, from_file_dtype
 
 __all__ = ["FileEntry", "TensorFile", "ToWrite", "bytes_of", "sync_folder", "write_tensors"]
@@ -170,16 +172,25 @@ class TensorFile:
         text = bytearray(length)
         self.read_into(memoryview(text), _LENGTH.size)
         try:
-            header = json.loads(text)
-            assert isinstance(header, dict)
-            found = {
-                key: self._entry(key, value, start, size)
-                for key, value in header.items()
-                if key != "__metadata__"
-            }
-        except (ValueError, RecursionError, AssertionError) as error:
-            raise self._damaged("has a header that is not as it should be") from error
+            header = parse_json(bytes(text), CheckpointError, where=str(self.path))
+        except CheckpointError as error:
+            raise self._damaged(f"has a damaged header: {error.message}") from error
+        if not isinstance(header, dict):
+            raise self._damaged("has a header that is not an object")
+        found = {
+            key: self._entry(key, value, start, size)
+            for key, value in header.items()
+            if key != "__metadata__"
+        }
+        self._require_disjoint(found)
         return found
+
+    def _require_disjoint(self, entries: Mapping[str, FileEntry]) -> None:
+        """Refuse entries that share bytes: a small file must not stand for terabytes."""
+        filled = [(e.begin, e.begin + e.nbytes, key) for key, e in entries.items() if e.nbytes]
+        for (_, end, key), (begin, _, following) in pairwise(sorted(filled)):
+            if begin < end:
+                raise self._damaged(f"has entries {key!r} and {following!r} that overlap")
 
     def _entry(self, key: str, value: Any, start: int, size: int) -> FileEntry:
         known = isinstance(value, dict) and {"dtype", "shape", "data_offsets"} <= set(value)
@@ -204,4 +215,5 @@ def _counts(value: Any, length: int | None = None) -> bool:
     """Whether this is a list of numbers that can be sizes."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         return False
-    return all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    sizes = len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
+    return sizes and math.prod(n or 1 for n in value) < 1 << 62

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError, did_you_mean
+from shardwise.files import parse_json, read_text
 from shardwise.training.checkpoint.boxes import Box, check_cover
 from shardwise.training.checkpoint.types import dtype_name, dtype_named
 
@@ -35,7 +36,8 @@ _FIELDS = {"format", "version", "step", "files", "sections", "aliases", "optimiz
     "crc32",
 }
 _MAX_DIMS = 64
-_MAX_BYTES = 1 << 32
+_MAX_BYTES = 1 << 28
+_MAX_VALUES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +113,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint's folder; the files it names have the sizes it says."""
         path = folder / MANIFEST
-        try:
-            if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-                raise CheckpointError(f"{MANIFEST} is no file of a sensible size", where=str(path))
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not text"
-            raise CheckpointError(f"{MANIFEST} cannot be read: {why}", where=str(path)) from error
+        text = read_text(path, CheckpointError, what="manifest", max_bytes=_MAX_BYTES)
         try:
             found = cls.from_text(text)
             found.check_files(folder)
@@ -130,10 +126,8 @@ class Manifest:
     @classmethod
     def from_text(cls, text: str) -> Manifest:
         """Check and understand the JSON of a file."""
-        try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{MANIFEST} is damaged: it is no JSON ({error})") from error
+        # What a user's own objects saved in `extra` may hold any number.
+        body = parse_json(text, CheckpointError, where=MANIFEST, free=True, max_values=_MAX_VALUES)
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
             raise CheckpointError(f"{MANIFEST} is not that of a checkpoint of Shardwise")
         if body.get("version") != VERSION:
@@ -232,6 +226,7 @@ def _tensor(
 ) -> StoredTensor:
     full = full_name(section, name)
     shape = _counts(body.get("shape"), f"shape of {full}")
+    _require(math.prod(n or 1 for n in shape) < 1 << 62, f"a shape {shape} of {full}")
     dtype = dtype_named(body.get("dtype"), full)
     listed = body.get("boxes")
     _require(isinstance(listed, list), f"boxes of {full} that are no list")

@@ -6,13 +6,12 @@ pickles that may lie beside them (`pytorch_model.bin`, `.metadata`) never are.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import CheckpointError
+from shardwise.files import read_json
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.files import TensorFile
 from shardwise.training.checkpoint.manifest import (
@@ -141,10 +140,7 @@ def _foreign_files(folder: Path) -> list[str]:
     if not path.is_file():
         plain = sorted(p.name for p in folder.glob("*.safetensors") if _is_plain(p.name))
         return [HF_SINGLE] if HF_SINGLE in plain else plain
-    try:
-        body: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path)) from error
+    body = read_json(path, CheckpointError, what="index")
     weights = body.get("weight_map") if isinstance(body, dict) else None
     names = list(weights.values()) if isinstance(weights, dict) else []
     if not names or not all(isinstance(n, str) and _is_plain(n) for n in names):

@@ -6,15 +6,18 @@ run of W&B. A resumed run continues the same files, without lines of steps that 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.files import write_error, write_text, writing
 from shardwise.training.config import LogConfig
 
 __all__ = ["JsonlLog", "Log", "TensorBoardLog", "WandbLog", "make_logs"]
@@ -59,14 +62,41 @@ def _needed(folder: Path | None, what: str) -> Path:
     return folder
 
 
-class JsonlLog:
-    """A line of JSON for each step; numbers that are none are null."""
+class _Tolerant:
+    """Goes on when a log cannot be written: training is worth more than its figures.
+
+    The first time, a warning says why; every step tries again, as space may have been freed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0  # writes that failed
+
+    @contextlib.contextmanager
+    def tolerating(self) -> Iterator[None]:
+        """Turn what the system refuses inside into one warning."""
+        try:
+            yield
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                problem = write_error(self.path, error, hint="make the folder writable again")
+                message = f"{problem.message}; training goes on without it ({problem.hint})"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class JsonlLog(_Tolerant):
+    """A line of JSON for each step; numbers that are not finite are null."""
 
     def __init__(self, path: Path, step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
+        hint = "folder: a folder that you may write to"
         if path.exists():
             _keep_until(path, step)
-        self._file = path.open("a", encoding="utf-8")
+        with writing(path, TrainingError, hint=hint):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._torn = False  # whether the last line was written in part
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """One line."""
@@ -75,43 +105,52 @@ class JsonlLog:
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """One line of any figures, with its step."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        line = ("\n" * self._torn + json.dumps(row) + "\n").encode()
+        with self.tolerating():
+            while line:
+                written = os.write(self._file, line)
+                line = line[written:]
+                self._torn = bool(line)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with self.tolerating():
+            os.close(self._file)
 
 
 def _keep_until(path: Path, step: int) -> None:
     """Leave out the lines of steps that will be done again, and one that a crash cut off."""
     kept = []
-    for line in path.read_text("utf-8").splitlines():
+    with writing(path, TrainingError, hint="a log that can be read"):
+        text = path.read_text("utf-8", errors="replace")
+    for line in text.split("\n"):
         try:
             if int(json.loads(line)["step"]) <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(kept), "utf-8")
-    os.replace(fresh, path)
+    write_text(path, "".join(kept), TrainingError)
 
 
-class TensorBoardLog:
+class TensorBoardLog(_Tolerant):
     """Scalars in TensorBoard's own format."""
 
     def __init__(self, folder: Path, step: int) -> None:
+        super().__init__(folder)
         writer = _import_tensorboard()
-        self._writer = writer(str(folder), purge_step=step + 1 if step else None)
+        with writing(folder, TrainingError, hint="folder: a folder that you may write to"):
+            self._writer = writer(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """One scalar for each figure."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+        with self.tolerating():
+            for name, value in figures.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
-        self._writer.close()
+        with self.tolerating():
+            self._writer.close()
 
 
 def _import_tensorboard() -> Any:

@@ -1,0 +1,154 @@
+"""Everything from outside that reaches emitted code: literals, comments and names.
+
+A plan's file, a user's module paths, the keys of a batch, file names and class names all end up in
+emitted text, which is executed. Each of them goes through one of these functions, and none of them
+lets a text leave its place: a literal stays inside of its quotes, a comment on its line, a
+docstring between its quotes, and a name is a plain ASCII identifier that hides nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.errors import ProgramError
+
+# Names that emitted functions use themselves; a value is never called so.
+RESERVED = {
+    *keyword.kwlist, *dir(builtins), "torch", "nn", "F", "rt", "self", "math", "mesh",
+    "checkpoint", "outputs", "block", "FUNCTIONS",
+}  # fmt: skip
+# Names at the head of emitted files; a class of the user's is never called so.
+TABLES = {"PARAMETERS", "BUFFERS", "INPUTS", "BEFOREHAND", "RECEIVED", "SENT"}
+LONGEST = 60  # characters of a name
+_RECOMPUTED = re.compile(r"recomputed_\d+")  # functions that backward calls again
+_ATTRIBUTE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def literal(value: Any) -> str:
+    """Return a constant as Python source.
+
+    >>> literal((1, float("-inf"), torch.float32))
+    '(1, -math.inf, torch.float32)'
+    """
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, str):
+        return f'"{_escape_all(value)}"'
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, torch.device):
+        return literal(str(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return "math.nan" if math.isnan(value) else ("math.inf" if value > 0 else "-math.inf")
+    if isinstance(value, tuple | list):
+        inner = ", ".join(literal(item) for item in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, int):  # a subclass may print as anything
+        return int.__repr__(value)
+    if isinstance(value, float):
+        return float.__repr__(value)
+    if isinstance(value, complex):
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
+    if isinstance(value, dict):
+        return mapping(value.items())
+    if isinstance(value, slice):
+        return (
+            f"slice({', '.join(literal(part) for part in (value.start, value.stop, value.step))})"
+        )
+    if isinstance(value, bytes):
+        return bytes.__repr__(value)
+    if value is ...:
+        return "..."
+    raise ProgramError(
+        f"a constant of type {type(value).__name__} cannot be written as Python code",
+        hint="numbers, texts, None, tuples and dicts of them; tensors as inputs or buffers",
+    )
+
+
+def mapping(items: Iterable[tuple[Any, Any]]) -> str:
+    """Return a dict of constants as Python source."""
+    return "{" + ", ".join(f"{literal(key)}: {literal(value)}" for key, value in items) + "}"
+
+
+def in_fstring(text: str) -> str:
+    """Return a text as it stands inside of an f-string with double quotes."""
+    return _escape_all(text).replace("{", "{{").replace("}", "}}")
+
+
+def _escape_all(text: str) -> str:
+    r"""Escape whatever could end a literal, or be shown as something else.
+
+    >>> _escape_all('a"b' + chr(10))
+    'a\\x22b\\x0a'
+    """
+    return "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    if character == "\\":
+        return "\\\\"
+    if character.isprintable() and character not in "\"'":
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\U{code:08x}"
+
+
+def comment(text: str) -> str:
+    """Return a text for a comment or a docstring, which it can neither leave nor reverse.
+
+    >>> comment("blocks.0 (model.py:3)"), comment('a"b')
+    ('blocks.0 (model.py:3)', "a'b")
+    """
+    shown = "".join(c if c.isprintable() else "?" for c in str(text))
+    return shown.replace("\\", "/").replace('"', "'")
+
+
+def identifier(text: str) -> str:
+    """Return a valid Python name made of any text.
+
+    >>> identifier("layers.0"), identifier("sum")
+    ('layers_0', 'sum_')
+    """
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")[:LONGEST] or "x"
+    if name[0].isdigit():
+        name = f"x{name}"
+    return f"{name}_" if name in RESERVED or _RECOMPUTED.fullmatch(name) else name
+
+
+def unused(name: str, taken: Iterable[str]) -> str:
+    """Return the name, with the first number that makes it differ from those taken.
+
+    >>> unused("Block", {"Block", "Block2"})
+    'Block3'
+    """
+    taken, stem, count = set(taken), name, 1
+    while name in taken:
+        count += 1
+        name = f"{stem}{count}"
+    return name
+
+
+def is_attribute(text: str) -> bool:
+    """Return whether `self.text` means the attribute of that very name.
+
+    Python normalizes names outside of ASCII, and renames private ones inside of a class.
+
+    >>> [is_attribute(text) for text in ("attn", "0", "for", "a-b", "__secret")]
+    [True, False, False, False, False]
+    """
+    if not _ATTRIBUTE.fullmatch(text) or keyword.iskeyword(text):
+        return False
+    return not text.startswith("__") or text.endswith("__")
+
+
+def is_importable(module: str, name: str) -> bool:
+    """Return whether `from module import name` is valid code that imports just that."""
+    pieces = (*module.split("."), name)
+    return all(_ATTRIBUTE.fullmatch(p) and not keyword.iskeyword(p) for p in pieces)

@@ -1,0 +1,31 @@
+"""A training in a process group of its own, with loading processes: for signals to all of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import shardwise as sw
+from shardwise.training.signals import EXIT_STOPPED
+from tests.support.trainer import Samples, fields
+
+
+class Slow(Samples):
+    """Samples that take a moment, so that a signal comes while they are read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def main(folder: Path) -> int:
+    data = {"train": Slow(400), "evaluation": None, "workers": 2}
+    with sw.Trainer(**fields(folder=str(folder), data=data, steps=100_000, schedule=())) as trainer:
+        result = trainer.fit()
+    return EXIT_STOPPED if result.stopped == "signal" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,194 @@
+"""Full disks, folders in use, and signals to all processes at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, TrainingError
+from shardwise.runtime.rendezvous import host_store
+from shardwise.training.folder_lock import locked_folder
+from shardwise.training.logs.files import JsonlLog
+from shardwise.training.signals import EXIT_STOPPED
+from tests.support import trainer as support
+from tests.support.forked import in_child
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """Let no file become larger: what a full disk looks like, without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_log_that_cannot_be_written_warns_once_and_goes_on(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    log = JsonlLog(tmp_path / "metrics.jsonl", 0)
+    log.write(1, {"loss": 1.0})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    small_files(size + 5)
+    with pytest.warns(RuntimeWarning, match=r"metrics\.jsonl: File too large"):
+        log.write(2, {"loss": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log.write(3, {"loss": 1.0})
+    small_files(resource.RLIM_INFINITY)
+    log.write(6, {"loss": float("nan")})
+    log.close()
+    rows = []
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            assert line in '{"step": 2, "loss": 1.0}'  # the one that did not fit
+    assert [row["step"] for row in rows] == [1, 6]
+
+
+class Fill(sw.Callback):
+    """From its first step on, no file may be larger than it is."""
+
+    def __init__(self, limit: Callable[[int], None], num_bytes: int) -> None:
+        self.limit, self.num_bytes = limit, num_bytes
+
+    def on_step(self, trainer: sw.Trainer, metrics: object) -> None:
+        self.limit(self.num_bytes)
+
+
+def test_a_training_on_a_full_disk_says_so_and_its_run_file_tells(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    with pytest.raises(CheckpointError, match="no space"):
+        support.fit(folder=str(tmp_path), steps=4, callbacks=[Fill(small_files, 5000)])
+    small_files(resource.RLIM_INFINITY)
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["state"] == "failed"
+    assert "no space" in told["error"]
+
+
+@pytest.mark.slow
+def test_a_training_in_a_full_file_system(tmp_path: Path) -> None:
+    """Logs, `run.json` and checkpoints share some kilobytes: the last figures are lost, no more."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "filler").write_bytes(b"x" * (60 << 10))
+        with pytest.raises(CheckpointError, match=r"no space.*free"):
+            support.fit(folder=str(tmp_path / "run"), steps=60, data={"evaluation": None})
+        assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "failed"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_folder_holds_one_training_at_a_time(tmp_path: Path) -> None:
+    with locked_folder(tmp_path):
+        with pytest.raises(TrainingError, match=f"process {os.getpid()} on"):
+            support.fit(folder=str(tmp_path), steps=1)
+        said = in_child(lambda: locked_folder(tmp_path).__enter__())
+    assert re.match(
+        rf"TrainingError: .* in use: process {os.getpid()} on \S+ trains .* since", said
+    )
+    assert said.count("another folder") == 1
+    assert in_child(lambda: locked_folder(tmp_path).__enter__()) == "None"
+    assert support.fit(folder=str(tmp_path), steps=1).steps == 1
+
+
+def test_a_killed_training_gives_its_folder_back_at_once(tmp_path: Path) -> None:
+    """Also while a process that it forked is still there."""
+    pid = os.fork()
+    if pid == 0:
+        lock = locked_folder(tmp_path)
+        lock.__enter__()
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        (tmp_path / "ready").touch()
+        time.sleep(60)
+        os._exit(0)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with locked_folder(tmp_path):
+        pass
+
+
+def listening_at(port: int) -> list[str]:
+    """The local addresses, in hexadecimal, of all sockets that listen on a port."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(address.partition(":")[2], 16) == port:
+                found.append(address.partition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "0100007F"), ("127.0.0.2", "0200007F")]
+)
+def test_the_store_listens_where_it_is_told(host: str, address: str) -> None:
+    store = host_store(host)
+    store.set("key", "value")
+    assert listening_at(store.port) == [address]
+
+
+def test_a_damaged_state_of_a_training_is_refused(tmp_path: Path) -> None:
+    from shardwise.training.checkpoint.manifest import MANIFEST, _checksum, _dumps
+
+    support.fit(folder=str(tmp_path), steps=1)
+    (path,) = (tmp_path / "checkpoints").glob(f"*/{MANIFEST}")
+    body = json.loads(path.read_text())
+    body.pop("crc32")
+    for change in (
+        {"random": {"python": [3, [1], None], "numpy": [], "torch": "zz"}},
+        {"data": 5},
+        {"step": "many"},
+        {"schedule": 7},
+        {"rng_step": None},
+        {"data": {**body["extra"]["data"], "state": {"$dict": 3}}},
+    ):
+        wrong = {**body, "extra": {**body["extra"], **change}}
+        path.write_text(_dumps({**wrong, "crc32": _checksum(wrong)}))
+        with pytest.raises(CheckpointError, match="state of the training"):
+            support.fit(folder=str(tmp_path), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_saves_and_stops(tmp_path: Path, number: int) -> None:
+    """As of scancel and systemd: loading processes are signalled, too."""
+    command = [sys.executable, "-m", "tests.support.group_training", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
+    training = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True)
+    log = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(training.pid, number)
+    assert training.wait(60) == EXIT_STOPPED
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+    assert json.loads((tmp_path / "run.json").read_text())["state"] == "signal"
