@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.equivalence.certificate import Comparison
+from shardwise.equivalence.certificate import TOLERANCE, Comparison
 from shardwise.equivalence.certificate import compare as compare_tensors
-from shardwise.equivalence.check import NEGLIGIBLE
 from shardwise.equivalence.precision import KeepDouble
 from tests.support import zoo
 
 STEPS, LEARNING_RATE = 2, 1e-3
+NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are measured against this
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Training:
 
 def captured(name: str, dropout: float = 0.0) -> sw.Graph:
     """The model's graph in float64, for making plans."""
-    with KeepDouble():
-        return sw.capture(*zoo.build(name, dropout=dropout))
+    return sw.capture(*zoo.build(name, dropout=dropout), around=KeepDouble)
 
 
 def reference(name: str) -> Training:
@@ -88,7 +87,7 @@ def compare(ranks: list[Training], expected: Training) -> tuple[float, str]:
         for name, gradient in expected.gradients.items():
             mine = training.gradients.get(name)
             what = f"gradient of {name} on rank {rank}"
-            found.append(compare_tensors(what, mine, gradient, floor=floor))
+            found.append(compare_tensors(what, mine, gradient, noise=_noise(gradient, floor)))
         if training.state.keys() != expected.state.keys():
             different = sorted(training.state.keys() ^ expected.state.keys())
             found.append(Comparison("state dict", float("inf"), f"keys differ: {different[:3]}"))
@@ -96,7 +95,8 @@ def compare(ranks: list[Training], expected: Training) -> tuple[float, str]:
         for name, tensor in expected.state.items():
             floor_of = LEARNING_RATE if name in expected.gradients else 0.0
             what = f"{name} after {STEPS} steps on rank {rank}"
-            found.append(compare_tensors(what, training.state[name], tensor, floor=floor_of))
+            noise = _noise(tensor, floor_of)
+            found.append(compare_tensors(what, training.state[name], tensor, noise=noise))
     failures = [c for c in found if not c.ok]
     worst = max(c.relative_error for c in found)
     if not failures:
@@ -104,3 +104,9 @@ def compare(ranks: list[Training], expected: Training) -> tuple[float, str]:
     first = failures[0]
     detail = first.problem or f"relative error {first.relative_error:.1e}"
     return worst, f"{first.what}: {detail} ({len(failures)} of {len(found)} differ)"
+
+
+def _noise(expected: torch.Tensor | None, floor: float) -> float:
+    """Differences of a tensor that count as rounding: by its largest element, or by `floor`."""
+    size = 0.0 if expected is None or not expected.numel() else expected.abs().max().item()
+    return TOLERANCE * max(float(size), floor)

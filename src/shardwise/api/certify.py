@@ -5,23 +5,34 @@ Enters: the user's model and batch, a plan. Leaves: a `Certificate`.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from dataclasses import replace
+=======
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+>>>>>>> 1b350f5 (Compare every value by its own scale, in trials with changed weights and batch)
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.api.captured import capture_for_plan, microbatch
-from shardwise.api.compiled import compile
+from shardwise.api.compiled import compile, read_sources
 from shardwise.equivalence import Certificate, check, double, run_reference
-from shardwise.equivalence.precision import widen_graph
+from shardwise.equivalence.precision import KeepDouble, double_by_default, widen_graph
 from shardwise.equivalence.randomness import draws, run_graph_reference
+from shardwise.equivalence.reference import Reference
 from shardwise.equivalence.twin import (
     available_bytes,
     certify_twin,
     needed_bytes,
     parameter_bytes,
 )
-from shardwise.frontend.batch import flatten_batch
+from shardwise.errors import ShardwiseError, VerifyError
+from shardwise.frontend import capture
+from shardwise.frontend.batch import flatten_batch, read_batch
+from shardwise.frontend.failures import describe_failure
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Precision
@@ -32,55 +43,154 @@ MOST_THREADS = 64
 def verify(
     model: Model,
     batch: Any,
-    plan: Plan,
+    plan: Plan | None = None,
     loss_fn: Objective = None,
     *,
     step: StepFn | None = None,
+    program: str | Path | None = None,
     timeout: float = 120.0,
     max_bytes: float | None = None,
 ) -> Certificate:
-    """Run the plan's emitted code in float64, a thread per rank, and compare it with the model.
+    """Check by execution that a plan's program computes what the model computes.
 
-    Loss, outputs, every gradient, and parameters and buffers after an AdamW step must agree within
-    1e-9 relative. A model that draws random numbers is compared with its captured graph on one
-    device under the same draws (`rng="exact"`). On failure the certificate names the first node
-    whose value differs. A plan whose micro-batches are batches of their own is compared with one
-    device that accumulates over the same micro-batches. Number types of the plan are left aside:
-    everything is computed in float64. Trees of the plan's collectives are checked by themselves
-    (every part once, in one order, nobody waits for ever); threads then add in the order of ranks.
+    The emitted code runs in float64, a thread per rank, and the model beside it on one device:
+    once with the weights and batch as given, and once with both changed so that zeros, ties and
+    extreme numbers hide nothing. Loss, outputs, every gradient, and parameters and buffers after an
+    AdamW step must agree to 1e-9 of each element, or to the rounding that is measured for it; in
+    the second trial so must every single value and its gradient. The certificate says so of these
+    trials, which is strong evidence and not a proof for all batches; it names what they did not
+    exercise. On failure it names the first node whose value differs.
+
+    `program` is a folder that `shardwise compile` wrote: the code in it runs instead, as it may
+    have been edited by hand, with the plan beside it unless `plan` is given.
+
+    A model that draws random numbers is compared with its captured graph on one device under the
+    same draws (`rng="exact"`). A plan whose micro-batches are batches of their own is compared with
+    one device that accumulates over the same micro-batches. Number types of the plan are left
+    aside. Trees of the plan's collectives are checked as trees, and sums take them in the run.
 
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
-    this machine has free) or more ranks than threads are sensible, is certified on a scaled twin:
+    this machine has free) or more ranks than threads are sensible, is checked on a scaled twin:
     fewer layers, smaller sizes, fewer ranks and micro-batches; its stages begin at the same nodes
-    and work in the same order. The certificate then says what was scaled. With several named
-    steps, call this for each: `step` is as in `capture`.
+    and work in the same order. The certificate then says what was scaled. A loss, gradient or
+    parameter that is not finite is a `VerifyError`: beside a NaN every program looks right.
+    With several named steps, call this for each: `step` is as in `capture`.
     """
     model, loss_fn = as_module(model), objective(loss_fn, step)
+    if plan is None:
+        if program is None:
+            raise VerifyError("no plan to verify", hint="sw.verify(model, batch, plan)")
+        plan = Plan.load(Path(program) / "plan.json")
+    with _explained(model), double_by_default():
+        return _verify(model, batch, plan, loss_fn, program, timeout, max_bytes)
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Give errors of the model, or of torch, a place and a name; our own stay as they are."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        place, text = describe_failure(error)
+        raise VerifyError(
+            f"{type(model).__name__} cannot be verified: it does not run in float64\n"
+            f"  because: {text}",
+            where=place,
+            hint="use operators that take float64 (for Mixture-of-Experts of transformers: "
+            'config._experts_implementation = "batched_mm")',
+        ) from error
+
+
+def _verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss_fn: Objective,
+    folder: str | Path | None,
+    timeout: float,
+    max_bytes: float | None,
+) -> Certificate:
     if plan.collectives:
         from shardwise.collectives.derive import verify as verify_trees
 
         for choice in plan.collectives:
             verify_trees(choice)
-    wide = plan.with_(precision=Precision(), collectives=())
+    wide = plan.with_(precision=Precision())
     limit = available_bytes() if max_bytes is None else max_bytes
     if plan.num_ranks > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
-        graph = widen_graph(capture_for_plan(model, batch, wide, loss_fn))
-        return _certify_twin(graph, model, batch, wide, timeout, limit)
+        _require_no_edits(folder)
+        small = wide.with_(collectives=())
+        graph = widen_graph(capture_for_plan(model, batch, small, loss_fn))
+        return _certify_twin(graph, model, batch, small, timeout, limit)
     twin, wide_batch = double(model, batch)
-    graph = widen_graph(capture_for_plan(twin, wide_batch, wide, loss_fn))
+    accumulates = plan.per_microbatch and plan.microbatches > 1
+    first = microbatch(wide_batch, plan, 0) if accumulates else wide_batch
+    graph = widen_graph(capture(twin, first, loss_fn, around=KeepDouble))
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
-        return _certify_twin(graph, twin, wide_batch, wide, timeout, limit)
-    program = compile(graph, wide)
-    first, *more = [wide_batch]
-    if plan.per_microbatch and plan.microbatches > 1:
-        first, *more = [microbatch(wide_batch, plan, k) for k in range(plan.microbatches)]
-    if draws(graph):
-        state = {n: t.detach() for n, t in (*twin.named_parameters(), *twin.named_buffers())}
-        reference = run_graph_reference(graph, plan, state, first, more=more)
-    else:
-        reference = run_reference(twin, first, loss_fn, more=more)
-    return check(program.lowered, reference, wide_batch, timeout=timeout)
+        _require_no_edits(folder)
+        return _certify_twin(graph, twin, wide_batch, wide.with_(collectives=()), timeout, limit)
+    compiled = compile(graph, wide)
+    sources = None if folder is None else read_sources(folder, compiled)
+    run = _Model(twin, graph, plan, wide_batch, loss_fn)
+    reference = run.step(wide_batch)
+    return check(
+        compiled.lowered,
+        reference,
+        wide_batch,
+        rerun=run.rerun,
+        sources=sources,
+        timeout=timeout,
+    )
+
+
+class _Model:
+    """The model on one device: what every trial is compared with."""
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        graph: Graph,
+        plan: Plan,
+        batch: Any,
+        loss_fn: Objective,
+    ) -> None:
+        self.twin, self.graph, self.plan, self.loss_fn = twin, graph, plan, loss_fn
+        self.call, self.draws = read_batch(batch), draws(graph)
+
+    def step(self, batch: Any) -> Reference:
+        """One training step; the plan's micro-batches are accumulated if they are its batches."""
+        plan = self.plan
+        first, *more = [batch]
+        if plan.per_microbatch and plan.microbatches > 1:
+            first, *more = [microbatch(batch, plan, k) for k in range(plan.microbatches)]
+        if not self.draws:
+            return run_reference(self.twin, first, self.loss_fn, more=more)
+        state = {name: tensor.detach() for name, tensor in self._tensors()}
+        return run_graph_reference(self.graph, plan, state, first, more=more)
+
+    def rerun(
+        self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> Reference:
+        """The same with other weights and another batch."""
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                tensor.copy_(state[name])
+        return self.step(self.call.batch_with(list(inputs.values())))
+
+    def _tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+        return (*self.twin.named_parameters(), *self.twin.named_buffers())
+
+
+def _require_no_edits(folder: str | Path | None) -> None:
+    if folder is not None:
+        raise VerifyError(
+            "edited code is verified in the sizes it was written for, which are too large here",
+            where=str(folder),
+            hint="verify it on a machine with more memory, or pass max_bytes=",
+        )
 
 
 def _certify_twin(

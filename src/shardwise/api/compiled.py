@@ -26,6 +26,13 @@ from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__
 
 CACHED_PROGRAMS = 32
+WIDE = {
+    "float32": "float64",
+    "float16": "float64",
+    "bfloat16": "float64",
+    "complex64": "complex128",
+}
+_NARROW = re.compile(rf"\b({'|'.join(WIDE)})\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +136,31 @@ class PipelineProgram:
 
     def __str__(self) -> str:
         return str(self.lowered)
+
+
+def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list[str]:
+    """Return the code in a folder that `save` wrote, in the order of the program's sources.
+
+    Number types become float64, as in the program, which is compiled for a check.
+    """
+    if isinstance(program, PipelineProgram):
+        names = list(program.text.files())
+    else:
+        names = [f"rank_{ranks.ranks[0]}.py" for ranks in program.lowered.rank_programs]
+    texts = []
+    for name in names:
+        path = Path(folder) / name
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ProgramError(
+                f"{name} of the program cannot be read: {reason}",
+                where=str(path),
+                hint="shardwise compile MODEL.py:FUNCTION --out FOLDER writes a whole program",
+            ) from None
+        texts.append(_NARROW.sub(lambda found: WIDE[found[0]], text))
+    return texts
 
 
 def _fingerprint(plan: Plan, sources: Iterable[str]) -> str:

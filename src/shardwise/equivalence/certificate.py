@@ -1,16 +1,20 @@
-"""What a check found: the certificate that a plan equals the model.
+"""The result of a check: a `Certificate`, which prints as text and is true where all agrees.
 
-Enters: pairs of tensors. Leaves: `Certificate`, printable, with the first difference if there is
-one.
+Tensors are compared element by element, each element by its own size: a wrong number is seen
+however large its neighbours, other gradients or other terms of the loss are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 TOLERANCE = 1e-9  # relative, in float64
+VAGUE = 1e-6  # of a tensor's size: rounding that moves it further could hide an error
+ROUNDING = 1e-2  # of the noise: a tensor smaller than this is a zero with its rounding
+SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +24,28 @@ class Comparison:
     what: str  # "loss", "gradient of tok.weight", …
     relative_error: float
     problem: str = ""  # when the two cannot be compared
+    trial: str = ""  # with which weights and batch; empty where there was one trial only
+    vague: float = 0.0  # how much of its size rounding alone moves it, if that could hide an error
 
     @property
     def ok(self) -> bool:
         return not self.problem and self.relative_error <= TOLERANCE
 
+    @property
+    def reason(self) -> str:
+        """Why it is not ok, in words."""
+        text = self.problem or f"relative error {self.relative_error:.2e}"
+        return f"{text} ({self.trial})" if self.trial else text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Whether every compared tensor agrees.
+    """The result of a check by execution: whether every compared tensor agrees.
 
-    `first_difference` names the first node whose value differs, and the plan entry responsible.
-    `scaled` says what was made smaller for the check; empty when nothing was.
+    A certificate speaks of the trials that were run, each with its own weights and batch, not of
+    all possible ones. `not_exercised` names what no trial could show to be right, `scaled` what was
+    made smaller for the check. `first_difference` names the first node whose value differs, and
+    the plan entry responsible.
     """
 
     plan: str
@@ -40,6 +54,8 @@ class Certificate:
     comparisons: tuple[Comparison, ...]
     first_difference: str | None = None
     scaled: tuple[str, ...] = field(default=())
+    trials: tuple[str, ...] = field(default=())
+    not_exercised: tuple[str, ...] = field(default=())
 
     @property
     def ok(self) -> bool:
@@ -68,12 +84,10 @@ class Certificate:
             f"max relative error {self.max_relative_error:.1e} (limit {TOLERANCE:.0e})",
             f"  compared in float64: {counted}",
         ]
+        lines += [f"  trial: {trial}" for trial in self.trials]
         lines += [f"  scaled: {what}" for what in self.scaled]
-        for failure in self.failures[:8]:
-            reason = failure.problem or f"relative error {failure.relative_error:.2e}"
-            lines.append(f"  differs: {failure.what}: {reason}")
-        if len(self.failures) > 8:
-            lines.append(f"  and {len(self.failures) - 8} more")
+        lines += _listed("not exercised", self.not_exercised)
+        lines += _listed("differs", [f"{f.what}: {f.reason}" for f in self.failures])
         if self.first_difference:
             lines.append(f"  first difference: {self.first_difference}")
         return "\n".join(lines)
@@ -84,26 +98,36 @@ def compare(
     found: torch.Tensor | None,
     expected: torch.Tensor | None,
     *,
-    floor: float = 0.0,
+    noise: torch.Tensor | float | None = None,
+    trial: str = "",
 ) -> Comparison:
-    """Relative to the largest element expected, or to `floor` where that is larger.
+    """Compare two tensors element by element; integers and booleans must be equal.
 
-    Integers and booleans must be equal. A floor is for tensors that are zero but for rounding, such
-    as the gradient of a key bias: they are measured against the size of their like.
+    An element may differ by `TOLERANCE` of its own size, or by `noise`: how far rounding alone
+    moves it, which matters where large terms cancel (`rounding.py`).
     """
     if (found is None) != (expected is None):
         missing = "is missing" if found is None else "should be None"
-        return Comparison(what, float("inf"), missing)
+        return Comparison(what, float("inf"), missing, trial)
     if found is None or expected is None:
-        return Comparison(what, 0.0)
+        return Comparison(what, 0.0, "", trial)
     if found.shape != expected.shape:
         shapes = f"has shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
-        return Comparison(what, float("inf"), shapes)
-    return Comparison(what, relative_error(found, expected, floor))
+        return Comparison(what, float("inf"), shapes, trial)
+    return Comparison(
+        what, relative_error(found, expected, noise), "", trial, _vague(expected, noise)
+    )
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest magnitude; infinite where one is NaN and one is not."""
+def relative_error(
+    found: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor | float | None = None
+) -> float:
+    """Return the largest difference of an element, relative to its own size.
+
+    Where `noise` exceeds `TOLERANCE` of the element it takes the element's place, so that an error
+    of `TOLERANCE` is the limit in both cases. The error is infinite where one side is NaN or
+    infinite and the other is not.
+    """
     if expected.numel() == 0:
         return 0.0
     found, expected = found.detach().cpu(), expected.detach().cpu()
@@ -111,15 +135,34 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0
         return 0.0 if torch.equal(found, expected) else float("inf")
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = found.to(wide), expected.to(wide)
-    if not torch.equal(a.isnan(), b.isnan()):
-        return float("inf")
-    same = (a == b) | a.isnan()  # equal infinities and NaN are no difference
-    difference = torch.where(same, torch.zeros_like(a), a - b).abs().max().item()
-    if difference == 0:
+    same = (a == b) | (a.isnan() & b.isnan())  # equal infinities are no difference
+    if bool(same.all()):
         return 0.0
-    finite = b[b.isfinite()].abs()
-    scale = max(finite.max().item() if finite.numel() else 0.0, floor)
-    return difference / scale if scale else difference
+    scale = b.abs()
+    if noise is not None:
+        scale = scale.maximum(torch.as_tensor(noise, dtype=torch.float64).cpu() / TOLERANCE)
+    errors = ((a - b).abs() / scale).nan_to_num(float("inf"), posinf=float("inf"))
+    return float(torch.where(same, 0.0, errors).max().item())
+
+
+def _vague(expected: torch.Tensor, noise: torch.Tensor | float | None) -> float:
+    """Return how much of its size rounding alone moves a tensor, where that hides errors.
+
+    Zero where the comparison is sharp, and where the tensor is nothing but rounding: it then
+    stands for zero, and the noise is tiny beside the terms that cancel.
+    """
+    if noise is None or not expected.is_floating_point() or not expected.numel():
+        return 0.0
+    size = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    moved = torch.as_tensor(noise).max().item()
+    if moved <= VAGUE * size or size <= ROUNDING * moved:
+        return 0.0
+    return float(moved / size)
+
+
+def _listed(label: str, items: Sequence[str]) -> list[str]:
+    lines = [f"  {label}: {item}" for item in items[:SHOWN]]
+    return lines + [f"  {label}: {len(items) - SHOWN} more"] * (len(items) > SHOWN)
 
 
 def _plural(word: str, count: int) -> str:

@@ -1,27 +1,39 @@
-"""Runs an emitted program, a thread per rank, and compares it with the model.
+"""Run an emitted program, a thread per rank, and compare it with the model.
 
 Enters: a `Program` and a `Reference`. Leaves: a `Certificate`. What runs is the emitted code with
 the runtime's own reducer and optimizer; only the transport is in memory.
+
+There are two trials: one with the weights and batch as they are, one with both changed so that no
+path is hidden by a zero (`perturb.py`). Each compares everything a training step leaves behind. In
+the second, every single value and its gradient is compared as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from shardwise.equivalence.certificate import Certificate, Comparison, compare, relative_error
-from shardwise.equivalence.edits import locate_edit
+from shardwise.equivalence.certificate import Certificate, Comparison, compare
+from shardwise.equivalence.edits import differing_statements, locate_edit
+from shardwise.equivalence.exercised import not_exercised
 from shardwise.equivalence.locate import locate
+from shardwise.equivalence.perturb import perturbed
+from shardwise.equivalence.probed import Probed, run_probed
 from shardwise.equivalence.ranks import TIMEOUT_S, Outcome
-from shardwise.equivalence.reference import LEARNING_RATE, Reference
-from shardwise.equivalence.subject import subject_of
+from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.subject import Subject, subject_of
+from shardwise.equivalence.trial import Trial, make_trial
+from shardwise.equivalence.values import compare_gradients, compare_values
 from shardwise.errors import ShardwiseError
 from shardwise.frontend.batch import flatten_batch
 from shardwise.program import Pipeline, Program
 
-NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are measured against this
+AS_GIVEN = "weights and batch as given"
+Tensors = Mapping[str, torch.Tensor]
+Rerun = Callable[[Tensors, Tensors], Reference]  # the model's step with a state and inputs
 
 
 def check(
@@ -29,108 +41,191 @@ def check(
     reference: Reference,
     batch: Any,
     *,
+    rerun: Rerun | None = None,
+    trials: Sequence[Trial] | None = None,
     sources: Sequence[str] | None = None,
     timeout: float = TIMEOUT_S,
     scaled: tuple[str, ...] = (),
 ) -> Certificate:
     """Run the program and compare everything a training step leaves behind.
 
-    `sources` replaces the emitted text of each rank program, for code that was edited by hand.
-    `scaled` says what was made smaller before; it is only passed on.
+    `rerun` takes the model through a step with other weights and another batch; without it the
+    captured graph does. `trials` are those of `make_trials`, where several programs of one plan are
+    checked. `sources` replaces the emitted text of each rank program, for code that was edited by
+    hand. `scaled` says what was made smaller before; it is only passed on.
     """
     subject = subject_of(program)
-    emitted = subject.sources()
-    texts = list(sources or emitted)
-    inputs, _ = flatten_batch(batch)
-    comparisons: list[Comparison] = []
-    failure: Exception | None = None
-    try:
-        outcomes = subject.run(texts, reference.state, inputs, timeout=timeout)
-    except Exception as error:
-        failure = error
-        known = isinstance(error, ShardwiseError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
-        comparisons.append(Comparison("the run", float("inf"), text))
-    else:
-        comparisons += compare_outcome(outcomes[0], reference)
-        comparisons += _agreement(outcomes)
-        for rank, outcome in enumerate(outcomes):
-            for name, copy in outcome.borrowed.items():
-                what = f"copy of {name} on rank {rank} after a step"
-                expected = reference.state_after[name]
-                comparisons.append(compare(what, copy, expected, floor=LEARNING_RATE))
-    difference = None
-    if not all(c.ok for c in comparisons):
-        if texts != emitted:
-            difference = locate_edit(subject, emitted, texts, reference, inputs, timeout, failure)
-        if difference is None:
-            difference = locate(subject, reference, inputs, comparisons, timeout, failure)
+    trials = trials or make_trials(program, reference, batch, rerun)
+    run = _Check(subject, list(sources or subject.sources()), trials, timeout)
+    difference = run.first_difference()
     return Certificate(
         plan=subject.plan.name,
         model=subject.graph.name,
         mesh=subject.mesh,
-        comparisons=tuple(comparisons),
+        comparisons=run.comparisons(),
         first_difference=difference,
         scaled=scaled,
+        trials=tuple(trial.about for trial in trials),
+        not_exercised=not_exercised(subject.computed, trials),
     )
 
 
-def compare_outcome(found: Outcome, expected: Reference) -> list[Comparison]:
+def make_trials(
+    program: Program | Pipeline, reference: Reference, batch: Any, rerun: Rerun | None = None
+) -> list[Trial]:
+    """The trials of a check: as given, and with weights and batch changed if the model runs so."""
+    subject = subject_of(program)
+    inputs, _ = flatten_batch(batch)
+    given = make_trial(subject.computed, subject.plan, reference, inputs, AS_GIVEN)
+    other = perturbed(subject.computed, subject.plan, given, rerun)
+    return [given] if other is None else [given, other]
+
+
+class _Check:
+    """The comparisons of all trials, up to the first trial that shows a difference."""
+
+    def __init__(
+        self, subject: Subject, texts: list[str], trials: Sequence[Trial], timeout: float
+    ) -> None:
+        self.subject, self.texts, self.timeout = subject, texts, timeout
+        self.edited = texts != subject.sources()
+        self.found: list[Comparison] = []
+        self.failed: _Failed | None = None
+        for trial in trials:
+            compared, failure = self._results(trial)
+            probed: Probed | None = None
+            if trial is trials[-1] and all(c.ok for c in compared):
+                more, probed = self._edited(trial) if self.edited else self._values(trial)
+                compared += more
+            self.found += compared
+            if not all(c.ok for c in compared):
+                self.failed = _Failed(trial, failure, probed)
+                return
+
+    def _results(self, trial: Trial) -> tuple[list[Comparison], Exception | None]:
+        """What a training step of the texts leaves behind."""
+        reference = trial.reference
+        try:
+            outcomes = self.subject.run(
+                self.texts, reference.state, trial.inputs, timeout=self.timeout
+            )
+        except Exception as error:
+            known = isinstance(error, ShardwiseError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            return [Comparison("the run", float("inf"), text, trial.about)], error
+        return [*compare_outcome(outcomes[0], trial), *_agreement(outcomes, trial)], None
+
+    def _values(self, trial: Trial) -> tuple[list[Comparison], Probed]:
+        """Every value of the program and its gradient."""
+        probed = run_probed(self.subject, trial, self.timeout)
+        if probed.raised is not None:
+            text = f"{type(probed.raised).__name__}: {probed.raised}"
+            return [Comparison("the run with probes", float("inf"), text, trial.about)], probed
+        compared = [
+            compared.comparison
+            for view in self.subject.views
+            for compare_all in (compare_values, compare_gradients)
+            for compared in compare_all(view, probed.records, trial)
+        ]
+        return compared, probed
+
+    def _edited(self, trial: Trial) -> tuple[list[Comparison], None]:
+        """Statements of edited code whose effect the results are too coarse to show."""
+        return differing_statements(self.subject, self.texts, trial, self.timeout), None
+
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Each thing that was compared once, with its largest error.
+
+        A comparison that is vague in every trial is none: rounding could hide an error.
+        """
+        worst: dict[str, Comparison] = {}
+        vague: dict[str, float] = {}
+        for comparison in self.found:
+            known = worst.get(comparison.what)
+            if known is None or _badness(comparison) > _badness(known):
+                worst[comparison.what] = comparison
+            least = vague.get(comparison.what, float("inf"))
+            vague[comparison.what] = min(least, comparison.vague)
+        return tuple(
+            replace(c, problem=f"rounding alone moves it by {vague[what]:.0e} of its size")
+            if vague[what] and c.ok
+            else c
+            for what, c in worst.items()
+        )
+
+    def first_difference(self) -> str | None:
+        if self.failed is None:
+            return None
+        trial, failure, probed = self.failed.trial, self.failed.raised, self.failed.probed
+        if self.edited:
+            text = locate_edit(self.subject, self.texts, trial, self.timeout, failure)
+            if text is not None:
+                return text
+        probed = probed or run_probed(self.subject, trial, self.timeout)
+        return locate(self.subject, trial, self.found, probed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    trial: Trial
+    raised: Exception | None
+    probed: Probed | None
+
+
+def _badness(comparison: Comparison) -> tuple[bool, float]:
+    return not comparison.ok, comparison.relative_error
+
+
+def compare_outcome(found: Outcome, trial: Trial) -> list[Comparison]:
     """Loss, outputs, every gradient, parameters and buffers after the step."""
-    result = [compare("loss", found.loss.reshape(()), expected.loss.reshape(()))]
+    expected, noise, about = trial.reference, trial.noise, trial.about
+    loss = expected.loss.reshape(())
+    result = [compare("loss", found.loss.reshape(()), loss, noise=noise.loss, trial=about)]
+    if len(found.outputs) != len(expected.outputs):
+        counts = f"{len(found.outputs)} leaves, expected {len(expected.outputs)}"
+        return [Comparison("outputs", float("inf"), counts, about)]
     for index, (a, b) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+        moved = noise.outputs[index] if index < len(noise.outputs) else None
         if isinstance(b, torch.Tensor):
-            result.append(compare(f"output of leaf {index}", a, b))
+            result.append(compare(f"output of leaf {index}", a, b, noise=moved, trial=about))
         elif a != b:
-            result.append(Comparison(f"output of leaf {index}", float("inf"), f"{a!r} != {b!r}"))
-    given = [g for g in expected.gradients.values() if g is not None and g.numel()]
-    floor = NEGLIGIBLE * max((g.abs().max().item() for g in given), default=0.0)
+            text = f"{a!r} != {b!r}"
+            result.append(Comparison(f"output of leaf {index}", float("inf"), text, about))
     for name, gradient in expected.gradients.items():
-        mine = found.gradients.get(name)
-        result.append(compare(f"gradient of {name}", mine, gradient, floor=floor))
+        mine, moved = found.gradients.get(name), noise.gradients.get(name)
+        result.append(compare(f"gradient of {name}", mine, gradient, noise=moved, trial=about))
     for name in sorted(set(found.gradients) - set(expected.gradients)):
-        result.append(Comparison(f"gradient of {name}", float("inf"), "no such parameter"))
-    buffers = [
-        t.abs().max().item()
-        for name, t in expected.state_after.items()
-        if name not in expected.gradients and t.is_floating_point() and t.numel()
-    ]
-    smallest = NEGLIGIBLE * max(buffers, default=0.0)
+        what = f"gradient of {name}"
+        result.append(Comparison(what, float("inf"), "no such parameter", about))
     for name, tensor in expected.state_after.items():
-        trained = name in expected.gradients
-        what = f"{'parameter' if trained else 'buffer'} of {name} after a step"
-        floor = LEARNING_RATE if trained else smallest  # how far a step can move a parameter
-        result.append(compare(what, found.state_after[name], tensor, floor=floor))
+        kind = "parameter" if name in expected.gradients else "buffer"
+        mine, moved = found.state_after.get(name), noise.state_after.get(name)
+        what = f"{kind} of {name} after a step"
+        result.append(compare(what, mine, tensor, noise=moved, trial=about))
     return result
 
 
-def _agreement(outcomes: Sequence[Outcome]) -> list[Comparison]:
+def _agreement(outcomes: Sequence[Outcome], trial: Trial) -> list[Comparison]:
     """All ranks must report the same loss, and gather the same gradients and state."""
-    first = outcomes[0]
+    first, noise, about = outcomes[0], trial.noise, trial.about
     found: list[Comparison] = []
-    for rank, outcome in enumerate(outcomes[1:], start=1):
-        found.append(compare(f"loss of rank {rank}", outcome.loss, first.loss))
-        for kind, mine, theirs in (
-            ("gradient", outcome.gradients, first.gradients),
-            ("state", outcome.state_after, first.state_after),
+    for rank, outcome in enumerate(outcomes):
+        for name, copy in outcome.borrowed.items():
+            what = f"copy of {name} on rank {rank} after a step"
+            expected, moved = trial.reference.state_after[name], noise.state_after.get(name)
+            found.append(compare(what, copy, expected, noise=moved, trial=about))
+        if rank == 0:
+            continue
+        mine, theirs = outcome.loss.reshape(()), first.loss.reshape(())
+        found.append(compare(f"loss of rank {rank}", mine, theirs, noise=noise.loss, trial=about))
+        for kind, tensors, others, moved_by in (
+            ("gradient", outcome.gradients, first.gradients, noise.gradients),
+            ("state", outcome.state_after, first.state_after, noise.state_after),
         ):
-            worst, name = _worst(mine, theirs)
-            if worst > 0:
-                found.append(Comparison(f"agreement of rank {rank} on {kind} {name}", worst))
+            what = f"agreement of rank {rank} on {kind}"
+            compared = [
+                compare(f"{what} {n}", t, others.get(n), noise=moved_by.get(n), trial=about)
+                for n, t in tensors.items()
+            ]
+            found += [c for c in compared if c.relative_error > 0]
     return found
-
-
-def _worst(
-    mine: Mapping[str, torch.Tensor | None], theirs: Mapping[str, torch.Tensor | None]
-) -> tuple[float, str]:
-    """The largest difference between two ranks' tensors, and whose."""
-    worst, where = 0.0, ""
-    for name, tensor in mine.items():
-        other = theirs.get(name)
-        if tensor is None or other is None:
-            error = 0.0 if tensor is other else float("inf")
-        else:
-            error = 0.0 if torch.equal(tensor, other) else relative_error(tensor, other, 1e-6)
-        if error > worst:
-            worst, where = error, name
-    return worst, where

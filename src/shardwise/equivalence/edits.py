@@ -9,55 +9,120 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwise import runtime as rt
-from shardwise.equivalence.certificate import relative_error
-from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.certificate import TOLERANCE, Comparison, relative_error
+from shardwise.equivalence.rounding import EPSILON
 from shardwise.equivalence.subject import Subject
+from shardwise.equivalence.trial import Trial
 
-LOOSE = 1e-8
+
+@dataclass(frozen=True, slots=True)
+class _Statements:
+    """What the assignments of the emitted and of the edited code gave, on every rank."""
+
+    emitted: tuple[rt.Records, ...]
+    edited: tuple[rt.Records, ...]
+    raised: Exception | None
+
+    def differing(self) -> Iterator[tuple[str, int]]:
+        """Assignments that both have and that give other values, in the edited code's order."""
+        for name in dict.fromkeys(name for mine in self.edited for name in mine.values):
+            for rank, (mine, theirs) in enumerate(zip(self.edited, self.emitted, strict=True)):
+                value, expected = mine.values.get(name), theirs.values.get(name)
+                if value is not None and expected is not None and _differ(value, expected):
+                    yield name, rank
+                    break
 
 
-def locate_edit(
-    subject: Subject,
-    emitted: Sequence[str],
-    edited: Sequence[str],
-    reference: Reference,
-    inputs: Mapping[str, torch.Tensor],
-    timeout: float,
-    failure: Exception | None,
-) -> str | None:
-    """The first statement of the edited code that gives another value than the emitted one."""
-    right = [rt.Records() for _ in range(subject.num_ranks)]
-    wrong = [rt.Records() for _ in range(subject.num_ranks)]
+def _run_both(
+    subject: Subject, edited: Sequence[str], trial: Trial, timeout: float
+) -> _Statements | None:
+    """Run both codes with probes; None where the emitted code does not agree with the model."""
+    reference, inputs = trial.reference, trial.inputs
+    right, wrong = (tuple(rt.Records() for _ in range(subject.num_ranks)) for _ in range(2))
     try:
-        texts = [instrument(text) for text in emitted]
+        texts = [instrument(text) for text in subject.sources()]
         outcomes = subject.run(texts, reference.state, inputs, timeout=timeout, records=right)
     except Exception:
         return None
-    if relative_error(outcomes[0].loss, reference.loss) > LOOSE:
+    loss = outcomes[0].loss.reshape(())
+    if relative_error(loss, reference.loss.reshape(()), trial.noise.loss) > TOLERANCE:
         return None
+    raised: Exception | None = None
     try:
         texts = [instrument(text) for text in edited]
         subject.run(texts, reference.state, inputs, timeout=timeout, records=wrong)
     except Exception as error:
-        failure = error
-    changed = _changed_lines(emitted, edited)
-    for name in dict.fromkeys(name for mine in wrong for name in mine.values):
-        for rank, (mine, theirs) in enumerate(zip(wrong, right, strict=True)):
-            value, expected = mine.values.get(name), theirs.values.get(name)
-            if value is not None and expected is not None and _differ(value, expected):
-                return f"the edited code: {name} has another value on rank {rank}; {changed}"
+        raised = error
+    return _Statements(right, wrong, raised)
+
+
+def differing_statements(
+    subject: Subject, edited: Sequence[str], trial: Trial, timeout: float
+) -> list[Comparison]:
+    """Compare assignments of edited code that agrees in its results.
+
+    A statement with another value may be right, as a part of a larger edit; then the results depend
+    on it and would show an error. One that the results hardly depend on is refused: changing its
+    value on purpose (by a tenth) must change a result.
+    """
+    statements = _run_both(subject, edited, trial, timeout)
+    if statements is None:
+        return []
+    for name, rank in statements.differing():
+        if not _matters(subject, name, trial, timeout):
+            text = (
+                f"has another value than in the emitted code on rank {rank}, and no result is "
+                f"large enough to show whether that is right; "
+                f"{_changed_lines(subject.sources(), edited)}"
+            )
+            return [Comparison(f"statement of {name}", float("inf"), text, trial.about)]
+        break  # later ones follow from the first
+    return []
+
+
+def _matters(subject: Subject, name: str, trial: Trial, timeout: float) -> bool:
+    """Whether results show a change of one assignment of the emitted code."""
+    from shardwise.equivalence.check import compare_outcome
+
+    try:
+        texts = [instrument(text, change=name) for text in subject.sources()]
+        outcomes = subject.run(texts, trial.reference.state, trial.inputs, timeout=timeout)
+    except Exception:
+        return True
+    return not all(c.ok for c in compare_outcome(outcomes[0], trial))
+
+
+def locate_edit(
+    subject: Subject,
+    edited: Sequence[str],
+    trial: Trial,
+    timeout: float,
+    failure: Exception | None,
+) -> str | None:
+    """The first statement of the edited code that gives another value than the emitted one."""
+    statements = _run_both(subject, edited, trial, timeout)
+    if statements is None:
+        return None
+    changed = _changed_lines(subject.sources(), edited)
+    for name, rank in statements.differing():
+        return f"the edited code: {name} has another value on rank {rank}; {changed}"
+    failure = statements.raised or failure
     if failure is not None:
         return f"the edited code raised {type(failure).__name__}: {failure}; {changed}"
     return f"the edited code: values agree forward, gradients or state do not; {changed}"
 
 
 def _differ(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    return value.shape != expected.shape or relative_error(value, expected) > LOOSE
+    if value.shape != expected.shape:
+        return True
+    size = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if expected.numel() else 0.0
+    return relative_error(value, expected, EPSILON * float(size)) > TOLERANCE
 
 
 def _changed_lines(emitted: Sequence[str], edited: Sequence[str]) -> str:
@@ -72,23 +137,28 @@ def _changed_lines(emitted: Sequence[str], edited: Sequence[str]) -> str:
     return f"edited: {', '.join(shown)}" + (", …" if len(found) > 4 else "")
 
 
-def instrument(source: str) -> str:
-    """The source with a probe after every assignment to plain names in a `forward`."""
+def instrument(source: str, change: str | None = None) -> str:
+    """The source with a probe after every assignment to plain names in a `forward`.
+
+    With `change`, the value of that one assignment is made a tenth larger instead.
+    """
     tree = ast.parse(source)
     for item in tree.body:
         if isinstance(item, ast.ClassDef):
             for method in item.body:
                 if isinstance(method, ast.FunctionDef) and method.name == "forward":
                     counter: dict[str, int] = {}
-                    method.body = _probed(method.body, item.name, counter)
+                    method.body = _probed(method.body, item.name, counter, change)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def _probed(body: list[ast.stmt], owner: str, counter: dict[str, int]) -> list[ast.stmt]:
+def _probed(
+    body: list[ast.stmt], owner: str, counter: dict[str, int], change: str | None
+) -> list[ast.stmt]:
     result: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.With | ast.For | ast.If):
-            statement.body = _probed(statement.body, owner, counter)
+            statement.body = _probed(statement.body, owner, counter, change)
         result.append(statement)
         if isinstance(statement, ast.Assign):
             for target in statement.targets:
@@ -97,5 +167,9 @@ def _probed(body: list[ast.stmt], owner: str, counter: dict[str, int]) -> list[a
                     if isinstance(name, ast.Name) and name.id != "_":
                         counter[name.id] = counter.get(name.id, 0) + 1
                         label = f"assignment {counter[name.id]} of {name.id} in {owner}.forward"
-                        result += ast.parse(f"rt.probe({label!r}, {name.id})").body
+                        text = f"rt.probe({label!r}, {name.id})"
+                        if change is not None:
+                            factor = f"(1.1 if {name.id}.is_floating_point() else 1)"
+                            text = f"{name.id} = {name.id} * {factor}" if label == change else ""
+                        result += ast.parse(text).body
     return result

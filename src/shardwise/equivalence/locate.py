@@ -1,71 +1,47 @@
 """Where a program that differs from the model differs first.
 
-Enters: a `Program` whose check failed and the `Reference`. Leaves: text that names the node, where
-the user wrote it, and the plan's entry. The program is written again with a probe after every
-statement; each probed value is assembled from all ranks by its layout and compared with the
-captured graph's value, forward in the order of statements and then gradients in reverse.
+Enters: a check that failed. Leaves: text that names the node, where the user wrote it, and the
+plan's entry: the first value that differs, forward in the order of statements; then the gradient
+nearest to the loss; then a parameter, buffer or result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-import torch
-
-from shardwise import runtime as rt
-from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_value
 from shardwise.equivalence.blame import Blame
-from shardwise.equivalence.certificate import Comparison, relative_error
+from shardwise.equivalence.certificate import Comparison
 from shardwise.equivalence.failures import failed_statement
-from shardwise.equivalence.randomness import keyed_random
-from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.probed import Probed
 from shardwise.equivalence.subject import Subject, View
-from shardwise.ir import Graph
-from shardwise.ir.interpret import interpret
-from shardwise.plans import Plan
-from shardwise.program import Program, Step
-
-LOOSE = 1e-8  # of single values: they may cancel more than results do
-NOISE = 1e-5  # of the terms a value is made of: what is smaller is taken for rounding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
-    """The graph's own values and the gradients of the loss with respect to them."""
-
-    values: Mapping[str, torch.Tensor]
-    gradients: Mapping[str, torch.Tensor]
+from shardwise.equivalence.trial import Trial
+from shardwise.equivalence.values import Compared, compare_gradients, compare_values
 
 
 def locate(
     subject: Subject,
-    reference: Reference,
-    inputs: Mapping[str, torch.Tensor],
+    trial: Trial,
     comparisons: Sequence[Comparison],
-    timeout: float,
-    failure: Exception | None = None,
+    probed: Probed,
 ) -> str:
     """The first difference, in words."""
-    records = [rt.Records() for _ in range(subject.num_ranks)]
-    raised: Exception | None = None
-    try:
-        sources = subject.sources(probe=True)
-        subject.run(sources, reference.state, inputs, timeout=timeout, records=records)
-    except Exception as error:
-        raised = error
+    records = probed.records
     views = [(view, Blame(view.program)) for view in subject.views]
-    text: str | None = None
-    if subject.plan.per_microbatch:
-        text = "micro-batches that are batches of their own have no values to compare one by one"
-    else:
-        truth = find_truth(subject.computed, subject.plan, reference.state, inputs)
-        text = _first(_first_value(view, records, truth, blame) for view, blame in views)
-        if text is None and raised is not None:
-            text = _first(failed_statement(view.program, raised, blame) for view, blame in views)
-        text = text or _first(
-            _first_gradient(view, records, truth, blame) for view, blame in reversed(views)
-        )
+    text = _first(
+        _value_text(blame, compared)
+        for view, blame in views
+        for compared in compare_values(view, records, trial)
+        if not compared.comparison.ok
+    )
+    if text is None and probed.raised is not None:
+        raised = probed.raised
+        text = _first(failed_statement(view.program, raised, blame) for view, blame in views)
+    text = text or _first(
+        _gradient_text(view, blame, compared)
+        for view, blame in reversed(views)
+        for compared in compare_gradients(view, records, trial)
+        if not compared.comparison.ok
+    )
     text = text or _first_result(subject, comparisons)
     structure = _first(blame.structure() for _, blame in views)
     return f"{text}; the program itself is inconsistent: {structure}" if structure else text
@@ -75,112 +51,32 @@ def _first(found: Iterable[str | None]) -> str | None:
     return next((text for text in found if text is not None), None)
 
 
-def find_truth(
-    graph: Graph, plan: Plan, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
-) -> Truth:
-    """Every value of the captured graph on one device, with its gradient."""
-    parameters = {
-        p.name: state[p.name].detach().clone().requires_grad_(p.requires_grad)
-        for p in graph.parameters
-    }
-    buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
-    random = keyed_random(graph, rt.Rng(plan.seed, plan.rng))
-    values = interpret(graph, parameters, buffers, inputs, random=random)
-    gradients: dict[str, torch.Tensor] = {}
-    if graph.loss is not None and values[graph.loss].requires_grad:
-        named = {n: v for n, v in values.items() if v.requires_grad}
-        found = torch.autograd.grad(values[graph.loss], list(named.values()), allow_unused=True)
-        gradients = {n: g for n, g in zip(named, found, strict=True) if g is not None}
-    return Truth(values={n: v.detach() for n, v in values.items()}, gradients=gradients)
+def _value_text(blame: Blame, compared: Compared) -> str:
+    step, held = compared.step, compared.held
+    entries = f"; plan: {blame.entries(blame.nodes[step.node])}" if step.node else ""
+    problem = _problem(compared.comparison)
+    return f"{blame.step_text(step)}: %{held.value}, held as {held.layout}, {problem}{entries}"
 
 
-def _first_value(
-    view: View, records: Sequence[rt.Records], truth: Truth, blame: Blame
-) -> str | None:
-    program = view.program
-    for step, name in _probed(program):
-        parts = view.values(records, name)
-        held = program.rank_programs[0].values[name]
-        if parts is None or held.value not in truth.values:
-            continue
-        expected = truth.values[held.value]
-        try:
-            found = whole_value(parts, held.layout, tuple(expected.shape), program.mesh)
-        except Unassembled as error:
-            problem: str | None = str(error)
-        else:
-            problem = _difference(found, expected, [*parts, *_operands(program, step, truth)])
-        if problem:
-            entries = f"; plan: {blame.entries(blame.nodes[step.node])}" if step.node else ""
-            return (
-                f"{blame.step_text(step)}: %{held.value}, held as {held.layout}, {problem}{entries}"
-            )
-    return None
+def _gradient_text(view: View, blame: Blame, compared: Compared) -> str:
+    """Name the uses of the value: one of them is at fault."""
+    held = compared.held
+    users = [n for n in blame.graph.nodes if held.value in n.inputs]
+    plans = "; ".join(dict.fromkeys(blame.entries(n) for n in users[:3]))
+    sources = [blame.describe(n) for n in users[:3]]
+    if held.value in view.sent:
+        stages = ", ".join(map(str, view.sent[held.value]))
+        sources.insert(0, f"transfer %{held.value} back from stage {stages}")
+    return (
+        f"all values agree forward; backward, the gradient of %{held.value} "
+        f"({blame.step_text(compared.step)}, held as {held.layout}) "
+        f"{_problem(compared.comparison)}, as it comes from "
+        f"{' and '.join(sources) or 'its use'}" + (f"; plan: {plans}" if plans else "")
+    )
 
 
-def _probed(program: Program) -> Iterator[tuple[Step, str]]:
-    for step in program.rank_programs[0].steps:
-        for name in step.outputs:
-            yield step, name
-
-
-def _operands(program: Program, step: Step, truth: Truth) -> list[torch.Tensor]:
-    held = program.rank_programs[0].values
-    values = [held[name].value for name in step.inputs if name in held]
-    return [truth.values[value] for value in values if value in truth.values]
-
-
-def _difference(
-    found: torch.Tensor, expected: torch.Tensor, terms: Sequence[torch.Tensor]
-) -> str | None:
-    """How far two values are apart, if more than the rounding of the terms they are made of."""
-    sizes = [
-        t.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-        for t in terms
-        if t.numel() and t.is_floating_point()
-    ]
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return None if torch.equal(found, expected) else "has other integers"
-    error = relative_error(found, expected, NOISE * max(sizes, default=0.0))
-    return f"differs by {error:.1e}" if error > LOOSE else None
-
-
-def _first_gradient(
-    view: View, records: Sequence[rt.Records], truth: Truth, blame: Blame
-) -> str | None:
-    """The value closest to the loss whose gradient differs: one of its uses is at fault."""
-    program = view.program
-    stored = program.rank_programs[0].values
-    given = [g for g in truth.gradients.values() if g.numel()]
-    largest = max((g.abs().max().item() for g in given), default=0.0)
-    for step, name in reversed(list(_probed(program))):
-        held, expected = stored[name], truth.gradients.get(stored[name].value)
-        if name != held.value or expected is None:
-            continue  # a moved copy sees only part of its value's gradient
-        layout = gradient_layout(held.layout)
-        parts = view.gradients(records, name)
-        if parts is None:
-            continue
-        try:
-            found = whole_value(parts, layout, tuple(expected.shape), program.mesh)
-        except Unassembled as error:
-            problem: str | None = str(error)
-        else:
-            floor = torch.tensor(largest, dtype=torch.float64)
-            problem = _difference(found, expected, [*parts, floor])
-        if problem:
-            users = [n for n in blame.graph.nodes if held.value in n.inputs]
-            plans = "; ".join(dict.fromkeys(blame.entries(n) for n in users[:3]))
-            sources = [blame.describe(n) for n in users[:3]]
-            if held.value in view.sent:
-                stages = ", ".join(map(str, view.sent[held.value]))
-                sources.insert(0, f"transfer %{held.value} back from stage {stages}")
-            return (
-                f"all values agree forward; backward, the gradient of %{held.value} "
-                f"({blame.step_text(step)}, held as {held.layout}) {problem}, as it comes from "
-                f"{' and '.join(sources) or 'its use'}" + (f"; plan: {plans}" if plans else "")
-            )
-    return None
+def _problem(comparison: Comparison) -> str:
+    return comparison.problem or f"differs by {comparison.relative_error:.1e}"
 
 
 def _first_result(subject: Subject, comparisons: Sequence[Comparison]) -> str:

@@ -7,39 +7,89 @@ the original and the captured graph are therefore run with every such cast widen
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.ir import Constant, Graph, Node, TensorType
 
-NARROW = {torch.float32, torch.float16, torch.bfloat16}
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+_COMPLEX_CASTS = {getattr(torch.Tensor, name) for name in ("cfloat", "chalf")}
+# Reading a tensor, or writing into it, needs the tensor itself and not a copy of it.
+_ITSELF = ("__get__", "__set__", "__setitem__", "requires_grad_", "backward", "set_", "copy_")
 
 
 def widen(arg: Any) -> Any:
-    """The argument with narrow floating dtypes replaced by float64."""
+    """The argument with narrow floating dtypes replaced by wide ones."""
     if isinstance(arg, torch.dtype):
-        return torch.float64 if arg in NARROW else arg
+        return WIDE.get(arg, arg)
     if isinstance(arg, tuple | list):
         return type(arg)(widen(a) for a in arg) if type(arg) in (tuple, list) else arg
     return arg
 
 
+def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64 or complex128, if it is narrower; the same one otherwise."""
+    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
+
+
 class KeepDouble(TorchFunctionMode):
-    """While active, PyTorch calls make and keep float64 where they ask for less."""
+    """While active, PyTorch calls make and keep float64 where they ask for less.
+
+    Tensors from outside of the model (class weights in a closure, a constant) are widened where a
+    call takes them.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _CASTS:
             return args[0].double()
+        if func in _COMPLEX_CASTS:
+            return args[0].to(torch.complex128)
         wide = {key: widen(value) for key, value in (kwargs or {}).items()}
+        args = tuple(widen(a) if isinstance(a, torch.dtype) else a for a in args)
         if func is torch.full and "dtype" not in wide and _is_float(args, 1):
             wide["dtype"] = torch.float64
-        return func(*(widen(a) if isinstance(a, torch.dtype) else a for a in args), **wide)
+        name = getattr(func, "__name__", "")
+        if not (name in _ITSELF or (name.endswith("_") and not name.endswith("__"))):
+            args, wide = _widen_operands(args), _widen_operands(wide)
+        return func(*args, **wide)
+
+
+def _widen_operands(arg: Any) -> Any:
+    """The arguments with tensors that are not of the model or the batch in float64."""
+    if isinstance(arg, torch.Tensor):
+        if arg.dtype not in WIDE or type(arg) not in (torch.Tensor, torch.nn.Parameter):
+            return arg
+        with _disable_current_modes():  # while tracing: a constant, not a computed value
+            return widen_tensor(arg.detach())
+    if type(arg) in (tuple, list):
+        return type(arg)(_widen_operands(a) for a in arg)
+    return {k: _widen_operands(a) for k, a in arg.items()} if type(arg) is dict else arg
+
+
+@contextlib.contextmanager
+def double_by_default() -> Iterator[None]:
+    """Make floating-point tensors float64 where code does not say which type it wants."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def widen_graph(graph: Graph) -> Graph:
@@ -49,8 +99,7 @@ def widen_graph(graph: Graph) -> Graph:
         nodes=tuple(_widen_node(node) for node in graph.nodes),
         values={name: TensorType(t.shape, widen(t.dtype)) for name, t in graph.values.items()},
         constants=tuple(
-            Constant(value=c.value, data=c.data.double() if c.data.dtype in NARROW else c.data)
-            for c in graph.constants
+            Constant(value=c.value, data=widen_tensor(c.data)) for c in graph.constants
         ),
     )
 

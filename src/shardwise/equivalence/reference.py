@@ -6,21 +6,21 @@ Enters: the user's model, batch and loss function. Leaves: `Reference`.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.precision import KeepDouble, widen_tensor
 from shardwise.errors import VerifyError
-from shardwise.frontend.batch import read_batch
+from shardwise.frontend.batch import flatten_batch, read_batch
 from shardwise.frontend.functions import without_checkpoints
 from shardwise.frontend.hooks import copy_hooks
 from shardwise.frontend.loss import find_loss
 from shardwise.frontend.objective import Objective, loss_of, run_objective
+from shardwise.frontend.outputs import flatten_output, kept_leaf
 
 LEARNING_RATE = 1e-3
 
@@ -34,6 +34,7 @@ class Reference:
     outputs: tuple[Any, ...]
     gradients: Mapping[str, torch.Tensor | None]
     state_after: Mapping[str, torch.Tensor]
+    batches: tuple[Mapping[str, torch.Tensor], ...] = ()  # inputs by name, of each micro-batch
 
 
 def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
@@ -45,26 +46,16 @@ def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
         )
     twin = copy.deepcopy(model).cpu()
     for tensor in (*twin.parameters(), *twin.buffers()):
+<<<<<<< HEAD
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()
     for original, copied in zip(model.parameters(), twin.parameters(), strict=True):
         copy_hooks(original, copied)
+=======
+        tensor.data = widen_tensor(tensor.data)
+>>>>>>> 1b350f5 (Compare every value by its own scale, in trials with changed weights and batch)
     call = read_batch(batch)
-    tensors = [
-        t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
-        for _, t in call.tensors
-    ]
-    return twin, call.batch_with(tensors)
-
-
-def damping(gradients: Iterable[torch.Tensor | None]) -> float:
-    """AdamW's `eps` for a check, in the size of the gradients.
-
-    AdamW divides a gradient by its own size. With the usual `eps` of 1e-8 a gradient that is zero
-    but for rounding (of a bias before a batch norm) would move its parameter by anything.
-    """
-    sizes = [g.abs().max().item() for g in gradients if g is not None and g.numel()]
-    return max(1e-8, 1e-4 * max((size for size in sizes if math.isfinite(size)), default=0.0))
+    return twin, call.batch_with([widen_tensor(t.detach().cpu()) for _, t in call.tensors])
 
 
 def run_reference(
@@ -91,15 +82,17 @@ def run_reference(
                 raise VerifyError("the loss depends on no parameter that is trained")
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-        outputs.append(torch.utils._pytree.tree_leaves(output))
+        outputs.append([kept_leaf(leaf) for leaf in flatten_output(output)[0]])
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
     gradients = {
         name: None if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     if trained:
-        eps = damping(gradients.values())
-        torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=eps).step()
+        torch.optim.AdamW(trained, lr=LEARNING_RATE).step()
     return Reference(
         state=state,
         loss=torch.stack(losses).sum(),
@@ -109,6 +102,7 @@ def run_reference(
             name: t.detach().clone()
             for name, t in (*model.named_parameters(), *model.named_buffers())
         },
+        batches=tuple(flatten_batch(batch)[0] for batch in batches),
     )
 
 

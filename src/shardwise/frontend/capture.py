@@ -14,6 +14,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ from shardwise.frontend.objective import (
 )
 from shardwise.frontend.random_control import controlled_random
 from shardwise.frontend.regions import check_regions_can_go
-from shardwise.frontend.step import ROOT, Step
+from shardwise.frontend.step import ROOT, Around, Step
 from shardwise.ir import Graph
 
 
@@ -54,6 +55,7 @@ def capture(
     step: StepFn | None = None,
     training: bool | None = None,
     device: torch.device | str | None = None,
+    around: Around = nullcontext,
 ) -> Graph:
     """The forward step of `model` on `batch`, up to the loss, as a graph.
 
@@ -62,6 +64,7 @@ def capture(
     taken to be on (by default the model's; the CPU for meta tensors). Instead of a model and its
     loss function, a `step` says what is computed: a function of the modules (the model, or a
     mapping from names to several) and the batch that returns the loss, or outputs that hold it.
+    The forward pass and the loss are traced inside of the context manager `around()`.
 
     >>> graph = capture(nn.Linear(2, 1), (torch.zeros(3, 2),), lambda y, batch: y.mean())
     >>> [node.op for node in graph.nodes]
@@ -77,7 +80,7 @@ def capture(
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
             copy.train(training)
-        exported = Step(copy, call, chosen, needs_loss=copy.training)
+        exported = Step(copy, call, chosen, needs_loss=copy.training, around=around)
         recorder = Recorder()
         fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
         check_module_hooks(copy)

@@ -6,18 +6,21 @@ and a `Layout` that says what they are. Wrapping keeps export away from the user
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, LossError
 from shardwise.frontend.batch import Call, path_name, register_dataclasses
 from shardwise.frontend.loss import find_loss
 from shardwise.frontend.objective import Objective, loss_of, run_objective
+from shardwise.frontend.outputs import flatten_output, kept_leaf
 
+Around = Callable[[], AbstractContextManager[Any]]
 ROOT = "model"  # the attribute that holds the user's model; stripped from every name
 
 
@@ -45,29 +48,36 @@ class Step(nn.Module):
     """`forward(*tensors)`: the model on the batch rebuilt from `tensors`, then the loss."""
 
     def __init__(
-        self, model: nn.Module, call: Call, chosen: Objective, *, needs_loss: bool
+        self,
+        model: nn.Module,
+        call: Call,
+        chosen: Objective,
+        *,
+        needs_loss: bool,
+        around: Around = nullcontext,
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # A tuple hides these from export's search for attributes.
-        self._hidden = (call, chosen, needs_loss)
+        self._hidden = (call, chosen, needs_loss, around)
         self.outputs = (StepOutputs(),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, chosen, needs_loss = self._hidden
+        call, chosen, needs_loss, around = self._hidden
         report = self.outputs[0]
         before = _state(self.model)
-        output = run_objective(self.model, call, call.batch_with(tensors), chosen)
-        register_dataclasses(output)
         results: list[torch.Tensor] = []
-        try:
-            results.append(find_loss(output, call.batch_with(tensors), loss_of(chosen)))
-            report.has_loss = True
-        except LossError:
-            if needs_loss or chosen is not None:
-                raise
-        leaves, report.spec = pytree.tree_flatten(output)
+        with around():
+            output = run_objective(self.model, call, call.batch_with(tensors), chosen)
+            register_dataclasses(output)
+            try:
+                results.append(find_loss(output, call.batch_with(tensors), loss_of(chosen)))
+                report.has_loss = True
+            except LossError:
+                if needs_loss or chosen is not None:
+                    raise
+        leaves, report.spec = flatten_output(output)
         report.leaves = [_leaf(leaf, results, report) for leaf in leaves]
         results.extend(_reassigned(self.model, before, report))
         return tuple(results)
@@ -77,10 +87,9 @@ def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
     if isinstance(leaf, torch.Tensor):
         results.append(leaf)
         return TENSOR
-    if isinstance(leaf, bool | int | float | str | type(None)):
-        return leaf
-    report.warnings.append(f"the output's {type(leaf).__name__} is not kept: None in its place")
-    return None
+    if kept_leaf(leaf) is None and leaf is not None:
+        report.warnings.append(f"the output's {type(leaf).__name__} is not kept: None in its place")
+    return kept_leaf(leaf)
 
 
 def _state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:

@@ -11,8 +11,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.equivalence import Certificate, check, double, run_reference
+from shardwise.equivalence.check import make_trials
 from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.trial import Trial
 from shardwise.plans import resolve
 from shardwise.program import Program, lower
 from tests.support import zoo
@@ -34,9 +36,11 @@ class Case:
     program: Program
     reference: Reference
     batch: Any
+    trials: list[Trial]
 
     def check(self, program: Program | None = None, **options: Any) -> Certificate:
-        return check(program or self.program, self.reference, self.batch, timeout=20, **options)
+        options = {"trials": self.trials, "timeout": 20, **options}
+        return check(program or self.program, self.reference, self.batch, **options)
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -66,4 +70,5 @@ def case(name: str, strategy: str, **options: int) -> Case:
     ranks = options.get("dp", 1) * options.get("tp", 1) if strategy == "hybrid" else 2
     plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
     program = lower(resolve(graph, plan))
-    return Case(program, run_reference(twin, wide), wide)
+    reference = run_reference(twin, wide)
+    return Case(program, reference, wide, make_trials(program, reference, wide))

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.cluster import Mesh
 from shardwise.emit import emit
-from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_value
+from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_values
 from shardwise.equivalence.edits import instrument
 from shardwise.sharding.placements import FANOUT, PARTIAL, REPLICATE, Layout, Partial, Shard
 from tests.unit.equivalence import mutations as m
@@ -21,28 +21,28 @@ def test_a_value_is_assembled_from_shards_and_partial_sums() -> None:
     layout = Layout((("dp", Shard(0, ((2, 2, 1),))), ("tp", PARTIAL)))
     rows = {0: full[[0, 2]], 1: full[[1, 3]]}
     parts = [rows[rank // 2] * (0.25 if rank % 2 else 0.75) for rank in range(4)]
-    assert torch.equal(whole_value(parts, layout, (4, 3), MESH), full)
+    ((_, found),) = whole_values(parts, layout, (4, 3), MESH)
+    assert torch.equal(found, full)
 
 
 def test_two_axes_on_one_dim_and_maxima() -> None:
     full = torch.arange(7.0)
     layout = Layout((("dp", Shard(0, ((1, 7, 1),))), ("tp", Shard(0, ((1, 7, 1),)))))
     parts = [full[0:2], full[2:4], full[4:6], full[6:7]]
-    assert torch.equal(whole_value(parts, layout, (7,), MESH), full)
+    ((_, found),) = whole_values(parts, layout, (7,), MESH)
+    assert torch.equal(found, full)
     most = Layout((("dp", REPLICATE), ("tp", Partial("max"))))
-    found = whole_value([full, full - 1, full - 2, full], most, (7,), MESH)
+    ((_, found),) = whole_values([full, full - 1, full - 2, full], most, (7,), MESH)
     assert torch.equal(found, full)
 
 
 def test_ranks_that_should_agree_and_shapes_are_checked() -> None:
     layout = Layout((("dp", REPLICATE), ("tp", REPLICATE)))
     ones = torch.ones(3)
-    for parts, words in (
-        ([ones, ones, ones, ones + 1], "should hold the same"),
-        ([ones, ones, ones, torch.ones(2)], "rank 3 holds shape"),
-    ):
-        with pytest.raises(Unassembled, match=words):
-            whole_value(parts, layout, (3,), MESH)
+    _, (which, copy) = whole_values([ones, ones, ones, ones + 1], layout, (3,), MESH)
+    assert (which, copy.tolist()) == ("ranks 0 and 1 of dp, 1 of tp", [2.0, 2.0, 2.0])
+    with pytest.raises(Unassembled, match="rank 3 holds shape"):
+        whole_values([ones, ones, ones, torch.ones(2)], layout, (3,), MESH)
 
 
 def test_gradients_lie_as_the_dual_of_their_value() -> None:

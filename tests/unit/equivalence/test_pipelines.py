@@ -13,9 +13,11 @@ import torch
 
 import shardwise as sw
 from shardwise.equivalence import Certificate, check, double, run_reference
+from shardwise.equivalence.check import make_trials
 from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.reference import Reference
 from shardwise.equivalence.subject import subject_of
+from shardwise.equivalence.trial import Trial
 from shardwise.program import Pipeline, RankProgram, build_pipeline
 from shardwise.runtime.exchange import Exchange, Message
 from shardwise.runtime.reading import BatchReader
@@ -30,9 +32,11 @@ class Case:
     pipeline: Pipeline
     reference: Reference
     batch: Any
+    trials: list[Trial]
 
     def check(self, pipeline: Pipeline | None = None, **options: Any) -> Certificate:
-        return check(pipeline or self.pipeline, self.reference, self.batch, timeout=20, **options)
+        options = {"trials": self.trials, "timeout": 20, **options}
+        return check(pipeline or self.pipeline, self.reference, self.batch, **options)
 
 
 @cache
@@ -41,7 +45,8 @@ def case(name: str, **options: Any) -> Case:
     graph = widen_graph(sw.capture(model, batch))
     options = {"stages": 2, "num_microbatches": 2, **options}
     plan = sw.strategies.pipeline(graph, sw.Cluster.local(options["stages"]), **options)
-    return Case(build_pipeline(graph, plan), run_reference(model, batch), batch)
+    pipeline, reference = build_pipeline(graph, plan), run_reference(model, batch)
+    return Case(pipeline, reference, batch, make_trials(pipeline, reference, batch))
 
 
 def assert_caught(certificate: Certificate, *words: str) -> None:

@@ -83,7 +83,7 @@ def make_inputs(
     found: dict[str, torch.Tensor] = {}
     for source in graph.inputs:
         kind, given = graph.values[source.value], real[source.name]
-        bounds = list(_bounds(graph, source.value))
+        bounds = list(index_bounds(graph, source.value))
         if not given.is_meta:
             data = crop(given.detach().cpu(), kind.shape).to(kind.dtype)
             if bounds and not kind.dtype.is_floating_point:
@@ -92,7 +92,7 @@ def make_inputs(
             data = torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype)
         elif bounds and kind.dtype != torch.bool:
             data = torch.randint(min(bounds), kind.shape, generator=generator, dtype=kind.dtype)
-            if _ignores(graph, source.value) and data.dim() > 1:
+            if ignores_some(graph, source.value) and data.dim() > 1:
                 for row in range(1, data.shape[0]):  # a ragged mean
                     data[row, : min(row, data.shape[1] - 1)] = IGNORED
         else:
@@ -113,7 +113,7 @@ def _followed(graph: Graph, value: str) -> Iterator[tuple[Node, str]]:
             names |= set(kept)
 
 
-def _bounds(graph: Graph, value: str) -> Iterator[int]:
+def index_bounds(graph: Graph, value: str) -> Iterator[int]:
     """Sizes of what a value indexes."""
     if graph.values[value].dtype.is_floating_point:
         return
@@ -129,7 +129,8 @@ def _bounds(graph: Graph, value: str) -> Iterator[int]:
             yield bind(node)["num_classes"]
 
 
-def _ignores(graph: Graph, value: str) -> bool:
+def ignores_some(graph: Graph, value: str) -> bool:
+    """Whether a value holds classes of which a loss leaves some out."""
     return any(
         "cross_entropy" in node.op and bind(node).get("ignore_index", IGNORED) == IGNORED
         for node, _ in _followed(graph, value)

@@ -2,9 +2,11 @@
 
 Enters: a `Graph` and a `Plan`. Leaves: bytes, from counts alone.
 
-    8 x parameters x (6 + ranks x (2 + 4 / (cut x groups)))    and    8 x activations x 4
+    8 x parameters x (16 + ranks x (2 + 4 / (cut x groups)))    and    8 x activations x 12
 
-The reference holds the model, its state before and after, gradients and two moments; every rank
+The reference holds the model, its state before and after, gradients and two moments, the same for
+other weights, and the noise of each; values and their gradients are kept, with their noise. Every
+rank
 holds its part of parameter, gradient and moments, and gathers all gradients and the state after the
 step. Each of the groups that run stages has about as many parameters. The activations of all ranks
 and micro-batches together are those of the model, where the plan cuts them.
@@ -18,10 +20,10 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 
 ITEM = 8  # float64
-HELD_BY_REFERENCE = 6
+HELD_BY_REFERENCE = 16
 GATHERED = 2
 HELD_BY_RANK = 4
-ACTIVATIONS = 4
+ACTIVATIONS = 12
 SHARE = 0.6  # of the memory that is free now
 
 
