@@ -8,7 +8,7 @@ and no solver take part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from shardwise.messages.forest import Forest, Tree, Wire
 WHOLE_CHUNK_BYTES = 16 << 20  # data from which on chunks have their full size
 MOST_CHUNKS = 4_000  # of a program
 DIGITS = 9
+WEIGHT_SLACK = 1e-6  # weights are rounded to `DIGITS`
+MOST_PLAYED = 2_000  # elements of a program of several chunks for each tree
 
 
 def forest_of(network: Network, parts: Sequence[Part]) -> Forest:
@@ -94,20 +96,68 @@ def derive(
 
 
 def verify(choice: CollectiveChoice) -> None:
-    """Raise unless the trees do what the operation says, on a small example."""
+    """Raise unless the trees do what the operation says, for data of every size.
+
+    Each tree is checked as a tree: both halves that the operation needs are there and reach every
+    rank. Programs of several sizes are then played: of so many elements that every tree carries
+    some, of so few that most carry none, and of several chunks for each.
+    """
     for number, forest in enumerate(choice.forests):
-        numel = 7 * forest.num_ranks
-        counts = () if choice.operation == "all_reduce" else (7,) * forest.num_ranks
-        given = {"item_bytes": 4, "chunk_bytes": choice.chunk_bytes}
         try:
-            small = lowered(forest, choice.operation, numel, counts=counts, **given)
-            check(small.program(numel))
+            _check_forest(forest, choice.operation)
+            for numel, counts, chunk_bytes in _sizes(forest, choice.operation):
+                given = {"item_bytes": 1, "chunk_bytes": chunk_bytes}
+                program = lowered(forest, choice.operation, numel, counts=counts, **given)
+                check(program.program(numel))
         except (ProgramError, ValueError, IndexError) as error:
             raise PlanError(
                 f"the trees of {choice.operation} are not right: {error}",
                 where=f"forests[{number}] of ranks {format_groups(choice.groups)}",
                 hint="sw.choose_collectives(plan, cluster) makes them again",
             ) from None
+
+
+def _check_forest(forest: Forest, operation: str) -> None:
+    """Raise unless every tree has the halves of the operation, and the trees carry all data."""
+    halves = {
+        "inward": operation in ("all_reduce", "reduce_scatter"),
+        "outward": operation in ("all_reduce", "all_gather"),
+    }
+    for number, tree in enumerate(forest.trees):
+        for half, needed in halves.items():
+            parents = getattr(tree, half)
+            if not needed and parents:
+                raise ValueError(f"tree {number} has an {half} half, which has no use")
+            if needed and len(parents) != forest.num_ranks:
+                raise ValueError(
+                    f"tree {number} of weight {tree.weight:g} has no {half} half: its part of the "
+                    f"data would reach {'the root' if half == 'inward' else 'no rank'} alone"
+                )
+    total = math.fsum(tree.weight for tree in forest.trees)
+    if not abs(total - 1) <= WEIGHT_SLACK:
+        raise ValueError(f"the weights of the trees add up to {total:.6g}, not to 1")
+    missing = set(range(forest.num_ranks)) - {tree.root for tree in forest.trees}
+    if operation != "all_reduce" and missing:
+        raise ValueError(f"no tree has the root {min(missing)}, whose elements none would carry")
+
+
+def _sizes(forest: Forest, operation: str) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Elements, the counts of each rank, and the bytes of a chunk, of programs to play."""
+    ranks = forest.num_ranks
+    smallest = min(tree.weight for tree in forest.trees)
+    every = math.ceil(2 / smallest) + 1  # of which each tree carries some
+    if operation == "all_reduce":
+        for numel in (1, ranks - 1, 7 * ranks, every):
+            yield numel, (), numel
+        yield (several := min(every, MOST_PLAYED)), (), max(1, several // (3 * len(forest.trees)))
+        return
+    for each in (1, 7, every):
+        yield ranks * each, (each,) * ranks, ranks * each
+    uneven = tuple(rank % 3 * (every + rank) for rank in range(ranks))  # some have none
+    if sum(uneven):
+        yield sum(uneven), uneven, sum(uneven)
+    several = min(every, MOST_PLAYED)
+    yield ranks * several, (several,) * ranks, max(1, several // 3)
 
 
 def chunk_of(num_bytes: int, chunk_bytes: int) -> int:

@@ -7,7 +7,7 @@ the emitted code with the runtime's own reducer and optimizer; only the transpor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 from shardwise import runtime as rt
 from shardwise.emit import build, load
 from shardwise.equivalence.reference import LEARNING_RATE
+from shardwise.messages import MessageProgram, interpret
+from shardwise.plans import Plan
 from shardwise.program import Program
+from shardwise.runtime.threads import Collective
 
 TIMEOUT_S = 60.0
 
@@ -56,7 +59,36 @@ def run_ranks(
         with rt.recording(records[rank]):
             return _train_once(by_rank[rank], mesh, program, state, inputs)
 
-    return rt.run_threads(program.mesh.size, run, timeout=timeout)
+    collective = along_trees(program.plan)
+    return rt.run_threads(program.mesh.size, run, timeout=timeout, collective=collective)
+
+
+def along_trees(plan: Plan) -> Collective | None:
+    """Do the collectives for which a plan has trees as these say, whatever the size of the data."""
+    trees = [replace(choice, min_bytes=0) for choice in plan.collectives if choice.has_trees]
+    if not trees:
+        return None
+    from shardwise.collectives.derive import derive
+
+    known: dict[object, MessageProgram | None] = {}
+
+    def run(
+        operation: str, ranks: tuple[int, ...], inputs: list[torch.Tensor], counts: tuple[int, ...]
+    ) -> list[torch.Tensor] | None:
+        chosen = [c for c in trees if c.operation == operation and ranks in c.groups]
+        numel = sum(counts) if counts else inputs[0].numel()
+        if not chosen or not numel or inputs[0].dtype != torch.float64:
+            return None
+        key = (operation, ranks, numel, counts)
+        if key not in known:
+            known[key] = derive(chosen[0], ranks, numel, inputs[0].element_size(), counts)
+        program = known[key]
+        if program is None:
+            return None
+        results = interpret(program, [tensor.numpy() for tensor in inputs])
+        return [torch.from_numpy(result) for result in results]
+
+    return run
 
 
 def _train_once(

@@ -14,7 +14,7 @@ import torch
 
 from shardwise import runtime as rt
 from shardwise.emit import LoadedPipeline, emit, emit_pipeline, load
-from shardwise.equivalence.ranks import Outcome, run_ranks, step_outcome
+from shardwise.equivalence.ranks import Outcome, along_trees, run_ranks, step_outcome
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
@@ -155,7 +155,8 @@ class Stages:
             with rt.recording(records[rank]):
                 return self._train_once(loaded, state, inputs)
 
-        return rt.run_threads(self.num_ranks, run, timeout=timeout)
+        collective = along_trees(self.plan)
+        return rt.run_threads(self.num_ranks, run, timeout=timeout, collective=collective)
 
     def _train_once(
         self,

@@ -1,7 +1,7 @@
 """Ranks as threads of one process that exchange tensors in memory: what the verifier runs on.
 
-Reductions add in the order of ranks, so results do not depend on timing. Every wait has a
-time-out, and the first rank that fails releases the others.
+Reductions add in the order of ranks, or as `collective` says, so results do not depend on timing.
+Every wait has a time-out, and the first rank that fails releases the others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch import Tensor
 from shardwise.errors import RankError
 from shardwise.runtime.transport import Group, Pending
 
-__all__ = ["ThreadTransport", "run_threads"]
+__all__ = ["Collective", "ThreadTransport", "run_threads"]
 
 Result = TypeVar("Result")
+# What each rank of a group gets from an operation on all ranks' tensors, if it goes another way.
+Collective = Callable[[str, tuple[int, ...], list[Tensor], tuple[int, ...]], list[Tensor] | None]
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -122,9 +124,19 @@ class _Board:
 class ThreadTransport:
     """One rank's end of an in-memory exchange. Tensors are copied when they are sent."""
 
-    def __init__(self, rank: int, board: _Board) -> None:
+    def __init__(self, rank: int, board: _Board, collective: Collective | None = None) -> None:
         self.rank, self.world_size, self._board = rank, board.world_size, board
         self._numbers: dict[tuple[int, ...], int] = {}
+        self._collective = collective
+
+    def _other_way(
+        self, operation: str, group: Group, inputs: list[Tensor], sizes: Sequence[int] = ()
+    ) -> Tensor | None:
+        """This rank's result of an operation that does not go the usual way."""
+        if self._collective is None:
+            return None
+        results = self._collective(operation, group.ranks, inputs, tuple(sizes))
+        return None if results is None else results[group.index]
 
     def _exchange(
         self, kind: str, group: Group, tensors: list[Tensor], finish: Callable[..., Tensor]
@@ -136,7 +148,10 @@ class ThreadTransport:
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         def finish(sent: list[list[Tensor]]) -> Tensor:
-            combined = functools.reduce(_REDUCE[op], [tensors[0] for tensors in sent])
+            inputs = [tensors[0] for tensors in sent]
+            combined = self._other_way("all_reduce", group, inputs) if op == "sum" else None
+            if combined is None:
+                combined = functools.reduce(_REDUCE[op], inputs)
             return flat.copy_(combined)
 
         kind = f"all_reduce {op} of {flat.numel()} {flat.dtype}"
@@ -148,7 +163,9 @@ class ThreadTransport:
         assert flat.numel() == sizes[group.index], (flat.shape, sizes)
 
         def finish(sent: list[list[Tensor]]) -> Tensor:
-            joined = torch.cat([tensors[0] for tensors in sent])
+            inputs = [tensors[0] for tensors in sent]
+            joined = self._other_way("all_gather", group, inputs, sizes)
+            joined = torch.cat(inputs) if joined is None else joined
             return joined if out is None else out.copy_(joined)
 
         kind = f"all_gather of {list(sizes)} {flat.dtype}"
@@ -156,7 +173,11 @@ class ThreadTransport:
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         def finish(sent: list[list[Tensor]]) -> Tensor:
-            return functools.reduce(torch.add, [tensors[group.index] for tensors in sent])
+            inputs = [torch.cat(tensors) for tensors in sent]
+            mine = self._other_way("reduce_scatter", group, inputs, sizes)
+            if mine is None:
+                mine = functools.reduce(torch.add, [tensors[group.index] for tensors in sent])
+            return mine
 
         kind = f"reduce_scatter of {list(sizes)} {flat.dtype}"
         return self._exchange(kind, group, list(torch.split(flat.clone(), list(sizes))), finish)
@@ -185,19 +206,23 @@ class ThreadTransport:
 
 
 def run_threads(
-    num_ranks: int, fn: Callable[[int, ThreadTransport], Result], timeout: float = 60.0
+    num_ranks: int,
+    fn: Callable[[int, ThreadTransport], Result],
+    timeout: float = 60.0,
+    collective: Collective | None = None,
 ) -> list[Result]:
     """Run `fn(rank, transport)` in a thread per rank and return the results in rank order.
 
     If a rank raises, the others are released at once and the first error is raised again with a
     note that names its rank. `timeout` bounds each wait for other ranks, not the whole run.
+    `collective` may do sums and gathers in another way than in the order of ranks.
     """
     board = _Board(num_ranks, timeout)
     results: dict[int, Result] = {}
 
     def work(rank: int) -> None:
         try:
-            results[rank] = fn(rank, ThreadTransport(rank, board))
+            results[rank] = fn(rank, ThreadTransport(rank, board, collective))
         except BaseException as error:
             board.fail(rank, error)
 
