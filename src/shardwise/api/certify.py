@@ -5,13 +5,10 @@ Enters: the user's model and batch, a plan. Leaves: a `Certificate`.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from dataclasses import replace
-=======
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
->>>>>>> 1b350f5 (Compare every value by its own scale, in trials with changed weights and batch)
 from typing import Any
 
 import torch

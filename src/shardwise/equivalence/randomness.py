@@ -135,18 +135,10 @@ def run_graph(
         losses.append(loss.detach())
         outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
         buffers = {b.name: values[b.mutation or b.value].detach() for b in graph.buffers}
-<<<<<<< HEAD
     for hook in graph.hooks:
-        held = parameters[hook.parameter]
-        if held.grad is not None:
-            held.grad = hook.function(held.grad.clone(), held.detach())
-    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
-    trained = [p for p in parameters.values() if p.requires_grad]
-    if trained:
-        eps = damping(gradients.values())
-        torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=eps).step()
-=======
->>>>>>> 1b350f5 (Compare every value by its own scale, in trials with changed weights and batch)
+        gradient, held = gradients[hook.parameter], parameters[hook.parameter]
+        if gradient is not None:
+            gradients[hook.parameter] = hook.function(gradient.clone(), held.detach())
     after = {name: p.detach().clone() for name, p in parameters.items()}
     for name in trained:
         after[name].grad = gradients[name]

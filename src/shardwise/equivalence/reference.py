@@ -46,14 +46,9 @@ def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
         )
     twin = copy.deepcopy(model).cpu()
     for tensor in (*twin.parameters(), *twin.buffers()):
-<<<<<<< HEAD
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.double()
+        tensor.data = widen_tensor(tensor.data)
     for original, copied in zip(model.parameters(), twin.parameters(), strict=True):
         copy_hooks(original, copied)
-=======
-        tensor.data = widen_tensor(tensor.data)
->>>>>>> 1b350f5 (Compare every value by its own scale, in trials with changed weights and batch)
     call = read_batch(batch)
     return twin, call.batch_with([widen_tensor(t.detach().cpu()) for _, t in call.tensors])
 

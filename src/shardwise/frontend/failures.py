@@ -10,7 +10,7 @@ import traceback
 from typing import NamedTuple
 
 from shardwise.errors import CaptureError, ShardwiseError
-from shardwise.frontend.provenance import Frame, is_user_file
+from shardwise.frontend.provenance import Frame, is_user_code
 
 
 class Cure(NamedTuple):
@@ -98,7 +98,7 @@ def _user_frame(error: BaseException | None) -> Frame | None:
     found: Frame | None = None
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
-        users = [f for f in frames if is_user_file(f.filename)]
+        users = [f for f in frames if is_user_code(f.filename)]
         if users:
             last = users[-1]
             found = Frame(last.filename, last.lineno or 0, last.name, (last.line or "").strip())
