@@ -136,9 +136,9 @@ def run_graph(
         outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
         buffers = {b.name: values[b.mutation or b.value].detach() for b in graph.buffers}
     for hook in graph.hooks:
-        gradient, held = gradients[hook.parameter], parameters[hook.parameter]
-        if gradient is not None:
-            gradients[hook.parameter] = hook.function(gradient.clone(), held.detach())
+        known, held = gradients[hook.parameter], parameters[hook.parameter]
+        if known is not None:
+            gradients[hook.parameter] = hook.function(known.clone(), held.detach())
     after = {name: p.detach().clone() for name, p in parameters.items()}
     for name in trained:
         after[name].grad = gradients[name]

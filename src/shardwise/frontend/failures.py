@@ -81,7 +81,8 @@ def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
 
 def describe_failure(error: BaseException) -> tuple[str | None, str]:
     """The user's line that an error came from, if there is one, and its first words."""
-    return _describe(_user_frame(error)), _first(f"{type(error).__name__}: {error}")
+    frame = _user_frame(error)
+    return None if frame is None else str(frame), _first(f"{type(error).__name__}: {error}")
 
 
 def _own(error: BaseException | None) -> ShardwiseError | None:
