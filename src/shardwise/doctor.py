@@ -1,20 +1,26 @@
 """Checks of this machine, for `shardwise doctor`.
 
-Enters: nothing. Leaves: `Finding`s, each a name, a status and what to do about it. What may crash
-a process (bf16 arithmetic on some CPUs) runs in a child.
+Enters: nothing. Leaves: `Finding`s, each a name, a status and what to do about it. What is missing
+and optional is `ok`, with the command that installs it. What may crash a process (bf16 arithmetic
+on some CPUs) runs in a child.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail"]
@@ -25,6 +31,17 @@ a = torch.full((256, 256), 0.5, dtype=torch.bfloat16)
 assert (a @ a)[0, 0].item() == 64.0
 """
 _CHILD_TIMEOUT_S = 120
+# What else may be used: package, the least version that is supported, and what installs it.
+_OPTIONAL = (
+    ("transformers", (5, 20), 'pip install "shardwise[huggingface]"'),
+    ("accelerate", (1, 12), 'pip install "shardwise[huggingface]"'),
+    ("lightning", (2, 5), 'pip install "shardwise[lightning]"'),
+    ("torchmetrics", (1,), 'pip install "shardwise[lightning]"'),
+    ("tensorboard", (), 'pip install "shardwise[tensorboard]"'),
+    ("wandb", (), 'pip install "shardwise[wandb]"'),
+)
+_PORT = 29500  # where ranks meet if nothing else is said
+_LEAST_DISK, _LEAST_SHM, _LEAST_FILES = 5 * 2**30, 2**30, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +58,16 @@ def examine() -> tuple[Finding, ...]:
     """Run all checks; imports torch."""
     checks: tuple[Callable[[], Iterable[Finding]], ...] = (
         _versions,
+        _packages,
+        _compiler,
         _backends,
         _loopback,
+        _port,
+        _hostname,
         _memory,
+        _disk,
+        _shared_memory,
+        _open_files,
         _bf16,
         _cuda,
     )
@@ -59,13 +83,16 @@ def to_dict(findings: Iterable[Finding]) -> dict[str, Any]:
 def show(findings: Iterable[Finding]) -> None:
     """Print the findings as a table on stdout."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     colors = {"ok": "green", "warn": "yellow", "fail": "red"}
     table = Table(box=None, show_header=False)
     for finding in findings:
         color = colors[finding.status]
-        text = finding.value + (f"\n[{color}]try: {finding.hint}[/]" if finding.hint else "")
+        text = escape(finding.value)
+        if finding.hint:
+            text += f"\n[{color}]try: {escape(finding.hint)}[/]"
         table.add_row(f"[{color}]{finding.status}[/]", finding.name, text)
     Console().print(table)
 
@@ -75,6 +102,46 @@ def _versions() -> Iterator[Finding]:
     for package in ("shardwise", "torch", "numpy"):
         version = str(importlib.import_module(package).__version__)
         yield Finding(name=package, status="ok", value=version)
+
+
+def _packages() -> Iterator[Finding]:
+    """Packages that integrations and logs use, without importing them."""
+    for package, least, install in _OPTIONAL:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name=package, status="ok", value="not installed", hint=install)
+            continue
+        numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
+        old = numbers < least
+        wanted = ".".join(map(str, least))
+        yield Finding(
+            name=package,
+            status="warn" if old else "ok",
+            value=version + (f", older than {wanted}" if old else ""),
+            hint=install.replace("install", "install --upgrade") if old else "",
+        )
+
+
+def _compiler() -> Iterator[Finding]:
+    """What `compile: true` and operators of one's own in C++ need."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [
+        what
+        for what, there in (("a C++ compiler", found), ("Python's headers", headers.is_file()))
+        if not there
+    ]
+    yield Finding(
+        name="compiler",
+        status="warn" if missing else "ok",
+        value=f"no {' and no '.join(missing)}: compile: true fails" if missing else str(found),
+        hint="apt install g++ python3-dev" if missing else "",
+    )
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        yield Finding(name="nvcc", status="ok", value=nvcc)
 
 
 def _backends() -> Iterator[Finding]:
@@ -88,11 +155,25 @@ def _backends() -> Iterator[Finding]:
         value="available" if gloo else "missing",
         hint="" if gloo else "install a torch build with torch.distributed",
     )
-    for name, present in (
-        ("nccl", available and dist.is_nccl_available()),
-        ("mpi", available and dist.is_mpi_available()),
-    ):
-        yield Finding(name=name, status="ok", value="available" if present else "not in this build")
+    yield _nccl(available and dist.is_nccl_available())
+    mpi = available and dist.is_mpi_available()
+    yield Finding(name="mpi", status="ok", value="available" if mpi else "not in this build")
+
+
+def _nccl(available: bool) -> Finding:
+    """NCCL, which GPUs need to talk to each other."""
+    import torch
+
+    if available:
+        found = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+        return Finding(name="nccl", status="ok", value=".".join(map(str, found)) or "available")
+    needed = torch.cuda.device_count() > 1
+    return Finding(
+        name="nccl",
+        status="warn" if needed else "ok",
+        value="not in this build" + (": GPUs talk through the host" if needed else ""),
+        hint="install a torch build for CUDA" if needed else "",
+    )
 
 
 def _loopback() -> Iterator[Finding]:
@@ -111,6 +192,89 @@ def _loopback() -> Iterator[Finding]:
         return
     assert received == b"x"
     yield Finding(name="loopback", status="ok", value=f"port {port} on 127.0.0.1 answered")
+
+
+def _port() -> Iterator[Finding]:
+    """Whether the port is free at which ranks meet by default."""
+    try:
+        with socket.create_server(("127.0.0.1", _PORT)):
+            yield Finding(name="port", status="ok", value=f"{_PORT} is free")
+    except OSError as error:
+        yield Finding(
+            name="port",
+            status="warn",
+            value=f"{_PORT}: {error.strerror or error}",
+            hint="torchrun --master-port 29501, or shardwise launch --port 0",
+        )
+
+
+def _hostname() -> Iterator[Finding]:
+    """Whether this machine's own name has an address, as gloo expects."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield Finding(
+            name="host name",
+            status="warn",
+            value=f"{name}: {error}",
+            hint="export GLOO_SOCKET_IFNAME=lo, or eth0 for several machines",
+        )
+        return
+    yield Finding(name="host name", status="ok", value=f"{name} is {address}")
+
+
+def _disk() -> Iterator[Finding]:
+    """Room for checkpoints here, and for what compilers and loaders write."""
+    seen: set[int] = set()
+    for place in (Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            usage, device = shutil.disk_usage(place), place.stat().st_dev
+        except OSError as error:
+            yield Finding(name="disk", status="warn", value=f"{place}: {error.strerror}")
+            continue
+        if device in seen:
+            continue
+        seen.add(device)
+        low = usage.free < _LEAST_DISK
+        yield Finding(
+            name="disk",
+            status="warn" if low else "ok",
+            value=f"{place}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB",
+            hint="remove files, or train with --folder on another disk" if low else "",
+        )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """`/dev/shm`, through which loading processes and ranks of one machine pass tensors."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        yield Finding(name="/dev/shm", status="ok", value="not on this system")
+        return
+    usage = shutil.disk_usage(place)
+    low = usage.free < _LEAST_SHM
+    yield Finding(
+        name="/dev/shm",
+        status="warn" if low else "ok",
+        value=f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB",
+        hint="docker run --ipc host, or --shm-size 8g; else data.workers: 0" if low else "",
+    )
+
+
+def _open_files() -> Iterator[Finding]:
+    """The limit that many ranks and loading processes meet first."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = 0 <= soft < _LEAST_FILES
+    yield Finding(
+        name="open files",
+        status="warn" if low else "ok",
+        value=f"{soft} of at most {hard}",
+        hint=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}" if low else "",
+    )
 
 
 def _memory() -> Iterator[Finding]:

@@ -211,7 +211,7 @@ app.command(context_settings=LAUNCH_CONTEXT)(launch)
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: versions, backends, ports, memory, bf16."""
+    """Check this machine: packages, compiler, backends, ports, memory, disk, bf16."""
     from shardwise import doctor as checks
 
     findings = checks.examine()

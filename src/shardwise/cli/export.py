@@ -44,11 +44,16 @@ def export(
 ) -> None:
     """Write a trained model for serving: a torch.export program, or a Hugging Face folder."""
     from shardwise.training.checkpoint.types import dtype_named
+    from shardwise.training.checkpoint.writing import require_free
     from shardwise.training.export import PROGRAM
     from shardwise.training.export import export as write
 
     if out.suffix == PROGRAM:
         require_own(out, "program")
+        if model is None:
+            raise typer.BadParameter(f"{out} needs --model MODULE.py:FUNCTION, of (model, inputs)")
+    else:
+        require_free(out)
     loaded = None if model is None else load_target(model)
     kind = None if dtype is None else dtype_named(dtype, "--dtype")
     made = write(

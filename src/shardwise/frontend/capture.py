@@ -107,7 +107,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     try:
         with (
-            _quiet(),
+            quiet(),
             recording(recorder),
             recording_hooks(recorder),
             controlled_random(),
@@ -138,7 +138,7 @@ def _drivers_asleep() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without export's warnings, logs and prints: what matters is in the graph or an error."""
     loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
     levels = [logger.level for logger in loggers]
@@ -180,7 +180,7 @@ def _convert_decomposed(
     """The same through torch's own functionalization, for writes that we cannot express."""
     check_regions_can_go(program.graph_module, reason)
     try:
-        with _quiet(), recording(recorder):
+        with quiet(), recording(recorder):
             decomposed = program.run_decompositions({})
         graph = _convert(decomposed, step, sources, recorder, device)
     except NotFunctional as second:

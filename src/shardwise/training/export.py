@@ -26,6 +26,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.frontend.batch import read_batch
+from shardwise.frontend.capture import quiet
+from shardwise.frontend.failures import capture_error
 from shardwise.runtime import ParallelModule
 from shardwise.training.checkpoint import convert_checkpoint, save_checkpoint
 from shardwise.training.checkpoint.loading import read_section
@@ -35,6 +37,7 @@ from shardwise.training.whole import whole_tensors
 __all__ = ["export"]
 
 PROGRAM = ".pt2"
+_SAME_MODEL = "the model that was trained, with the same sizes"
 
 
 def export(
@@ -139,15 +142,32 @@ def _weights(source: nn.Module | str | Path, section: str) -> dict[str, Tensor]:
 
 def _filled(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> nn.Module:
     """A copy of the model with these weights, in eval mode."""
-    twin = copy.deepcopy(model)
-    unexpected = twin.load_state_dict(dict(state), strict=False, assign=True).unexpected_keys
+    twin, kind = copy.deepcopy(model), type(model).__name__
+    own = twin.state_dict()
+    for name, tensor in state.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise ShardwiseError(
+                f"{name} is {tuple(tensor.shape)} in the weights, {kind} has "
+                f"{tuple(own[name].shape)}",
+                where=name,
+                hint=_SAME_MODEL,
+            )
+    result = twin.load_state_dict(dict(state), strict=False, assign=True)
     tie = getattr(twin, "tie_weights", None)
     if callable(tie):
         tie()
-    if unexpected:
+    if result.unexpected_keys:
+        name = result.unexpected_keys[0]
         raise ShardwiseError(
-            f"the weights have {unexpected[0]}, which {type(model).__name__} lacks"
+            f"the weights have {name}, which {kind} lacks", where=name, hint=_SAME_MODEL
         )
+    now = twin.state_dict(keep_vars=True)
+    filled = {id(now[name]) for name in state if name in now}
+    for name in result.missing_keys:
+        if id(now[name]) not in filled:  # nor tied to one that is
+            raise ShardwiseError(
+                f"{kind} has {name}, which the weights lack", where=name, hint=_SAME_MODEL
+            )
     for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
         if tensor.is_meta:
             raise ShardwiseError(
@@ -160,17 +180,32 @@ def _filled(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | 
 def _write_program(model: nn.Module, batch: Any, dynamic: bool, out: Path) -> None:
     args, kwargs = read_batch(batch).arguments(batch, model)
     served = _with_plain_outputs(model)
-    given = inspect.signature(served.forward).bind(*args, **kwargs).arguments
+    try:
+        given = inspect.signature(served.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ShardwiseError(
+            f"{type(model).__name__}.forward does not take this batch: {error}",
+            hint="the inputs of forward for serving, as a dict or a tuple",
+        ) from error
     shapes = pytree.tree_map(_free, dict(given)) if dynamic else None
-    with torch.no_grad():
-        program = torch.export.export(served, args, kwargs, dynamic_shapes=shapes, strict=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(served, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise capture_error(error, type(model).__name__) from error
     aside = out.with_name(f".{out.stem}.partial{PROGRAM}")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         torch.export.save(program, aside)
         os.replace(aside, out)
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise ShardwiseError(
+            f"cannot write {out}: {why}", where=str(out), hint="a folder that you may write to"
+        ) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def _free(leaf: Any) -> Any:

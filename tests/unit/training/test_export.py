@@ -118,3 +118,44 @@ def test_the_command_writes_a_folder_and_a_program(
         assert done.exit_code == 0, done.output
     assert (tmp_path / "folder/model.safetensors").is_file()
     assert torch.export.load(tmp_path / "m.pt2").module()(**batch(3))["logits"].shape[0] == 3
+
+
+class Branching(nn.Linear):
+    """Decides by a value, which no program can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Longer(nn.Linear):
+    """Has a parameter that the weights lack."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.more = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (nn.Linear(5, 4), (torch.ones(2, 5),), "weight is (4, 4) in the weights, Linear has"),
+        (Longer(), (torch.ones(2, 4),), "Longer has more, which the weights lack"),
+        (Branching(4, 4), (torch.ones(2, 4),), "Branching cannot be captured"),
+        (nn.Linear(4, 4), {"y": torch.ones(2, 4)}, "forward does not take this batch"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_without_torchs_error(
+    model: nn.Module, batch: Any, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ShardwiseError) as caught:
+        sw.export(nn.Linear(4, 4), tmp_path / "m.pt2", model=model, batch=batch)
+    assert message in str(caught.value)
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardwiseError, match="cannot write") as caught:
+        sw.export(nn.Linear(4, 4), tmp_path / "file" / "m.pt2", batch=(torch.ones(2, 4),))
+    assert str(tmp_path) in (caught.value.where or "")

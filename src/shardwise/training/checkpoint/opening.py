@@ -76,8 +76,9 @@ def _inside(folder: Path) -> str | None:
 
 
 def with_previous(error: CheckpointError, folder: Path) -> CheckpointError:
-    """The same error, with the previous checkpoint as what to try."""
-    earlier = previous_of(folder)
+    """The same error; if the folder is at fault, with the previous checkpoint as what to try."""
+    elsewhere = error.where is not None and str(folder) not in error.where
+    earlier = None if elsewhere else previous_of(folder)
     if error.hint is not None or earlier is None:
         return error
     return CheckpointError(
@@ -97,7 +98,7 @@ def previous_of(folder: Path) -> Path | None:
             continue
         if own and named and int(named[1]) < int(own[1]):
             found.append((int(named[1]), other))
-        elif not own and folder.exists() and not other.name.startswith("."):
+        elif not own and folder.is_dir() and not other.name.startswith("."):
             found.append(((other / MANIFEST).stat().st_mtime, other))
     for _, other in sorted(found, reverse=True):
         if is_complete(other):
