@@ -111,6 +111,59 @@ def test_one_rank_has_the_weights_and_the_others_are_on_meta(pool: Callable[[int
     pool(2).run(from_one_rank, timeout=120)
 
 
+# ------------------------------------------------------------------ models on meta
+
+
+class Scaled(Odd):
+    """With values that only `__init__` sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(small)
+        nn.init.normal_(self.down.weight, std=1e-3)
+
+
+def small(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def on_meta(strategy: str, options: dict[str, Any]) -> str:
+    """The error of a model whose values are lost; training from those of `init` and of a state."""
+    batch = tokens(7, 5, 13)
+    with torch.device("meta"):
+        model = Scaled().double()
+    with KeepDouble():
+        plan = plan_for(model, batch, strategy, dist.get_world_size(), **options)
+        torch.manual_seed(5)
+        reference = Scaled().double()
+        expected = reference(**batch)["loss"].detach()
+        pm = sw.parallelize(model, batch, plan=plan, seed=5, init=lambda: Scaled().double())
+        assert_close(pm.train_step(batch), expected, "loss from init")
+        del pm
+        pm = sw.parallelize(model, batch, plan=plan, seed=5)
+        told = error_of(pm.train_step, batch)
+        assert told == error_of(pm.eval_step, batch)
+        pm.load_state_dict(reference.state_dict())
+        pm.store.load_full("hidden", reference.hidden)
+        assert_close(pm.train_step(batch), expected, "loss from a state")
+    return told
+
+
+def test_a_model_on_meta_has_the_weights_of_init_or_none(pool: Callable[[int], Pool]) -> None:
+    for told in pool(2).run(on_meta, "zero1", {}, timeout=120):
+        assert "scale has no value: nothing is known to set it" in told
+        assert "init=lambda: Model(config)" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy", "options"), THOROUGH)
+def test_every_strategy_begins_with_the_weights_of_init(
+    pool: Callable[[int], Pool], ranks: int, strategy: str, options: dict[str, Any]
+) -> None:
+    pool(ranks).run(on_meta, strategy, options, timeout=300)
+
+
 # ------------------------------------------------------------------ differences that come later
 
 

@@ -120,7 +120,7 @@ def without_weights() -> None:
         with torch.device("meta"):
             model = Tied()
         plan = plan_for(model, batch, strategy, 2, **options)
-        pm = sw.parallelize(model, batch, plan=plan, seed=3)
+        pm = sw.parallelize(model, batch, plan=plan, seed=3, init=Tied)
         state, loss = pm.gather_state_dict(), pm.train_step(batch)
         runs.append((state, loss, pm.eval_step({"ids": ids})["scores"]))
     (first, loss, scores), (second, other_loss, other_scores) = runs

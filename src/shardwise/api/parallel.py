@@ -36,7 +36,7 @@ from shardwise.api.steps import (
     trained_parameters,
     used_parameters,
 )
-from shardwise.api.weights import load_weights
+from shardwise.api.weights import Init, load_weights
 from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
 from shardwise.errors import LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
@@ -61,6 +61,7 @@ def parallelize(
     steps: Mapping[str, StepFn] | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
+    init: Init | None = None,
     compile: bool = False,
     check_batches: bool = True,
     record: bool | Literal["paused"] = False,
@@ -70,8 +71,14 @@ def parallelize(
 
     Every rank calls this with the same model, batch and plan; they agree on the program before the
     first collective, and a rank that fails, is missing or differs is named within `timeout`
-    seconds. A model on meta is initialized module by module with `seed`, each rank keeping its
-    part. With `compile` the generated module runs under `torch.compile`; with `record`,
+    seconds. All ranks begin with the weights of rank 0, whatever others have.
+
+    A model on meta is initialized with `seed` as its modules do it (`reset_parameters`,
+    `_init_weights`), or as `init` does it: `init=lambda: Model(config)` builds the model on rank 0,
+    with the weights it has on one device after `torch.manual_seed(seed)`; `init=function` sets the
+    parameters of the module that it is given.
+
+    With `compile` the generated module runs under `torch.compile`; with `record`,
     `pm.trace(path)` gives what every rank did when: "paused" begins with `pm.recorder.start()`.
 
     With `steps`, a mapping from names to functions `(modules, batch) -> loss`, one parallel module
@@ -105,7 +112,7 @@ def parallelize(
     store, programs = factory.first_steps(compiled, homes, mesh, rng)
     store.scaler = _scaler(first_plan)
     with rt.naming_failures(timeout):
-        load_weights(root, store, seed)
+        load_weights(root, store, seed, init, timeout)
 
     def specialize(key: rt.ProgramKey, batch: Any) -> rt.StepProgram:
         return factory.specialize(key, batch, mesh, rng, store)

@@ -11,20 +11,24 @@ it than `BLOCK_BYTES`, or one row. What no rank has is initialized (`initialize.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import runtime as rt
+from shardwise.api.initialize import initialize
 from shardwise.errors import ShardwiseError
-from shardwise.frontend import skeleton
+from shardwise.frontend.objective import as_module
+from shardwise.runtime.start import starting
 
+Init = Callable[[], nn.Module] | Callable[[nn.Module], object]
 BLOCK_BYTES = 64 << 20
+BUILD_TIMEOUT_S = 1800.0
 _DTYPES = sorted(
     {v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda dtype: str(dtype)
 )
@@ -45,8 +49,18 @@ class Source:
     travels: bool
 
 
-def load_weights(model: nn.Module, store: rt.ParameterStore, seed: int) -> None:
-    """Fill the store with the same initial weights on every rank; all ranks call it."""
+def load_weights(
+    model: nn.Module,
+    store: rt.ParameterStore,
+    seed: int,
+    init: Init | None = None,
+    timeout: float = BUILD_TIMEOUT_S,
+) -> None:
+    """Fill the store with the same initial weights on every rank; all ranks call it.
+
+    `init` gives weights to a model on meta. Without arguments it builds the model, on the first
+    rank alone; with one it initializes the module it is given, on each rank that needs it.
+    """
     everyone = store.mesh.everyone
     named = dict((*model.named_parameters(), *model.named_buffers()))
     names = list(named)
@@ -66,10 +80,79 @@ def load_weights(model: nn.Module, store: rt.ParameterStore, seed: int) -> None:
             _stream(source, named[source.name], store)
         elif store.holds(source.name):
             store.load_full(source.name, named[source.name].detach())
-    missing = {source.name for source in sources if source.owner is None}
-    if missing:
-        with torch.random.fork_rng(devices=[]):
-            _initialize(model, store, {name for name in missing if store.holds(name)}, seed)
+    missing = [source.name for source in sources if source.owner is None]
+    if init is not None and not missing:
+        raise ShardwiseError(
+            "init was given, but the model has all of its weights",
+            hint='leave init out, or build the model under torch.device("meta")',
+        )
+    if not missing:
+        return
+    if init is not None and _takes_nothing(init):
+        _build(init, {name: named[name] for name in missing}, store, seed, timeout)
+        return
+    with torch.random.fork_rng(devices=[]):
+        store.uninitialized = initialize(
+            model,
+            missing,
+            [name for name in missing if store.holds(name)],
+            seed,
+            store.load_full,
+            init,  # type: ignore[arg-type]  # it takes a module
+        )
+
+
+def _takes_nothing(init: Init) -> bool:
+    """Whether `init` builds a model; otherwise it initializes the module it is given."""
+    try:
+        parameters = list(inspect.signature(init).parameters.values())
+    except (TypeError, ValueError):  # of a builtin
+        return True
+    needed = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(needed) > 1:
+        raise ShardwiseError(
+            f"init takes {len(needed)} arguments: {', '.join(p.name for p in needed)}",
+            hint="init=lambda: Model(config) builds the model; init=function initializes a module",
+        )
+    return not needed
+
+
+def _build(
+    init: Init, missing: Mapping[str, Tensor], store: rt.ParameterStore, seed: int, timeout: float
+) -> None:
+    """Let the first rank build the model with its weights, and give them to all."""
+    everyone = store.mesh.everyone
+    built: dict[str, Tensor] = {}
+    with starting(max(timeout, BUILD_TIMEOUT_S)) as agree:
+        if everyone.index == 0:
+            with torch.random.fork_rng(), torch.device("cpu"):
+                torch.manual_seed(seed)
+                made = as_module(init())  # type: ignore[call-arg, arg-type]
+            built = dict((*made.named_parameters(), *made.named_buffers()))
+            for name, tensor in missing.items():
+                _require_like(name, built.get(name), tensor)
+        agree("built")
+    for name, tensor in missing.items():
+        source = Source(name=name, owner=0, dtype=tensor.dtype, travels=True)
+        mine = built.pop(name, None)
+        _stream(source, tensor if mine is None else mine.detach().to(tensor.dtype), store)
+
+
+def _require_like(name: str, built: Tensor | None, wanted: Tensor) -> None:
+    if built is None or built.shape != wanted.shape or built.is_meta:
+        what = "no data" if built is not None and built.is_meta else "none"
+        if built is not None and not built.is_meta:
+            what = f"shape {tuple(built.shape)}"
+        raise ShardwiseError(
+            f"the model of parallelize has {name} of shape {tuple(wanted.shape)}; that which init "
+            f"builds has {what}",
+            where=name,
+            hint="init builds the same model, not on meta",
+        )
 
 
 def _described(name: str, tensor: Tensor, store: rt.ParameterStore) -> list[int]:
@@ -131,59 +214,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """The same memory as bytes, which every backend can send."""
     flat = tensor.view(-1)
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
-
-
-def _initialize(model: nn.Module, store: rt.ParameterStore, known: set[str], seed: int) -> None:
-    """Initialize one module after the other, in order, and keep this rank's parts.
-
-    A module's numbers follow from the seed and its path, so that a rank which holds some of the
-    modules gives them the same values as any other.
-    """
-    twin = skeleton(model)
-    real = dict(model.named_modules())
-    done: set[str] = set()
-    for path, module in twin.named_modules():
-        own = [
-            (f"{path}.{leaf}" if path else leaf, leaf)
-            for leaf in (*module._parameters, *module._buffers)
-        ]
-        wanted = [(name, leaf) for name, leaf in own if name in known and name not in done]
-        if not wanted:
-            continue
-        given = _real_tensors(real[path])
-        if len(given) < len(wanted):
-            module.to_empty(device="cpu", recurse=False)
-            torch.manual_seed(_seed_of(path, seed))
-            _reset(twin, module, path)
-        for name, leaf in wanted:
-            tensor = given.get(leaf)
-            store.load_full(name, getattr(module, leaf).detach() if tensor is None else tensor)
-            done.add(name)
-        module.to_empty(device="meta", recurse=False)
-
-
-def _seed_of(path: str, seed: int) -> int:
-    return zlib.crc32(f"{seed} {path}".encode())
-
-
-def _real_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a module that already have values."""
-    tensors: dict[str, Any] = {**module._parameters, **module._buffers}
-    return {k: t.detach() for k, t in tensors.items() if t is not None and not t.is_meta}
-
-
-@torch.no_grad()
-def _reset(model: nn.Module, module: nn.Module, path: str) -> None:
-    """The module's own initialization: `reset_parameters`, or the model's `_init_weights`."""
-    reset = getattr(module, "reset_parameters", None)
-    initialize = getattr(model, "_init_weights", None)
-    if initialize is not None:
-        initialize(module)
-    elif reset is not None:
-        reset()
-    else:
-        raise ShardwiseError(
-            f"{type(module).__name__} has parameters on meta and no reset_parameters()",
-            where=path or "the model",
-            hint="define reset_parameters() on it, or build the model with weights",
-        )

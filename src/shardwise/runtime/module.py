@@ -216,6 +216,7 @@ class ParallelModule(nn.Module):
     def _program(
         self, batch: Any, step: str, *, training: bool, local: bool
     ) -> tuple[ProgramKey, StepProgram]:
+        self.store.require_values()
         if local:
             return self._local_program(batch, step, training)
         key = self._key(batch, step, training)
@@ -254,6 +255,7 @@ class ParallelModule(nn.Module):
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank; all ranks call it."""
+        self.store.require_values()
         state = self._shared(self.store.gather_state_dict())
         return {name: tensor for name, tensor in state.items() if tensor is not None}
 

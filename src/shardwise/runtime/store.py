@@ -76,6 +76,7 @@ class ParameterStore:
         self.recorder = Recorder(mesh.rank, enabled=False)
         self.after_update: list[Callable[[], None]] = []
         self.replicas = Replicas(self, mesh)
+        self.uninitialized: dict[str, str] = {}  # tensors without values, and why
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         self.stand_ins: dict[str, nn.Parameter] = {}  # on meta, for parameters of other stages
         self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases
@@ -191,6 +192,7 @@ class ParameterStore:
 
         A tensor without dims is one row.
         """
+        self.uninitialized.pop(name, None)
         if name in self._aliases:
             target = self.buffers[self._aliases[name]]
             (target.narrow(0, begin, len(rows)) if rows.dim() else target).copy_(rows)
@@ -226,6 +228,19 @@ class ParameterStore:
             if low < high:
                 piece = entry.piece.detach().view(-1)[low - begin : high - begin]
                 piece.copy_(values[low - at : high - at])
+
+    def require_values(self) -> None:
+        """Raise if parameters or buffers of a model on meta have not been given values."""
+        if not self.uninitialized:
+            return
+        name, reason = next(iter(self.uninitialized.items()))
+        raise ProgramError(
+            f"{name} has no value: {reason}; {len(self.uninitialized)} parameters and buffers of "
+            "the model on meta are without",
+            where=name,
+            hint="parallelize(…, init=lambda: Model(config)) builds the model with its weights on "
+            "rank 0, init=function initializes each module; or sw.load_checkpoint(path, pm) first",
+        )
 
     def holds(self, name: str) -> bool:
         """Whether this rank stores some of this parameter or buffer."""

@@ -7,7 +7,7 @@ are cut as a parameter is (optimizer state, averages).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,6 +85,10 @@ class State(Protocol):
 
     def filled(self) -> None:
         """Take over what was written into the targets."""
+        ...
+
+    def received(self, names: Collection[str]) -> None:
+        """Note which tensors have been given the values of a checkpoint."""
         ...
 
     def unfilled(self) -> list[str]:
@@ -211,8 +215,16 @@ class ParallelState:
                 group.refresh()
         settle(self.store.device)
 
+    def received(self, names: Collection[str]) -> None:
+        # Ranks that hold other names report those themselves.
+        self.store.uninitialized = {
+            name: reason
+            for name, reason in self.store.uninitialized.items()
+            if self.store.holds(name) and name not in names
+        }
+
     def unfilled(self) -> list[str]:
-        return []
+        return list(self.store.uninitialized)
 
     def facts(self) -> dict[str, Any]:
         found: dict[str, Any] = {"random_step": self.module.rng.step}
@@ -299,6 +311,9 @@ class PlainState:
 
     def filled(self) -> None:
         """Nothing: the module's own memory was filled."""
+
+    def received(self, names: Collection[str]) -> None:
+        """Nothing: what has no values is on meta."""
 
     def unfilled(self) -> list[str]:
         return [name for name, tensor in self.module.named_buffers() if tensor.is_meta]

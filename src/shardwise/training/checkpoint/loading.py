@@ -112,6 +112,7 @@ def _load(
         raise with_previous(error, path) from error
     finally:
         state.filled()
+    state.received(match.stored)
     state.take_facts(manifest.module)
     return _loaded(opened, match=match, unfilled=tuple(state.unfilled()))
 
