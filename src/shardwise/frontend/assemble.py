@@ -20,6 +20,7 @@ from shardwise.frontend.fake import has_data
 from shardwise.frontend.finish import Namer, check_static, finish_nodes, live_nodes
 from shardwise.frontend.functions import Recorder
 from shardwise.frontend.step import TENSOR, Step
+from shardwise.frontend.watch import Change
 from shardwise.ir import Buffer, Constant, Graph, Input, Parameter, Ref, TensorType, iter_refs
 
 
@@ -131,7 +132,9 @@ def assemble(
     loss = values.pop(0) if report.has_loss else None
     leaves = [values.pop(0) if leaf is TENSOR else leaf for leaf in report.leaves]
     tensors = [leaf is TENSOR for leaf in report.leaves]
-    for name, value in zip(report.assigned, values, strict=True):
+    count = len(report.assigned)
+    _check_cached(builder, sources, report.cached, values[count:])
+    for name, value in zip(report.assigned, values[:count], strict=True):
         builder.write(roots[name], value)
     mutations = {b.name: _mutation(builder, roots[b.name], b) for b in sources.buffers}
     outputs = [leaf for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
@@ -200,6 +203,22 @@ def _check_replaced(
                 f"forward assigns the tensor attribute {where}, which it also reads",
                 hint=f'self.register_buffer("{where.rsplit(".", 1)[-1]}", ...) makes it state',
             )
+
+
+def _check_cached(
+    builder: Builder, sources: Sources, cached: list[Change], values: list[str]
+) -> None:
+    """Refuse tensors that forward keeps for the next step, unless they are always the same."""
+    if not cached:
+        return
+    fixed = {b.value for b in sources.buffers} | set(sources.constants)
+    varying = set(sources.types) - fixed
+    for node in builder.nodes:
+        if "rand" in node.op or "dropout" in node.op or varying.intersection(_used(node)):
+            varying.update(node.outputs)
+    for change, value in zip(cached, values, strict=True):
+        if value in varying:
+            raise change.refusal("the tensor kept for the next step depends on this one")
 
 
 def _mutation(builder: Builder, root: Alias, buffer: Buffer) -> str | None:

@@ -8,12 +8,13 @@ functional and plain. Nothing of the user's is changed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,25 +26,28 @@ from torch.export.graph_signature import InputKind, OutputKind
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias, NotFunctional
 from shardwise.frontend.assemble import Sources, assemble
-from shardwise.frontend.batch import read_batch
+from shardwise.frontend.batch import Call, read_batch
 from shardwise.frontend.builder import Builder, Region
 from shardwise.frontend.convert import Converter
 from shardwise.frontend.failures import capture_error
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.functions import Recorder, recording
-from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, recording_hooks
+from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
 from shardwise.frontend.masks import eager_masks
 from shardwise.frontend.objective import (
     Model,
     Objective,
     StepFn,
+    StepFunction,
     as_module,
     check_objective,
     objective,
 )
+from shardwise.frontend.provenance import ROOT
 from shardwise.frontend.random_control import controlled_random
 from shardwise.frontend.regions import check_regions_can_go
-from shardwise.frontend.step import ROOT, Around, Step
+from shardwise.frontend.step import Around, Step
+from shardwise.frontend.watch import Change, Place, Reads, Watch
 from shardwise.ir import Graph
 
 
@@ -56,6 +60,7 @@ def capture(
     training: bool | None = None,
     device: torch.device | str | None = None,
     around: Around = nullcontext,
+    reads: Reads | None = None,
 ) -> Graph:
     """The forward step of `model` on `batch`, up to the loss, as a graph.
 
@@ -65,6 +70,7 @@ def capture(
     loss function, a `step` says what is computed: a function of the modules (the model, or a
     mapping from names to several) and the batch that returns the loss, or outputs that hold it.
     The forward pass and the loss are traced inside of the context manager `around()`.
+    `reads` collects the Python state that the graph depends on.
 
     >>> graph = capture(nn.Linear(2, 1), (torch.zeros(3, 2),), lambda y, batch: y.mean())
     >>> [node.op for node in graph.nodes]
@@ -75,25 +81,71 @@ def capture(
     _check(model, chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
+    run = functools.partial(_capture, model, call, chosen, training, logical, around)
     with _drivers_asleep():
-        mode = new_fake_mode()
-        copy = fake_copy(model, logical, mode)
-        if training is not None and training != copy.training:
-            copy.train(training)
-        exported = Step(copy, call, chosen, needs_loss=copy.training, around=around)
-        recorder = Recorder()
-        fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
-        check_module_hooks(copy)
+        graph, watch = run({})
+        changes = [change for change in watch.changes if not change.tensors]
+        if changes:
+            _check_next_step(graph, changes, run)
+    if reads is not None:
+        reads.add(watch)
+    return graph
+
+
+def _capture(
+    model: nn.Module,
+    call: Call,
+    chosen: Objective,
+    training: bool | None,
+    device: torch.device,
+    around: Around,
+    attributes: Mapping[Place, Any],
+) -> tuple[Graph, Watch]:
+    """Capture a copy of the model in which some attributes have other values."""
+    mode = new_fake_mode()
+    copy = fake_copy(model, device, mode)
+    if training is not None and training != copy.training:
+        copy.train(training)
+    for (path, name), value in attributes.items():
+        vars(copy.get_submodule(path))[name] = value
+    functions: list[Any] = [chosen.fn if isinstance(chosen, StepFunction) else chosen]
+    functions += [hook for parameter in copy.parameters() for hook in hooks_of(parameter)]
+    watch = Watch(copy, [function for function in functions if function is not None])
+    exported = Step(copy, call, chosen, needs_loss=copy.training, watch=watch, around=around)
+    recorder = Recorder()
+    fakes = tuple(fake_tensor(tensor, device, mode) for _, tensor in call.tensors)
+    check_module_hooks(copy)
+    with watch.watching():
         hooks = gradient_hooks(copy)
-        program = _export(exported, fakes, recorder, type(model).__name__)
-        sources = Sources.of(model, call, _signature_names(model))
-        try:
-            graph = _convert(program, exported, sources, recorder, logical)
-        except NotFunctional as reason:
-            graph = _convert_decomposed(program, exported, sources, recorder, logical, reason)
-        if not hooks:
-            return graph
-        return replace(graph, hooks=hooks, functions={**graph.functions, "gradient hooks": hooks})
+    program = _export(exported, fakes, recorder, type(model).__name__)
+    sources = Sources.of(model, call, _signature_names(model))
+    try:
+        graph = _convert(program, exported, sources, recorder, device)
+    except NotFunctional as reason:
+        graph = _convert_decomposed(program, exported, sources, recorder, device, reason)
+    if hooks:
+        functions_and_hooks = {**graph.functions, "gradient hooks": hooks}
+        graph = replace(graph, hooks=hooks, functions=functions_and_hooks)
+    return graph, watch
+
+
+def _check_next_step(
+    graph: Graph,
+    changes: Sequence[Change],
+    run: Callable[[Mapping[Place, Any]], tuple[Graph, Watch]],
+) -> None:
+    """Refuse attributes that forward changes, unless they stay as they are in the next step.
+
+    A value that is computed once and kept (a length, a flag) is harmless if the step after it
+    computes the same and changes nothing.
+    """
+    following, watch = run({change.place: change.after for change in changes})
+    for change in watch.changes:
+        if not change.tensors:
+            before, after = repr(change.before)[:40], repr(change.after)[:40]
+            raise change.refusal(f"each step would see another value ({before}, then {after})")
+    if following.fingerprint != graph.fingerprint:
+        raise changes[0].refusal("the second step computes something else than the first")
 
 
 def _check(model: nn.Module, chosen: Objective) -> None:

@@ -19,9 +19,9 @@ from shardwise.frontend.batch import Call, path_name, register_dataclasses
 from shardwise.frontend.loss import find_loss
 from shardwise.frontend.objective import Objective, loss_of, run_objective
 from shardwise.frontend.outputs import flatten_output, kept_leaf
+from shardwise.frontend.watch import Change, Watch
 
 Around = Callable[[], AbstractContextManager[Any]]
-ROOT = "model"  # the attribute that holds the user's model; stripped from every name
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class StepOutputs:
     spec: Any = None
     assigned: list[str] = field(default_factory=list)  # buffers that forward reassigned
     replaced: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # plain attributes
+    cached: list[Change] = field(default_factory=list)  # attributes that now hold these tensors
     warnings: list[str] = field(default_factory=list)
 
 
@@ -54,21 +55,22 @@ class Step(nn.Module):
         chosen: Objective,
         *,
         needs_loss: bool,
+        watch: Watch,
         around: Around = nullcontext,
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # A tuple hides these from export's search for attributes.
-        self._hidden = (call, chosen, needs_loss, around)
+        self._hidden = (call, chosen, needs_loss, watch, around)
         self.outputs = (StepOutputs(),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, chosen, needs_loss, around = self._hidden
+        call, chosen, needs_loss, watch, around = self._hidden
         report = self.outputs[0]
         before = _state(self.model)
         results: list[torch.Tensor] = []
-        with around():
+        with watch.watching(), around():
             output = run_objective(self.model, call, call.batch_with(tensors), chosen)
             register_dataclasses(output)
             try:
@@ -79,7 +81,12 @@ class Step(nn.Module):
                     raise
         leaves, report.spec = flatten_output(output)
         report.leaves = [_leaf(leaf, results, report) for leaf in leaves]
+        report.warnings += watch.warnings()
+        watch.compare()
+        cached = [(change, t) for change in watch.changes for t in change.tensors]
+        report.cached = [change for change, _ in cached]
         results.extend(_reassigned(self.model, before, report))
+        results.extend(tensor for _, tensor in cached)
         return tuple(results)
 
 

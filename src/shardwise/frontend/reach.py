@@ -1,0 +1,212 @@
+"""Global variables and closure cells that a model's code may read.
+
+Enters: the model and the functions that run with it. Leaves: `Reach`. Code is not run to find out:
+starting from the methods of the model's classes, functions are followed through the names that
+they use. What a name may refer to is overestimated, never underestimated, for plain functions,
+methods, closures, containers and attributes of objects.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.frontend.provenance import is_user_code
+from shardwise.frontend.snapshot import ATOMS, DEPTH, INTERNAL, LARGEST, MISSING, attributes_of
+
+_ALWAYS = frozenset({"forward", "__call__", "__getitem__", "__getattr__", "__iter__", "__len__"})
+_WRAPPERS = (functools.partial, staticmethod, classmethod, property, functools.cached_property)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A global variable, or a cell of a closure, and the function that reads it."""
+
+    name: str
+    place: str  # "train.py:12"
+    home: Any = field(repr=False)  # the dict of globals, or the cell
+
+    def read(self) -> Any:
+        """Return the value, or `MISSING`."""
+        if isinstance(self.home, dict):
+            return self.home.get(self.name, MISSING)
+        try:
+            return self.home.cell_contents
+        except ValueError:
+            return MISSING
+
+    def write(self, value: Any) -> None:
+        """Set the value, for what a capture must undo."""
+        if not isinstance(self.home, dict):
+            self.home.cell_contents = value
+        elif value is MISSING:
+            self.home.pop(self.name, None)
+        else:
+            self.home[self.name] = value
+
+
+@dataclass(slots=True)
+class Reach:
+    """What code may read: variables, and the names of attributes."""
+
+    variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    writes: dict[str, str] = field(default_factory=dict)  # global name -> place of an assignment
+
+
+def reachable(model: nn.Module, functions: Iterable[Any]) -> Reach:
+    """Return the variables that the model's methods and these functions may read."""
+    walk = _Walk()
+    for module in model.modules():
+        walk.classes.setdefault(type(module))
+        for name, value in vars(module).items():
+            if name in ("_forward_hooks", "_forward_pre_hooks"):
+                walk.value(list(value.values()), DEPTH)
+            elif name not in INTERNAL:
+                walk.value(value, DEPTH)
+    for function in functions:
+        holder = {"the function": function}
+        walk.reach.variables[id(holder), "the function"] = Variable("the function", "", holder)
+        walk.value(function, DEPTH)
+    walk.close()
+    return walk.reach
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.reach = Reach()
+        self.classes: dict[type, None] = {}
+        self.modules: dict[int, types.ModuleType] = {}
+        self._codes: set[types.CodeType] = set()
+        self._values: dict[int, Any] = {}  # holds them, so that ids stay theirs
+
+    def value(self, value: Any, depth: int) -> None:
+        """Follow a value that code may use."""
+        if isinstance(value, ATOMS) or id(value) in self._values or not depth:
+            return
+        self._values[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__self__, depth)
+            self.value(value.__func__, depth)
+        elif isinstance(value, _WRAPPERS) or hasattr(value, "__wrapped__"):
+            inner = ("func", "args", "keywords", "__func__", "fget", "__wrapped__")
+            for name in inner:
+                self.value(getattr(value, name, None), depth)
+        elif isinstance(value, types.ModuleType):
+            if "site-packages" not in (getattr(value, "__file__", None) or "") and _is_user(value):
+                self.modules[id(value)] = value
+        elif isinstance(value, type):
+            self.classes.setdefault(value)
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            if len(value) <= LARGEST:
+                for item in value.values() if isinstance(value, dict) else value:
+                    self.value(item, depth)
+        elif not isinstance(value, nn.Module) and _is_user_class(type(value)):
+            self.classes.setdefault(type(value))
+            for item in attributes_of(value).values():
+                self.value(item, depth - 1)
+
+    def close(self) -> None:
+        """Follow attributes by name until nothing new is found."""
+        done: set[tuple[int, str]] = set()
+        size = -1
+        while size != len(done):
+            size = len(done)
+            names = self.reach.names | _ALWAYS
+            for cls in list(self.classes):
+                for base in cls.__mro__ if _is_user_class(cls) else ():
+                    if _is_user_class(base):
+                        self._members(base, names, done)
+            for module in list(self.modules.values()):
+                self._members(module, names, done)
+
+    def _members(self, owner: Any, names: set[str], done: set[tuple[int, str]]) -> None:
+        members = vars(owner)
+        for name in names & members.keys():
+            if (id(owner), name) in done:
+                continue
+            done.add((id(owner), name))
+            if isinstance(owner, types.ModuleType):
+                self._variable(name, owner.__name__, members)
+            self.value(members[name], DEPTH)
+
+    def _function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        user = is_user_code(code.co_filename)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            found = Variable(name, _place(code), cell)
+            if user and name != "__class__":
+                self.reach.variables[id(cell), name] = found
+            self.value(found.read(), DEPTH)
+        for default in function.__defaults__ or ():
+            self.value(default, DEPTH)
+        if user:
+            self._code(code, function.__globals__)
+
+    def _code(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
+        if code in self._codes:
+            return
+        self._codes.add(code)
+        used, attributes, written = names_in(code)
+        self.reach.names |= attributes
+        for name, line in written.items():
+            self.reach.writes.setdefault(name, f"{Path(code.co_filename).name}:{line}")
+        for name in used:
+            if name in namespace:
+                self._variable(name, _place(code), namespace)
+                self.value(namespace[name], DEPTH)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant, namespace)
+
+    def _variable(self, name: str, place: str, namespace: dict[str, Any]) -> None:
+        library = "site-packages" in str(namespace.get("__file__", ""))
+        if not library or isinstance(namespace[name], ATOMS):
+            self.reach.variables.setdefault((id(namespace), name), Variable(name, place, namespace))
+
+
+@functools.lru_cache(maxsize=65536)
+def names_in(
+    code: types.CodeType,
+) -> tuple[tuple[str, ...], frozenset[str], dict[str, int]]:
+    """Return global names, attribute names and lines that assign globals, of one code object."""
+    used: dict[str, None] = {}
+    written: dict[str, int] = {}
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line if sys.version_info < (3, 13) else _line(instruction)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+            used[instruction.argval] = None
+        elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            used[instruction.argval] = None
+            written.setdefault(instruction.argval, line)
+    texts = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    return tuple(used), frozenset(code.co_names) | texts, written
+
+
+def _line(instruction: Any) -> int:
+    return instruction.line_number or 0
+
+
+def _place(code: types.CodeType) -> str:
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _is_user(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" if file is None else is_user_code(file)
+
+
+def _is_user_class(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return module is not None and _is_user(module)
