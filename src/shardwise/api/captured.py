@@ -16,6 +16,7 @@ from shardwise.frontend import capture, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.hooks import hooks_of, name_of, place_of
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
+from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.execution import check_types
@@ -30,11 +31,12 @@ def capture_for_plan(
     step: StepFn | None = None,
     training: bool | None = None,
     device: torch.device | str | None = None,
+    reads: Reads | None = None,
 ) -> Graph:
     """The graph of one step as the plan computes it.
 
-    With `per_microbatch` it is that of one micro-batch; else the whole batch's. `step` is as in
-    `capture`.
+    With `per_microbatch` it is that of one micro-batch; else the whole batch's. `step` and `reads`
+    are as in `capture`.
     """
     model, loss_fn = as_module(model), objective(loss_fn, step)
     if plan.per_microbatch and plan.microbatches > 1:
@@ -44,14 +46,16 @@ def capture_for_plan(
     if device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if not precision.compute:
-        return capture(model, batch, loss_fn, training=training, device=device)
+        return capture(model, batch, loss_fn, training=training, device=device, reads=reads)
     dtype = getattr(torch, precision.compute)
     if precision.autocast:
         kind = torch.device(device).type if device is not None else "cpu"
         with torch.autocast(kind, dtype, cache_enabled=False):
-            return capture(model, batch, loss_fn, training=training, device=device)
+            return capture(model, batch, loss_fn, training=training, device=device, reads=reads)
     model = cast_model(model, dtype)
-    return capture(model, cast_batch(batch, dtype), loss_fn, training=training, device=device)
+    return capture(
+        model, cast_batch(batch, dtype), loss_fn, training=training, device=device, reads=reads
+    )
 
 
 def _require_no_hooks(model: nn.Module) -> None:

@@ -37,11 +37,13 @@ from shardwise.api.steps import (
     used_parameters,
 )
 from shardwise.api.weights import Init, load_weights
+from shardwise.api.world import PythonState, attributes_of
 from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
 from shardwise.errors import LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.objective import Model, StepFn, as_module
+from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 from shardwise.pages import keep_pages
 from shardwise.planner.search.replay import decisions
@@ -132,6 +134,7 @@ def parallelize(
         steps=tuple(factory.steps),
         check_batches=check_batches,
         names=list(root.state_dict()),
+        attributes=attributes_of(root),
         recorder=factory.recorder,
         timeout=timeout,
         about=trace_labels(first_plan),
@@ -186,6 +189,8 @@ class _Factory:
 
     def __init__(self, model: nn.Module, device: Any, timeout: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
+        self.state, self.reads = PythonState(model), Reads()
+        self._captured = 0  # the state of Python that the skeleton has
         self.originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self.training = model.training
         self.timeout = timeout
@@ -200,15 +205,23 @@ class _Factory:
 
     def world(self) -> Hashable:
         """Everything outside the batch that captured programs depend on, in a form to compare."""
-        return self.flags.frozen() if self.flags is not None else ()
+        frozen = self.flags.frozen() if self.flags is not None else ()
+        return (frozen, self.state.number())
 
     def compile(
         self, step: StepSpec, batch: Any, training: bool, *, first: bool = False
     ) -> tuple[Graph, Program | PipelineProgram]:
         plan = step.plan
         graph = capture_for_plan(
-            self.skeleton, batch, plan, step.objective, training=training, device=self.device
+            self.skeleton,
+            batch,
+            plan,
+            step.objective,
+            training=training,
+            device=self.device,
+            reads=self.reads,
         )
+        self.state.add(self.reads)
         if not first:  # other parameters may be frozen than when the plan was made
             plan = plan.with_(fingerprint=model_fingerprint(graph))
         if first and len(self.steps) == 1:
@@ -276,7 +289,7 @@ class _Factory:
         """A program for another batch, mode or world over the same parameters."""
         step = self.steps[key.step]
         with starting(self.timeout) as agree:
-            self._take_flags()
+            self._take_state()
             graph, program = self.compile(step, batch, key.training)
             agree(program.fingerprint)
         loaded = self._load(graph, program, mesh, rng)
@@ -287,8 +300,12 @@ class _Factory:
         store.reducer.declare(key, loaded.parameters)
         return self._step(step, loaded, mesh, store)
 
-    def _take_flags(self) -> None:
-        """Let the next captures be of a model in which the same parameters are frozen as here."""
+    def _take_state(self) -> None:
+        """Let the next captures be of the model as it is now, with the same parameters frozen."""
+        number = self.state.number()
+        if number != self._captured:
+            self.skeleton = self.state.skeleton() or self.skeleton
+            self._captured = number
         frozen = self.flags.frozen() if self.flags is not None else ()
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name not in frozen)

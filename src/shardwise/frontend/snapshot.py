@@ -66,9 +66,10 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
         return _container(value, names, depth - 1)
     if isinstance(value, random.Random):
         return (Same(value), hash(value.getstate()))
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        generator = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[attr-defined]
-        return (Same(value), repr(generator.state))
+    if isinstance(value, np.random.Generator):
+        return (Same(value), repr(value.bit_generator.state))
+    if isinstance(value, np.random.RandomState):
+        return (Same(value), repr(value.get_state()))
     if isinstance(value, np.ndarray):
         return (value.shape, value.dtype, value.tobytes()) if value.size <= LARGEST else Same(value)
     if isinstance(value, nn.Module):

@@ -110,8 +110,8 @@ class Watch:
                 self._note_write((path, name), owner.get(name, MISSING))
             put(module, name, value)
 
-        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign]
-        nn.Module.__setattr__ = setattr_  # type: ignore[method-assign]
+        nn.Module.__getattribute__ = getattribute  # type: ignore[assignment, method-assign]
+        nn.Module.__setattr__ = setattr_  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -121,6 +121,7 @@ class ParallelModule(nn.Module):
         steps: Sequence[str] = ("",),
         check_batches: bool = True,
         names: Sequence[str] = (),
+        attributes: Collection[str] = (),
         recorder: Recorder | None = None,
         timeout: float = 60.0,
         about: Mapping[str, str] | None = None,
@@ -138,6 +139,7 @@ class ParallelModule(nn.Module):
         self._programs: dict[ProgramKey, StepProgram] = dict(programs or {})
         self._checked: dict[ProgramKey, int] = {}
         self._check_batches = check_batches
+        self._model_attributes = frozenset(attributes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -324,6 +326,16 @@ class ParallelModule(nn.Module):
         raise ProgramError(
             "a parallel module's state is spread over ranks", hint="pm.gather_state_dict()"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what is meant for the model: there it would be noticed, here it would not."""
+        own = self.__dict__
+        if name in own.get("_model_attributes", ()) and name not in own:
+            raise ProgramError(
+                f"{name} is an attribute of the model, not of the parallel module",
+                hint=f"model.{name} = ...: the next step notices it",
+            )
+        super().__setattr__(name, value)
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """A parallel module is not called, so its hooks would never run."""

@@ -1,0 +1,154 @@
+"""Attributes, globals, closures and hooks that change between steps reach the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.support.pool import Pool
+from tests.support.tiers import thinned
+from tests.support.training import assert_close, error_of, plan_for
+
+pytestmark = pytest.mark.distributed
+
+TEMPERATURE = 1.0
+
+
+class Annealed(nn.Module):
+    """Reads an attribute, a list, a config, a plain tensor, a class attribute and a global."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.beta, self.powers = 0.5, [1.0, 2.0]
+        self.config = SimpleNamespace(shift=0.0, unread=0)
+        self.mask = torch.ones(7, dtype=torch.float64)
+        self.activation = torch.tanh
+        self.unread = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.activation(self.up(x)) * self.mask
+        y = self.norm(self.down(h)) * self.scale + self.config.shift
+        loss = sum((y.abs() ** power).mean() for power in self.powers)
+        return self.beta * loss / TEMPERATURE + (h * h).mean()
+
+
+def set_temperature(value: float) -> None:
+    global TEMPERATURE
+    TEMPERATURE = value
+
+
+def masked(model: Any) -> None:
+    model.mask[2] = 0.0
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    lambda model: None,
+    lambda model: setattr(model, "beta", 0.25),
+    lambda model: model.powers.append(3.0),
+    lambda model: setattr(model.config, "shift", 0.5),
+    masked,
+    lambda model: setattr(Annealed, "scale", 2.0),
+    lambda model: set_temperature(3.0),
+    lambda model: setattr(model, "activation", torch.sigmoid),
+    lambda model: model.norm.eval(),
+    lambda model: model.up.register_forward_hook(lambda m, args, output: 2 * output),
+    lambda model: model.up.weight.register_hook(lambda grad: grad / grad.norm()),
+    lambda model: setattr(model, "beta", 0.5),
+]
+
+
+def make() -> tuple[Annealed, Any]:
+    torch.manual_seed(0)
+    return Annealed().double(), (torch.randn(7, 5, dtype=torch.float64),)
+
+
+def reset() -> None:
+    set_temperature(1.0)
+    Annealed.scale = 1.0
+
+
+def check(strategy: str, ranks: int, options: dict[str, Any]) -> None:
+    reset()
+    model, batch = make()
+    reference, _ = make()
+    pm = sw.parallelize(model, batch, plan_for(model, batch, strategy, ranks, **options))
+    mine, theirs = sw.optimizer(pm, torch.optim.SGD, lr=0.1), torch.optim.SGD(
+        reference.parameters(), lr=0.1
+    )
+    for number, change in enumerate(CHANGES):
+        change(reference)
+        loss = reference(*batch)
+        loss.backward()
+        if change not in (CHANGES[5], CHANGES[6]):  # those are not of one model
+            change(model)
+        assert_close(pm.train_step(batch), loss.detach(), f"loss after change {number}")
+        for name, grad in pm.gather_gradients().items():
+            expected = dict(reference.named_parameters())[name].grad
+            assert_close(grad, expected, f"{name} after change {number}", 1e-3)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    num_programs = len(pm._programs)
+    model.unread = model.config.unread = 1
+    pm.train_step(batch)
+    assert len(pm._programs) == num_programs
+    for name, tensor in reference.state_dict().items():
+        assert_close(pm.gather_state_dict()[name], tensor, name, 0.1, 1e-7)
+    reset()
+
+
+CASES = [
+    ("fsdp", 2, {}),
+    ("ddp", 3, {}),
+    ("zero2", 2, {}),
+    ("tensor", 2, {}),
+    ("pipeline", 2, {"num_microbatches": 1}),
+    ("hybrid", 4, {"dp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "options"), thinned(CASES, lambda i, _: i == 0))
+def test_changes_between_steps(
+    pool: Callable[[int], Pool], strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    pool(ranks).run(check, strategy, ranks, options, timeout=300)
+
+
+def refusals() -> list[str]:
+    reset()
+    model, batch = make()
+    pm = sw.parallelize(model, batch, plan_for(model, batch, "ddp", 2))
+    found = [error_of(setattr, pm, "beta", 0.25)]
+    head, model.down = model.down, nn.Linear(7, 5).double()
+    found.append(error_of(pm.train_step, batch))
+    model.down = head
+    pm.train_step(batch)
+    with pytest.warns(UserWarning, match="because the attribute beta changed"):
+        for step in range(10):
+            model.beta = 1.0 / (step + 1)
+            pm.train_step(batch)
+    programs = len(pm._programs)
+    model.beta = 1.0
+    pm.train_step(batch)  # one that is known
+    assert len(pm._programs) == programs
+    del model, head
+    found.append(error_of(pm.train_step, batch))
+    return found
+
+
+def test_what_is_refused(pool: Callable[[int], Pool]) -> None:
+    for on_pm, replaced, gone in pool(2).run(refusals, timeout=110):
+        assert "beta is an attribute of the model" in on_pm
+        assert "replaced after parallelize" in replaced
+        assert "at: down" in replaced
+        assert gone == "no error"
