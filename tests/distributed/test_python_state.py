@@ -82,8 +82,9 @@ def check(strategy: str, ranks: int, options: dict[str, Any]) -> None:
     model, batch = make()
     reference, _ = make()
     pm = sw.parallelize(model, batch, plan_for(model, batch, strategy, ranks, **options))
-    mine, theirs = sw.optimizer(pm, torch.optim.SGD, lr=0.1), torch.optim.SGD(
-        reference.parameters(), lr=0.1
+    mine, theirs = (
+        sw.optimizer(pm, torch.optim.SGD, lr=0.1),
+        torch.optim.SGD(reference.parameters(), lr=0.1),
     )
     for number, change in enumerate(CHANGES):
         change(reference)

@@ -58,8 +58,8 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
     if isinstance(value, ATOMS):
         return (type(value), repr(value)) if isinstance(value, float | complex) else value
     if isinstance(value, torch.Tensor):
-        version = 0 if value.is_inference() else value._version
-        return (Same(value), version)
+        counts = not isinstance(value, nn.Parameter) and not value.is_inference()
+        return (Same(value), value._version if counts else 0)
     if isinstance(value, types.MethodType):
         return (Same(value.__self__), Same(value.__func__))
     if isinstance(value, list | tuple | set | frozenset | dict) and depth:

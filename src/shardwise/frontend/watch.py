@@ -129,8 +129,14 @@ class Watch:
             self._plain_class[key] = not hasattr(type(raw), "__get__")
         return self._plain_class[key]
 
+    def _is_torchs(self, place: Place) -> bool:
+        """Whether a module is torch's own, which keeps its state in order by itself."""
+        return type(self.modules[place[0]]).__module__.startswith("torch.nn.")
+
     def _note_read(self, place: Place, value: Any) -> None:
         if place in self._assigned:
+            return
+        if self._is_torchs(place) and not isinstance(value, (*ATOMS, tuple)):
             return
         if place not in self.first:
             self.first[place] = snapshot(value, self.reach.names)
@@ -139,6 +145,8 @@ class Watch:
             self._frames[place] = running_frame()  # it may be changed in place
 
     def _note_write(self, place: Place, before: Any) -> None:
+        if self._is_torchs(place):
+            return
         if place not in self.first and place not in self._assigned:
             self._assigned[place] = before
         self._frames[place] = running_frame()
