@@ -125,6 +125,12 @@ def test_changes_between_steps(
     pool(ranks).run(check, strategy, ranks, options, timeout=300)
 
 
+def anneal(model: Annealed, pm: Any, batch: Any) -> None:
+    for step in range(10):
+        model.beta = 1.0 / (step + 1)
+        pm.train_step(batch)
+
+
 def refusals() -> list[str]:
     reset()
     model, batch = make()
@@ -135,9 +141,7 @@ def refusals() -> list[str]:
     model.down = head
     pm.train_step(batch)
     with pytest.warns(UserWarning, match="because the attribute beta changed"):
-        for step in range(10):
-            model.beta = 1.0 / (step + 1)
-            pm.train_step(batch)
+        anneal(model, pm, batch)
     programs = len(pm._programs)
     model.beta = 1.0
     pm.train_step(batch)  # one that is known
