@@ -39,6 +39,7 @@ __all__ = [
     "read_json",
     "read_text",
     "require_writable",
+    "write_bytes",
     "write_error",
     "write_text",
     "writing",
@@ -301,6 +302,17 @@ def write_text(
     *,
     hint: str | None = None,
 ) -> None:
+    """Write a text as UTF-8, as `write_bytes` writes."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), error, hint=hint)
+
+
+def write_bytes(
+    path: str | Path,
+    data: bytes,
+    error: type[ShardwiseError] = ShardwiseError,
+    *,
+    hint: str | None = None,
+) -> None:
     """Write a file at once: readers find the old one or the whole new one, also after a kill.
 
     Missing folders are made. Links are followed; devices and pipes are written to as they are.
@@ -309,7 +321,7 @@ def write_text(
         target = Path(os.path.realpath(path))
         require_writable(target, error, hint=hint)
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8", errors="backslashreplace")
+            target.write_bytes(data)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
@@ -317,8 +329,8 @@ def write_text(
             dir=target.parent, prefix=f".{target.name[:64]}.", suffix=".part"
         )
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
                 file.flush()
                 os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from shardwise import program as lowering
 from shardwise.api.captured import require_precision
 from shardwise.emit import PipelineSources, emit, emit_pipeline
-from shardwise.errors import ProgramError
+from shardwise.errors import ProgramError, ShardwiseError
+from shardwise.files import read_json, write_bytes, write_text
 from shardwise.ir import Graph
 from shardwise.plans import Plan, resolve
 from shardwise.sharding.registry import rules_revision
@@ -69,11 +70,10 @@ class Program:
         Gives the code's files, with the ranks that run each.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for text, ranks in zip(self.sources, self.lowered.rank_programs, strict=True):
             name = f"rank_{ranks.ranks[0]}.py"
-            (folder / name).write_text(text)
+            write_text(folder / name, text, ProgramError)
             files[name] = ranks.ranks
         _save_rest(folder, files, self.plan, self.graph)
         return files
@@ -123,10 +123,9 @@ class PipelineProgram:
         Gives the code's files, with the ranks that run each.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for name, text in self.text.files().items():
-            (folder / name).write_text(text)
+            write_text(folder / name, text, ProgramError)
             files[name] = tuple(range(self.plan.num_ranks))
             if name.startswith("stage_"):
                 stage = int(name.removesuffix(".py").split("_")[1])
@@ -176,18 +175,18 @@ def _save_rest(
     """What stands beside the code: who runs which file, the plan, tensors of the graph."""
     listed = {name: list(ranks) for name, ranks in files.items()}
     _remove_stale(folder, files)
-    (folder / "ranks.json").write_text(json.dumps(listed, indent=2) + "\n")
+    write_text(folder / "ranks.json", json.dumps(listed, indent=2) + "\n", ProgramError)
     plan.save(folder / "plan.json")
     constants = {c.value: c.data.contiguous() for c in graph.constants}
     if constants:
-        save_file(constants, folder / "constants.safetensors")
+        write_bytes(folder / "constants.safetensors", save(constants), ProgramError)
 
 
 def _remove_stale(folder: Path, files: Mapping[str, tuple[int, ...]]) -> None:
     """Remove the code that an earlier program left in the folder and this one does not have."""
     try:
-        before = json.loads((folder / "ranks.json").read_text())
-    except (OSError, ValueError):
+        before = read_json(folder / "ranks.json")
+    except ShardwiseError:
         return
     for name in before if isinstance(before, dict) else ():
         if re.fullmatch(r"(rank|stage)_\w+\.py|pipeline\.py", name) and name not in files:

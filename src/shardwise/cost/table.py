@@ -163,12 +163,15 @@ class OpTable:
                 hint="measure again: shardwise profile",
             )
         found = cls()
+        for name in ("entries", "programs"):
+            if not isinstance(document.get(name, []), list):
+                raise ShardwiseError(f"{name} must be a list", where=where)
         for index, entry in enumerate(document.get("entries", ())):
             call, device, *seconds = _entry(entry, f"{where}, entry {index}")
             found.add(call, device, *seconds)
             computed = entry.get("computed_s")
-            if isinstance(computed, list) and len(computed) == 2:
-                found.compare(call, device, float(computed[0]), float(computed[1]))
+            if computed is not None:
+                found.compare(call, device, *_pair(computed, f"{where}, entry {index}"))
         for index, entry in enumerate(document.get("programs", ())):
             found.programs.append(_program(entry, f"{where}, program {index}"))
         notes = document.get("notes", [])
@@ -207,12 +210,22 @@ def _entry(entry: Any, where: str) -> tuple[str, str, float, float]:
     names = ("call", "device", "forward_s", "backward_s")
     if not isinstance(entry, dict) or any(name not in entry for name in names):
         raise ShardwiseError(f"expected an object with {', '.join(names)}", where=where)
-    forward, backward = entry["forward_s"], entry["backward_s"]
-    for name, value in (("forward_s", forward), ("backward_s", backward)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 <= value < float("inf"):
-            raise ShardwiseError(f"{name} is {value!r}, must be at least 0", where=where)
-    return str(entry["call"]), str(entry["device"]), float(forward), float(backward)
+    forward, backward = (_seconds(name, entry[name], where) for name in names[2:])
+    return str(entry["call"]), str(entry["device"]), forward, backward
+
+
+def _pair(value: Any, where: str) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ShardwiseError("computed_s must be a list of two numbers", where=where)
+    forward, backward = (_seconds("computed_s", item, where) for item in value)
+    return forward, backward
+
+
+def _seconds(name: str, value: Any, where: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf"):
+        raise ShardwiseError(f"{name} is {str(value)[:80]}, must be at least 0", where=where)
+    return float(value)
 
 
 def _program(entry: Any, where: str) -> tuple[str, float, float]:

@@ -59,9 +59,7 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return mapping(value.items())
     if isinstance(value, slice):
-        return (
-            f"slice({', '.join(literal(part) for part in (value.start, value.stop, value.step))})"
-        )
+        return f"slice{literal((value.start, value.stop, value.step))}"
     if isinstance(value, bytes):
         return bytes.__repr__(value)
     if value is ...:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import write_text
 from shardwise.frontend.batch import read_batch
 from shardwise.frontend.capture import quiet
 from shardwise.frontend.failures import capture_error
@@ -119,8 +120,7 @@ def _config_file(config: Any, out: Path) -> Iterator[Path | None]:
         yield None if config is None else Path(config)
         return
     path = out.with_name(f".{out.name}.config.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(config), default=str))
+    write_text(path, json.dumps(dict(config), default=str), ShardwiseError)
     try:
         yield path
     finally:

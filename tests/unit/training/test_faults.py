@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -192,3 +193,29 @@ def test_a_signal_to_all_processes_saves_and_stops(tmp_path: Path, number: int) 
     assert training.wait(60) == EXIT_STOPPED
     assert list((tmp_path / "checkpoints").glob("step-*"))
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "signal"
+
+
+@pytest.mark.slow
+def test_the_agent_of_a_launch_listens_where_it_is_told(tmp_path: Path) -> None:
+    """torchrun hosts the store of a launch; the ranks of it meet there."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "import torch.distributed as dist\n"
+        "from tests.unit.training.test_faults import listening_at\n"
+        "dist.init_process_group('gloo')\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        f"file = pathlib.Path({str(tmp_path)!r}, os.environ['RANK'])\n"
+        "file.write_text(repr(listening_at(port)))\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.3", 0))
+        port = probe.getsockname()[1]
+    sizes = ["--nnodes", "1", "--nproc-per-node", "2", "--node-rank", "0"]
+    meeting = ["--master-addr", "127.0.0.3", "--master-port", str(port)]
+    command = [sys.executable, "-m", "shardwise.launch.torchrun", *sizes, *meeting, str(script)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(command, env=env, cwd=ROOT, check=True, timeout=200)
+    assert {(tmp_path / rank).read_text() for rank in "01"} == {"['0300007F']"}
