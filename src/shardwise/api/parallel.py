@@ -49,6 +49,7 @@ from shardwise.pages import keep_pages
 from shardwise.planner.search.replay import decisions
 from shardwise.plans import Plan, model_fingerprint
 from shardwise.runtime.allocator import grow_segments
+from shardwise.runtime.originals import format_bytes
 from shardwise.runtime.splits import local_shape
 from shardwise.runtime.start import require_ranks, starting
 from shardwise.runtime.ways import Derive
@@ -138,6 +139,7 @@ def parallelize(
         recorder=factory.recorder,
         timeout=timeout,
         about=trace_labels(first_plan),
+        title=_title(root, first_plan),
     )
     claim(root, pm)
     return pm
@@ -149,6 +151,15 @@ def _recorder(
     if not record:
         return None
     return rt.Recorder(mesh.ranks[mesh.rank], enabled=record != "paused", device=device)
+
+
+def _title(model: nn.Module, plan: Plan) -> str:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return (
+        f"{plan.model}, {numel:,} elements of parameters ({format_bytes(size)}), "
+        f"plan {plan.name} on {plan.mesh} of {plan.num_ranks} ranks"
+    )
 
 
 def trace_labels(plan: Plan) -> dict[str, str]:

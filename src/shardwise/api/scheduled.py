@@ -44,11 +44,10 @@ class ScheduledStep:
     def train(
         self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor, Any]:
-        scale = 1.0 if store.scaler is None else store.scaler.scale
         tensors = self._tensors(batch, local)
         with offloading(self.plan), naming_places():
             loss, leaves = self.executor.train(
-                tensors, outputs=outputs, scale=scale, whole=not local
+                tensors, outputs=outputs, scale=store.loss_scale, whole=not local
             )
         return loss, rebuild_output(self.spec, leaves) if leaves is not None else None
 

@@ -23,6 +23,7 @@ from shardwise.runtime.freezing import TrainedFlags
 from shardwise.runtime.hooks import Hook, hooked, refuse_hooks_on_parts
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.noting import plain_transport
+from shardwise.runtime.originals import copy_weights, describe
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.random import Rng
 from shardwise.runtime.recorder import Recorder
@@ -125,12 +126,13 @@ class ParallelModule(nn.Module):
         recorder: Recorder | None = None,
         timeout: float = 60.0,
         about: Mapping[str, str] | None = None,
+        title: str = "",
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
         self.flags = flags if flags is not None else TrainedFlags(store)
         self.recorder, self.timeout = recorder, timeout
-        self.about = dict(about or {})
+        self.about, self.title = dict(about or {}), title
         if recorder is not None:
             store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
@@ -147,13 +149,27 @@ class ParallelModule(nn.Module):
         return tuple(self._place_of)
 
     def train_step(
-        self, batch: Any, outputs: bool = False, *, step: str = "", local: bool = False
+        self,
+        batch: Any,
+        outputs: bool = False,
+        *,
+        step: str = "",
+        scale: float = 1.0,
+        local: bool = False,
     ) -> Any:
         """Forward and backward of the whole batch: its loss, the same on every rank.
 
         Gradients are added to what is there. With `outputs`, the model's outputs too. `step` is
-        the name of one of several steps. A batch with `local` is what `local_batch` gave.
+        the name of one of several steps. `scale` multiplies the loss before backward, and so the
+        loss that is returned and its gradients: `scale=1/n` to accumulate n batches. A batch with
+        `local` is what `local_batch` gave.
         """
+        if not self.training:
+            raise ProgramError(
+                "the parallel module is in eval mode, and train_step computes in training mode",
+                hint="pm.train(). To train without dropout or with frozen batch statistics, put "
+                "those modules of the model into eval mode before sw.parallelize",
+            )
         with self._naming_failures():
             refuse_hooks_on_parts(self.store)
             key, program = self._program(batch, step, training=True, local=local)
@@ -162,10 +178,11 @@ class ParallelModule(nn.Module):
                 self.store.recorder.span("step", "step", step=at),
                 hooked(self.store, program.hooks),
             ):
-                with self.store.step(key):
+                with self.store.step(key, scale):
                     loss, out = program.train(batch, self.store, outputs=outputs, local=local)
                 program.finish()
-        return (loss.detach(), _detached(out)) if outputs else loss.detach()
+        loss = _returned(loss if scale == 1.0 else loss.detach() * scale)
+        return (loss, _detached(out)) if outputs else loss
 
     def eval_step(
         self, batch: Any, *, loss: bool = False, step: str = "", local: bool = False
@@ -182,7 +199,7 @@ class ParallelModule(nn.Module):
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
-                return program.loss(batch, self.store, local=local).detach()
+                return _returned(program.loss(batch, self.store, local=local))
 
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Between processes, a rank that fails is named by the others."""
@@ -293,15 +310,18 @@ class ParallelModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's local tensors under the original names.
+        """The parameters under their original names and shapes, in the model's order.
 
-        Parameters that only other pipeline stages hold are stand-ins on meta.
+        Where this rank holds a part of one, it is a `ShardParameter`: arithmetic element by element
+        means what it means on one device, and everything else raises. Parameters that only other
+        pipeline stages hold are stand-ins on meta.
         """
         dot = prefix + "." if prefix else ""
-        for entry in self.store.entries:
-            yield dot + entry.spec.name, entry.shown
-        for name, stand_in in self.store.stand_ins.items():
-            yield dot + name, stand_in
+        shown = {e.spec.name: self.store.parameter(e) for e in self.store.entries}
+        shown |= self.store.stand_ins
+        last = len(self._place_of)
+        for name in sorted(shown, key=lambda name: self._place_of.get(name, last)):
+            yield dot + name, shown[name]
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -336,6 +356,61 @@ class ParallelModule(nn.Module):
                 hint=f"model.{name} = ...: the next step notices it",
             )
         super().__setattr__(name, value)
+
+    def copy_to(
+        self, model: nn.Module | Mapping[str, nn.Module] | None, *, strict: bool = True
+    ) -> None:
+        """Copy the trained weights and buffers into a model; all ranks call it.
+
+        Each rank may give a model of its own, or None to only take part. One whole tensor exists at
+        a time. With `strict`, the model has the names of the one that was parallelized.
+        """
+        with self._naming_failures():
+            copy_weights(self, model, strict=strict)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        """What `to`, `cuda`, `half` and the like call: nothing to do, or an error."""
+        for like in {(e.master, e.leaf.device) for e in self.store.entries}:
+            before = torch.empty(0, dtype=like[0], device=like[1])
+            after = fn(before)
+            if after.dtype != before.dtype or after.device != before.device:
+                raise ProgramError(
+                    f"a parallel module stays in {before.dtype} on {before.device}; it cannot "
+                    f"become {after.dtype} on {after.device}",
+                    hint="sw.strategies.…(graph, cluster, precision=…) for number types, "
+                    "sw.parallelize(…, device=…) for the device",
+                )
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ProgramError(
+            "a parallel module cannot be copied: its memory is shared with programs and ranks",
+            hint="for an average of its weights: {name: p.detach().clone() for name, p in "
+            "pm.named_parameters()}, updated with lerp_ (docs/guides/loops.md); for the weights: "
+            "pm.gather_state_dict() or pm.copy_to(model)",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ProgramError(
+            "a parallel module cannot be pickled",
+            hint="sw.save_checkpoint(folder, pm, optimizer), or torch.save(pm.gather_state_dict())",
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
+        """A parallel module has no submodules to apply anything to."""
+        raise ProgramError(
+            "a parallel module has no submodules for apply",
+            hint="initialize the model before sw.parallelize, or change pm.named_parameters()",
+        )
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """A parallel module's memory is in use."""
+        raise ProgramError(
+            "a parallel module cannot be emptied", hint="pm.load_state_dict(state) for new weights"
+        )
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """A parallel module is not called, so its hooks would never run."""
@@ -409,6 +484,23 @@ def _checksum(value: Any) -> int:
         return zlib.crc32(repr(value).encode())
     flat = value.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
+def _returned(loss: Tensor) -> Tensor:
+    """A loss as the user gets it: without history, at least in float32."""
+    wide = loss.detach()
+    wide = wide.float() if wide.dtype in (torch.float16, torch.bfloat16) else wide
+    wide.backward = _no_backward  # type: ignore[method-assign]
+    return wide
+
+
+def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ProgramError(
+        "backward has already run: pm.train_step gives the loss after its gradients, and the loss "
+        "has no history for a second one (retain_graph, create_graph)",
+        hint="leave loss.backward() out; train_step(batch, scale=…) scales the loss; gradients of "
+        "gradients belong into the step's own loss",
+    )
 
 
 def _detached(value: Any) -> Any:

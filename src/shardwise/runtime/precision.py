@@ -46,11 +46,6 @@ class LossScaler:
         """A factor that never changes."""
         return cls(scale, dynamic=False)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to start backward from."""
-        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        return wide * self.scale
-
     def update(self, overflow: bool) -> None:
         """Note the outcome of an optimizer step."""
         if not self.dynamic:

@@ -165,7 +165,7 @@ class PretendRng(Rng):
 
 
 class _AloneReducer(Reducer):
-    """Takes this rank's gradients for everyone's, and shows them as plain tensors."""
+    """Takes this rank's gradients for everyone's."""
 
     def _agree(self, entries: list[Entry]) -> None:
         wanted = set(entries)
@@ -175,11 +175,6 @@ class _AloneReducer(Reducer):
         for reduction in self._form(ordered):
             reduction.expected = {e: n for e in reduction.entries if (n := self._arrived[e])}
             self.plan.add(reduction)
-
-    def _install(self, entry: Entry) -> None:
-        if entry.zero == 2 and entry.piece.grad is not None:
-            scalar = torch.zeros((), dtype=entry.master, device=entry.leaf.device)
-            entry.leaf.grad = scalar.expand(entry.leaf.shape)
 
 
 def stand_alone(store: ParameterStore, on_gradient: Callable[[Tensor], None]) -> None:

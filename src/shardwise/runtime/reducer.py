@@ -28,7 +28,6 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError
 from shardwise.runtime.flat import Entry, FlatGroup, buckets
-from shardwise.runtime.guards import absent, guard, unguard
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.offload import host_empty
 from shardwise.runtime.parameters import ParameterSpec
@@ -165,7 +164,7 @@ class Reduction:
         for entry, grad in zip(group.entries, group.pieces_of(result), strict=True):
             if entry in used:
                 before = entry.piece.grad
-                entry.piece.grad = grad if before is None else unguard(before).add_(grad)
+                entry.piece.grad = grad if before is None else before.add_(grad)
 
     def drop(self) -> None:
         """Forget everything, after an error."""
@@ -195,8 +194,6 @@ class Reducer:
         self.mesh = mesh
         self.entries: list[Entry] = []
         self._typed: list[Entry] = []
-        self._guarded: list[Entry] = []
-        self._absent: dict[Entry, Tensor] = {}
         self.plans: dict[Hashable, Plan] = {}
         self.plan = Plan()
         self._arrived: dict[Entry, int] = {}  # in the order of the first arrival; how many final
@@ -218,8 +215,6 @@ class Reducer:
         self.entries.append(entry)
         if entry.gradient != entry.master:
             self._typed.append(entry)
-        if entry.zero >= 2 or entry.spec.splits:
-            self._guarded.append(entry)
         entry.leaf.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
 
     def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
@@ -258,10 +253,7 @@ class Reducer:
         for entry in self.entries:
             grad, entry.leaf.grad = entry.leaf.grad, None
             if grad is not None and entry.zero < 2 and not entry.spec.borrowed:
-                kept = unguard(grad)
-                self._stash[entry] = kept.clone() if entry in self._resident else kept
-            elif grad is None and entry.zero == 2:
-                entry.piece.grad = None
+                self._stash[entry] = grad.clone() if entry in self._resident else grad
         for entry in self._typed:
             entry.take_gradients_in(entry.gradient)
         self.active = True
@@ -338,27 +330,7 @@ class Reducer:
                 before.add_(entry.leaf.grad)
             entry.leaf.grad = before
         self._stash.clear()
-        self.install()
         return self.plan.used
-
-    def install(self) -> None:
-        """Make all gradients visible to the user."""
-        for entry in self._guarded:
-            self._install(entry)
-
-    def _install(self, entry: Entry) -> None:
-        """Make the gradient visible, as a type that says whether it is whole."""
-        grad = entry.piece.grad if entry.zero >= 2 else entry.leaf.grad
-        if grad is None:
-            return
-        if entry.zero == 3:
-            entry.piece.grad = guard(unguard(grad))
-        elif entry.zero == 2:
-            if entry not in self._absent:
-                self._absent[entry] = absent(entry.leaf, entry.master)
-            entry.leaf.grad = self._absent[entry]
-        else:
-            entry.leaf.grad = guard(unguard(grad))
 
     def abort(self) -> None:
         """Undo a step that failed."""

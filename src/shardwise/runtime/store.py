@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,13 @@ from shardwise.errors import PlanMismatch, ProgramError, did_you_mean
 from shardwise.runtime.checksums import Replicas
 from shardwise.runtime.flat import Entry, FlatGroup, buckets, group_key
 from shardwise.runtime.fsdp import Units
-from shardwise.runtime.guards import unguard
 from shardwise.runtime.mesh import ProcessMesh, coordinates
 from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.reducer import Reducer, sync_axis
+from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
 
 __all__ = ["ParameterStore"]
@@ -60,8 +61,8 @@ class ParameterStore:
         for entry in self.entries:
             entry.parts = {part for part, found in modules if _slots(found, entry)}
         self.groups = self._group()
-        # What the optimizer sees is not what backward leaves: another tensor, or a guarded one.
-        self._linked = [e for e in self.entries if e.piece is not e.leaf or e.spec.splits]
+        self._shards: dict[Entry, ShardParameter] = {}
+        self._linked = [e for e in self.entries if e.piece is not e.leaf]
         self._by_name = {n: e for e in self.entries for n in (e.spec.name, *e.spec.aliases)}
         self.buffer_specs = tuple(buffers)
         self.buffers = {
@@ -73,6 +74,7 @@ class ParameterStore:
         self.units = Units([g for g in self.groups if g.zero == 3], self.reducer.flush)
         self.with_gradient: set[Entry] = set()
         self.scaler: LossScaler | None = None
+        self._user_scale = 1.0
         self.recorder = Recorder(mesh.rank, enabled=False)
         self.after_update: list[Callable[[], None]] = []
         self.replicas = Replicas(self, mesh)
@@ -175,6 +177,39 @@ class ParameterStore:
             raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, known)}")
         return found
 
+    # --- what the user sees -------------------------------------------------------------
+
+    def parameter(self, entry: Entry) -> nn.Parameter:
+        """The parameter as `pm.parameters()` shows it: of its whole shape, always the same one.
+
+        A plain tensor where every rank has all of it and of its gradient; else one that knows that
+        it is a part.
+        """
+        if self.is_whole(entry) and not entry.apart and entry.zero < 2:
+            return entry.shown
+        if entry not in self._shards:
+            self._shards[entry] = ShardParameter.of(self, entry)
+        return cast(nn.Parameter, self._shards[entry])
+
+    def is_whole(self, entry: Entry) -> bool:
+        """Whether every rank of the model has all of what the forward uses."""
+        cut = any(self.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
+        return not cut and len(self.mesh.groups) == 1 and not entry.spec.borrowed
+
+    def entry_of(self, parameter: Tensor) -> Entry | None:
+        """The entry that `parameter` gave this tensor for."""
+        return next((e for e in self.entries if self.parameter(e) is parameter), None)
+
+    @torch.no_grad()
+    def value_changed(self, entry: Entry) -> None:
+        """Let the forward use stored values that the user has changed; all ranks call it."""
+        if entry.group is not None:
+            entry.group.refresh()
+            if entry.apart and entry.zero < 3:
+                entry.group.gather().wait()
+        elif entry.apart:
+            entry.leaf.detach().copy_(entry.piece)
+
     # --- full tensors in and out ---------------------------------------------------------
 
     def load_full(self, name: str, tensor: Tensor) -> None:
@@ -246,6 +281,11 @@ class ParameterStore:
         """Whether this rank stores some of this parameter or buffer."""
         return name in self._by_name or name in self._aliases
 
+    @property
+    def buffer_names(self) -> Mapping[str, str]:
+        """The buffers' names, their aliases among them, to the names they are kept under."""
+        return self._aliases
+
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a full parameter or buffer."""
         if name in self._aliases:
@@ -274,6 +314,10 @@ class ParameterStore:
         if entry.group is not None and entry.zero == 3:
             entry.group.refresh()
 
+    def local_of(self, entry: Entry, full: Tensor) -> Tensor:
+        """What of a full tensor the forward uses on this rank."""
+        return take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
+
     def piece_of(self, entry: Entry, full: Tensor) -> Tensor:
         """What of a full tensor this rank's optimizer sees, in the shape of `entry.piece`."""
         local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
@@ -294,7 +338,7 @@ class ParameterStore:
     def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
         """A full tensor from every rank's local tensor, or from its piece of it."""
         home = value.device
-        value = unguard(value).detach().to(self.device)
+        value = value.detach().to(self.device)
         if piece and entry.group is not None:
             sizes = entry.group.piece_sizes(entry)
             value = entry.group.axis.all_gather(value.contiguous(), sizes).wait()
@@ -347,10 +391,7 @@ class ParameterStore:
 
     def gradient(self, entry: Entry) -> Tensor | None:
         """What this rank holds of the gradient, as a plain tensor."""
-        if entry.shown.grad is None:
-            return None
-        grad = entry.piece.grad if entry.zero == 2 else entry.shown.grad
-        return None if grad is None else unguard(grad)
+        return (entry.piece if entry.zero >= 2 else entry.leaf).grad
 
     @torch.no_grad()
     def add_to_gradient(self, entry: Entry, local_grad: Tensor) -> None:
@@ -366,7 +407,6 @@ class ParameterStore:
             entry.piece.grad = value.clone()
         else:
             entry.leaf.grad = value.clone().view(entry.local_shape)
-        self.reducer.install()
 
     def take_gradient(self, entry: Entry) -> Tensor | None:
         """Return a copy of what `gradient` gives, and forget it."""
@@ -379,8 +419,10 @@ class ParameterStore:
         entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
         if grad is None:
             return
+        if entry.zero < 2:
+            entry.take_gradients_in(entry.master)
+            grad = grad.view(entry.local_shape)
         (entry.piece if entry.zero >= 2 else entry.leaf).grad = grad
-        self.reducer.install()
 
     def part_of_gradient(self, entry: Entry, full: Tensor) -> Tensor:
         """Return what of a full gradient this rank holds, in the form that `gradient` gives."""
@@ -388,7 +430,7 @@ class ParameterStore:
         return local.reshape(-1)[slice(*entry.bounds)] if entry.zero >= 2 else local
 
     def link_gradients(self) -> None:
-        """Give the optimizer's pieces plain gradients: what `shown.grad` says."""
+        """Give the optimizer's pieces their part of the gradients."""
         for entry in self._linked:
             grad = self.gradient(entry)
             if grad is not None and entry.zero == 1:
@@ -401,11 +443,10 @@ class ParameterStore:
             settle(self.device)
 
     def unlink_gradients(self) -> None:
-        """Guard again what `link_gradients` made plain."""
+        """Let go of copies that `link_gradients` made."""
         for entry in self._linked:
             if entry.on_host and entry.zero < 2:
                 entry.piece.grad = None
-        self.reducer.install()
 
     def overflowed(self) -> bool:
         """Whether any rank's gradient is infinite or undefined; all ranks of the plan call it."""
@@ -414,7 +455,15 @@ class ParameterStore:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to start backward from."""
-        return loss if self.scaler is None else self.scaler.scaled(loss)
+        if self.loss_scale == 1.0:
+            return loss
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return wide * self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, by the scaler and by the user."""
+        return self._user_scale * (1.0 if self.scaler is None else self.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or set them to zero."""
@@ -425,11 +474,13 @@ class ParameterStore:
                 grad.zero_()
 
     @contextlib.contextmanager
-    def step(self, key: Hashable = None) -> Iterator[None]:
+    def step(self, key: Hashable = None, scale: float = 1.0) -> Iterator[None]:
         """Around the forward and backward of one batch: gradients are added at the end.
 
-        Without windows of `forward` and `backward` in it, it is one forward and one backward.
+        They are those of the loss times `scale`. Without windows of `forward` and `backward` in
+        it, it is one forward and one backward.
         """
+        self._user_scale = scale
         self.reducer.begin(key, 1.0 if self.scaler is None else self.scaler.scale)
         self.units.begin(("train", key))
         try:

@@ -1,0 +1,335 @@
+"""Parameters and gradients of which this rank holds a part, as tensors of the whole shape.
+
+`pm.parameters()` gives the whole tensor where every rank has it, and a `ShardParameter` where a
+rank has a part: its `shape`, `dim()` and `dtype` are those of the parameter on one device.
+Arithmetic element by element works on every rank's part, also with whole tensors and with other
+parts, and means what it means on one device. Everything else (norms, sums, indexing, random
+numbers) would be wrong on a part and raises with what to write instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import OptimizerError
+from shardwise.runtime.flat import Entry
+
+if TYPE_CHECKING:
+    from shardwise.runtime.store import ParameterStore
+
+__all__ = ["ShardParameter", "ShardTensor"]
+
+_ATEN = torch.ops.aten
+# Not marked as element-wise by torch, though each element of the result reads its own alone.
+_ELEMENTWISE = {
+    _ATEN.copy_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor,
+    _ATEN._to_copy.default, _ATEN.zeros_like.default, _ATEN.ones_like.default,
+    _ATEN.empty_like.default, _ATEN.full_like.default, _ATEN.masked_fill.Scalar,
+    _ATEN.masked_fill_.Scalar, _ATEN.masked_fill.Tensor, _ATEN.masked_fill_.Tensor,
+}  # fmt: skip
+_SAME_MEMORY = {_ATEN.detach.default, _ATEN.alias.default}
+_NOT_ELEMENTWISE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+_HINTS = {
+    "norm": "sw.clip_grad_norm_(pm, max_norm), which counts every rank's part once",
+    "random": "noise = torch.randn(p.shape), equal on all ranks by the seed; then p.add_(noise)",
+    "other": "x.full_tensor() for the whole on every rank, pm.gather_gradients(), or write it "
+    "into the step's loss",
+}
+
+
+class ShardLayout:
+    """Which part of one parameter's whole tensor a rank's tensor is.
+
+    The local tensor after cuts (`piece=False`), or the flat range of it that this rank owns.
+    """
+
+    def __init__(self, store: ParameterStore, entry: Entry, *, piece: bool) -> None:
+        self._store = weakref.ref(store)
+        self.entry, self.piece = entry, piece and entry.group is not None
+
+    @property
+    def store(self) -> ParameterStore:
+        store = self._store()
+        if store is None:
+            raise OptimizerError("the parallel module of this parameter is gone")
+        return store
+
+    def is_like(self, other: ShardLayout) -> bool:
+        """Whether parts of both have the same elements, on this rank and on all others."""
+        if self.piece or other.piece:
+            return self.entry is other.entry and self.piece == other.piece
+        return (self.entry.spec.shape, self.entry.spec.splits) == (
+            other.entry.spec.shape,
+            other.entry.spec.splits,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank of the model has all of it."""
+        return not self.piece and self.store.is_whole(self.entry)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, or of one that broadcasts to it."""
+        shape = self.entry.spec.shape
+        try:
+            whole = whole.expand(shape)
+        except RuntimeError:
+            raise OptimizerError(
+                f"a tensor of shape {tuple(whole.shape)} with a parameter of shape {shape}",
+                where=self.entry.spec.name,
+            ) from None
+        store = self.store
+        return (store.piece_of if self.piece else store.local_of)(self.entry, whole)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole tensor; all ranks that hold parts call it."""
+        return self.store.gather_full(self.entry, part, piece=self.piece)
+
+
+class ShardTensor(Tensor):
+    """A tensor of the whole shape of which this rank holds the part `to_local()`."""
+
+    place: ShardLayout
+    local: Tensor
+    changed: Callable[[], None] | None
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardTensor],
+        layout: ShardLayout,
+        local: Tensor,
+        changed: Callable[[], None] | None = None,
+    ) -> ShardTensor:
+        made: ShardTensor = Tensor._make_wrapper_subclass(
+            cls, layout.entry.spec.shape, dtype=local.dtype, device=local.device
+        )
+        made.place, made.local, made.changed = layout, local, changed
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def to_local(self) -> Tensor:
+        """This rank's part: the same memory as a plain tensor."""
+        return self.local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, a copy; all ranks call it."""
+        return self.place.gather(self.local)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        held = tuple(self.local.shape)
+        name, shape = self.place.entry.spec.name, tuple(self.shape)
+        return f"{type(self).__name__}({name!r}, shape={shape}, on this rank {held})"
+
+    def __deepcopy__(self, memo: Any) -> ShardTensor:
+        return ShardTensor(self.place, self.local.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling", self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute on parts what is element-wise, and refuse the rest."""
+        kwargs = kwargs or {}
+        if func in _SAME_MEMORY:
+            given = args[0]
+            return ShardTensor(given.place, given.local.detach(), given.changed)
+        shards = list(_shards((args, tuple(kwargs.values()))))
+        if not _is_elementwise(func):
+            if not func._schema.is_mutable and all(shard.place.is_whole for shard in shards):
+                return func(*_plain(args), **{k: _plain(v) for k, v in kwargs.items()})
+            _refuse(func.__name__.partition(".")[0], shards[0])
+        if func.__name__.startswith("_foreach_"):
+            return _each(func, args, kwargs)
+        return _compute(func, shards, args, kwargs)
+
+
+def _is_elementwise(func: Any) -> bool:
+    name = func.__name__.partition(".")[0]
+    if name.startswith("_foreach_"):
+        return name not in _NOT_ELEMENTWISE
+    return func in _ELEMENTWISE or torch.Tag.pointwise in func.tags
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ShardTensor):
+        return value.local
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _refuse(name: str, tensor: ShardTensor) -> NoReturn:
+    kind = "norm" if "norm" in name else "random" if "rand" in name or name in _RANDOM else "other"
+    raise OptimizerError(
+        f"{name} of a tensor of shape {tuple(tensor.shape)}, which is spread over ranks (here: "
+        f"{tensor.local.numel()} of {tensor.numel()} elements), would be that of a part alone",
+        where=tensor.place.entry.spec.name,
+        hint=_HINTS[kind],
+    )
+
+
+_RANDOM = {"normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_", "native_dropout"}
+
+
+def _shards(value: Any) -> Sequence[ShardTensor]:
+    if isinstance(value, ShardTensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [shard for item in value for shard in _shards(item)]
+    return []
+
+
+def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -> Any:
+    """One element-wise call in the layout of its target: what it writes, else its first part."""
+    writes = func._schema.is_mutable
+    target = (args[0] if isinstance(args[0], ShardTensor) else None) if writes else shards[0]
+    layout = None if target is None else target.place
+    convert = _converter(layout, None if target is None else target.local.device)
+    result = func(
+        *(convert(a) for a in args),
+        **{name: convert(value) for name, value in kwargs.items() if name != "memory_format"},
+    )
+    if writes:
+        if target is not None and target.changed is not None:
+            target.changed()
+        return args[0]
+    return ShardTensor(target.place, result) if target is not None else result
+
+
+def _converter(layout: ShardLayout | None, device: torch.device | None) -> Callable[[Any], Any]:
+    """Arguments as plain tensors: parts in this layout; without one, whole tensors."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            raise OptimizerError(
+                "arithmetic with a parameter that only other pipeline stages hold",
+                hint="a plan in which one stage holds both, or a plan without stages",
+            )
+        if isinstance(value, ShardTensor):
+            if layout is None:
+                return value.full_tensor()
+            if value.place.is_like(layout):
+                return value.local
+            return layout.take(value.full_tensor()).to(device)
+        if isinstance(value, Tensor) and value.dim() and layout is not None:
+            return layout.take(value).to(device)
+        return value
+
+    return convert
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call on lists of tensors, one after the other."""
+    count = len(args[0])
+    if func._schema.is_mutable:
+        single = getattr(_ATEN, func._schema.name.removeprefix("aten::_foreach_"))
+    else:
+        single = getattr(torch, func._schema.name.removeprefix("aten::_foreach_"))
+    results = []
+    for index in range(count):
+        mine = [a[index] if isinstance(a, list | tuple) else a for a in args]
+        results.append(single(*mine, **kwargs))
+    return None if func._schema.is_mutable else results
+
+
+class ShardParameter(ShardTensor):
+    """A parameter of a parallel module that this rank holds a part of.
+
+    Changes of its values reach what the next step computes with. `grad` is the synchronized
+    gradient, in parts as well; None, a tensor like it or a whole one may be assigned.
+    """
+
+    _is_param = True  # isinstance(p, nn.Parameter)
+
+    @staticmethod
+    def of(store: ParameterStore, entry: Entry) -> ShardParameter:
+        """The parameter of one entry."""
+        value, piece = store.stored(entry)
+        layout = ShardLayout(store, entry, piece=piece)
+        weak = weakref.ref(store)
+
+        def changed() -> None:
+            held = weak()
+            if held is not None:
+                held.value_changed(entry)
+
+        made = ShardTensor.__new__(ShardParameter, layout, value, changed)
+        assert isinstance(made, ShardParameter)
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, as a tensor of the whole shape."""
+        store, entry = self.place.store, self.place.entry
+        held = store.gradient(entry)
+        if held is None:
+            return None
+        return ShardTensor(ShardLayout(store, entry, piece=entry.zero >= 2), held)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        store, entry = self.place.store, self.place.entry
+        if value is None:
+            store.set_gradient(entry, None)
+            return
+        layout = ShardLayout(store, entry, piece=entry.zero >= 2)
+        if tuple(value.shape) != tuple(self.shape):
+            raise OptimizerError(
+                f"a gradient of shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(self.shape)}",
+                where=entry.spec.name,
+            )
+        held = entry.piece if entry.zero >= 2 else entry.leaf
+        part = _converter(layout, held.device)(value) if value.dim() else value
+        store.set_gradient(entry, part.detach().to(entry.master).clone())
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.place.store.set_gradient(self.place.entry, None)
+
+    @property
+    def data(self) -> Tensor:
+        """The values without history; changes of them are changes of the parameter."""
+        return ShardTensor(self.place, self.local, self.changed)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.place.entry.shown.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.place.entry.shown.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardParameter:
+        """Freeze or train it."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Gradients do not pass through what is shown here."""
+        self._refuse_hook()
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        """Gradients do not pass through what is shown here."""
+        self._refuse_hook()
+
+    def _refuse_hook(self) -> NoReturn:
+        raise OptimizerError(
+            "a hook on a parameter of a parallel module would see this rank's part of a gradient",
+            where=self.place.entry.spec.name,
+            hint="change p.grad after pm.train_step, or set the hook on the model before "
+            "sw.parallelize",
+        )
