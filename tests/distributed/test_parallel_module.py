@@ -167,7 +167,7 @@ def names_and_memory(strategy: str) -> tuple[int, int]:
     del model
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone), "a reference to the model is kept"
-    return sum(p.nbytes for p in pm.parameters()), whole
+    return sum(pm.store.stored(e)[0].nbytes for e in pm.store.entries), whole
 
 
 SHARES = [("ddp", 1.0), ("fsdp", 0.55), ("tensor", 0.65)]

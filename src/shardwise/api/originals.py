@@ -8,13 +8,16 @@ for training. Everything here is held by weak references and goes with the paral
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime import ParallelModule
@@ -44,7 +47,7 @@ def refuse_shared(model: nn.Module) -> None:
             )
 
 
-def _claim(parameter: nn.Parameter) -> str | None:
+def _claim(parameter: torch.Tensor) -> str | None:
     held = _CLAIMS.get(id(parameter))
     if held is None or held[0]() is not parameter or held[2]() is None:
         return None
@@ -54,6 +57,7 @@ def _claim(parameter: nn.Parameter) -> str | None:
 def claim(model: nn.Module, pm: ParallelModule) -> None:
     """Note that `pm` trains a copy of this model's parameters, and let the model say so."""
     owner = weakref.ref(pm)
+    pm.store.original_name = _claim
     keys = []
     for name, parameter in model.named_parameters():
         keys.append(id(parameter))
@@ -70,6 +74,28 @@ def _release(keys: list[int], handles: list[Any]) -> None:
         handle.remove()
 
 
+_stepped: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
+
+
+def _warn_of_originals(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Say once that an optimizer steps parameters of a model that is not what is trained."""
+    for group in optimizer.param_groups if _CLAIMS else ():
+        for parameter in group["params"]:
+            name = _claim(parameter)
+            pm = _CLAIMS[id(parameter)][2]() if name is not None else None
+            if pm is not None and pm not in _stepped:
+                _stepped.add(pm)
+                warnings.warn(
+                    f"torch.optim.{type(optimizer).__name__} steps {name} of a model that was "
+                    "given to sw.parallelize, which is not what is being trained: use "
+                    "sw.optimizer(pm, cls, …)",
+                    stacklevel=_user_level(),
+                )
+
+
+register_optimizer_step_pre_hook(_warn_of_originals)
+
+
 class _Notice:
     """A hook that warns once when the original is called for training; copies of it are silent."""
 
@@ -84,7 +110,7 @@ class _Notice:
             f"this {type(module).__name__} was given to sw.parallelize and is not what is being "
             "trained: its weights stay as they were. Train with pm.train_step(batch); "
             "pm.copy_to(model) brings the trained weights here",
-            stacklevel=3,
+            stacklevel=_user_level(),
         )
 
     def __deepcopy__(self, memo: Any) -> _Notice:
@@ -92,6 +118,16 @@ class _Notice:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _silent, ()
+
+
+def _user_level() -> int:
+    """The `stacklevel` of the first frame that is not torch's, seen from the caller."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame.f_back if frame is not None else None
+    inside = (str(Path(torch.__file__).parent), __file__)
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _nothing() -> None:

@@ -7,16 +7,26 @@ learning-rate schedulers work as ever. Its state dict has full tensors under ori
 
 from __future__ import annotations
 
-import fnmatch
+import inspect
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.errors import OptimizerError, did_you_mean
+from shardwise.errors import OptimizerError
 from shardwise.runtime.flat import Entry
+from shardwise.runtime.groups import (
+    Params,
+    claim_entries,
+    find_groups,
+    require_claimed,
+    select_entries,
+)
+from shardwise.runtime.shards import ShardTensor
 from shardwise.runtime.sharing import share, share_lists
 from shardwise.runtime.store import ParameterStore
 
@@ -38,6 +48,14 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
+# Their update of a parameter reads that parameter's own gradient and state only.
+PER_TENSOR: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+)
+
+
 class HasStore(Protocol):
     """A parallel module, as far as optimizers are concerned."""
 
@@ -48,29 +66,49 @@ class HasStore(Protocol):
 def optimizer(
     pm: HasStore,
     cls: Callable[..., torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]] | None = None,
+    groups: Iterable[Mapping[str, Any] | Tensor] | None = None,
     *,
+    params: Params | None = None,
     elementwise: bool | None = None,
     rest: bool = True,
     **options: Any,
 ) -> ShardedOptimizer:
-    """An optimizer of class `cls` for a parallel module.
+    """An optimizer of class `cls` for a parallel module, or for the parameters `params` of it.
 
-    `groups` are dicts of options with "params": a glob, or several, on original names; what no
-    glob matches goes into a last group with the defaults, or with `rest=False` into none. Frozen
-    parameters belong to groups too, and are updated from when they are unfrozen.
-    `elementwise=True` says of a class unknown here that it may work on parts of tensors.
+    `params` selects parameters by a glob on original names, several globs, or tensors of
+    `pm.parameters()` or of the original model. Several optimizers have disjoint parameters.
+
+    `groups` are dicts of options with "params", which are given likewise. What no glob matches goes
+    into a last group with the defaults, or with `rest=False` into none; groups of tensors are
+    complete, as in `torch.optim`. Frozen parameters belong to groups too, and are updated from when
+    they are unfrozen. `elementwise=True` says of a class unknown here that it may work on parts of
+    tensors.
     """
     store = pm.store
     known = isinstance(cls, type) and cls in ELEMENTWISE
     whole_only = not (known if elementwise is None else elementwise)
+    grouped = find_groups(store, groups or [], params, rest=rest)
+    every = [entry for _, entries in grouped for entry in entries]
     if whole_only:
-        _require_whole(store, cls, [entry for entry in store.entries if entry.trained])
-    grouped = _group(store, groups or [], rest_group=rest)
+        _require_whole(store, cls, [entry for entry in every if entry.trained])
+        _require_all_stages(store, cls)
     inner = cls([{**g, "params": [e.piece for e in entries]} for g, entries in grouped], **options)
-    found = ShardedOptimizer(store, inner, [entries for _, entries in grouped])
-    found.whole_only = whole_only
-    return found
+    made = ShardedOptimizer(store, inner, [entries for _, entries in grouped])
+    made.whole_only = whole_only
+    claim_entries(store, made, every)
+    return made
+
+
+def _require_all_stages(store: ParameterStore, cls: object) -> None:
+    """An optimizer may read all parameters at once, of which a pipeline stage has some."""
+    name = getattr(cls, "__name__", str(cls))
+    if len(store.mesh.groups) > 1 and cls not in PER_TENSOR:
+        raise OptimizerError(
+            f"{name} may read several parameters for one update, and each rank has those of its "
+            "pipeline stages",
+            hint=f"a plan without stages, or optimizer(pm, {name}, elementwise=True) if each "
+            "parameter's update reads that parameter alone",
+        )
 
 
 def _require_whole(store: ParameterStore, cls: object, entries: Iterable[Entry]) -> None:
@@ -89,43 +127,6 @@ def _is_cut(store: ParameterStore, entry: Entry) -> bool:
     return any(store.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
 
 
-def _group(
-    store: ParameterStore, groups: Sequence[Mapping[str, Any]], *, rest_group: bool
-) -> list[tuple[dict[str, Any], list[Entry]]]:
-    """Options and entries of each group; an entry goes to the first group that matches."""
-    # As in plain PyTorch, frozen parameters belong to groups too: without a gradient they stay as
-    # they are, and they are updated once they are unfrozen.
-    rest = [e for e in store.entries if not e.spec.borrowed and _has_gradients(e.dtype)]
-    known = [name for e in store.entries for name in (e.spec.name, *e.spec.aliases)]
-    known += sorted(store.elsewhere)
-    found: list[tuple[dict[str, Any], list[Entry]]] = []
-    every: list[str] = []
-    for group in groups:
-        globs = [group["params"]] if isinstance(group["params"], str) else list(group["params"])
-        every += globs
-        for glob in globs:
-            if not fnmatch.filter(known, glob):
-                raise OptimizerError(f"no parameter matches {glob!r}{did_you_mean(glob, known)}")
-        matched = [e for e in rest if _matches((e.spec.name, *e.spec.aliases), globs)]
-        rest = [e for e in rest if e not in matched]
-        found.append(({k: v for k, v in group.items() if k != "params"}, matched))
-    # Other stages may have a rest: groups have the same numbers on all of them.
-    borrowed = [e.spec for e in store.entries if e.spec.borrowed]
-    others = (*((s.name, *s.aliases) for s in borrowed), *store.parameters_elsewhere)
-    unmatched = bool(rest) or any(not _matches(names, every) for names in others)
-    if not found or (rest_group and unmatched):
-        found.append(({}, rest))
-    return found
-
-
-def _has_gradients(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _matches(names: Iterable[str], globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in globs)
-
-
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps an inner optimizer on this rank's pieces, then gives all ranks the new parameters."""
 
@@ -137,12 +138,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.store, self.inner = store, inner
         self._entries = [list(group) for group in entries]
+        self._shown = [[store.parameter(entry) for entry in group] for group in self._entries]
+        self._pieces = [[entry.piece for entry in group] for group in self._entries]
+        self._every = [entry for group in self._entries for entry in group]
+        self.whole_only = False  # whether an update of an element reads others of its tensor
+        self.needs_closure = _needs_closure(inner)
+        if self.needs_closure:
+            self._require_everything()
+        _ours.add(inner)
+        self._show(self._shown, inner.param_groups)
         super().__init__(inner.param_groups, inner.defaults)
+        _ours.add(self)
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.skipped_steps = 0
-        self.whole_only = False  # whether an update of an element reads others of its tensor
         self._updates = 0
+
+    def _show(self, parameters: list[list[Any]], groups: list[dict[str, Any]]) -> None:
+        """Let the groups, which schedulers share, list these tensors."""
+        for group, tensors in zip(groups, parameters, strict=False):
+            group["params"] = tensors
+
+    def _require_everything(self) -> None:
+        """A closure is called within a step, on parameters and gradients as they then are."""
+        store, name = self.store, type(self.inner).__name__
+        for entry in self._every:
+            if not store.is_whole(entry) or entry.piece is not entry.leaf or store.scaler:
+                raise OptimizerError(
+                    f"{name} calls its closure several times in a step and reads all parameters at "
+                    f"once; not every rank has all of {entry.spec.name} as it is optimized",
+                    where=entry.spec.name,
+                    hint="a plan that keeps everything whole: sw.strategies.ddp without precision",
+                )
 
     @property
     def grouped_entries(self) -> list[list[Entry]]:
@@ -155,36 +182,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
         With a loss scaler, a step with an infinite or undefined gradient on any rank is skipped.
         """
         loss = None
-        if closure is not None:
+        require_claimed(self.store, self, self._every)
+        if self.needs_closure and closure is None:
+            raise OptimizerError(
+                f"{type(self.inner).__name__} needs a closure",
+                hint="def closure(): opt.zero_grad(); return pm.train_step(batch)",
+            )
+        if closure is not None and not self.needs_closure:
             with torch.enable_grad():
                 loss = closure()
-        scaler = self.store.scaler
-        overflow = scaler is not None and self.store.overflowed()
-        if scaler is not None:
-            scaler.update(overflow)
+        store = self.store
+        overflow = store.scaler is not None and store.overflowed(self._every)
+        if store.scaler is not None:
+            store.scaler.update(overflow)
         if overflow:
             self.skipped_steps += 1
             return loss
-        recorder = self.store.recorder
+        recorder = store.recorder
         with recorder.span("compute", "optimizer"):
-            self.store.link_gradients()
+            store.link_gradients(self._every)
             if self.whole_only:  # what was frozen when the optimizer was made may have been cut
-                every = (entry for group in self._entries for entry in group)
-                trained = [entry for entry in every if entry.piece.grad is not None]
-                _require_whole(self.store, type(self.inner), trained)
+                trained = [entry for entry in self._every if entry.piece.grad is not None]
+                _require_whole(store, type(self.inner), trained)
+            self._show(self._pieces, self.inner.param_groups)
             try:
-                self.inner.step()
+                if self.needs_closure:
+                    loss = self.inner.step(closure)
+                else:
+                    self.inner.step()
             finally:
-                self.store.unlink_gradients()
+                self._show(self._shown, self.inner.param_groups)
+                store.unlink_gradients(self._every)
         with recorder.span("waiting", "update"):
-            self.store.gather_updates()
+            store.gather_updates(self._every)
         self._updates += 1
-        self.store.replicas.check(self._updates, self.param_groups)
+        store.replicas.check(self._updates, self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients of the module."""
-        self.store.zero_grad(set_to_none)
+        """Forget the gradients of this optimizer's parameters."""
+        self.store.zero_grad(set_to_none, self._every)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are named when the optimizer is made."""
@@ -288,23 +325,62 @@ def _share_state(
     return found
 
 
+_ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _needs_closure(inner: torch.optim.Optimizer) -> bool:
+    """Whether `step` cannot be called without one: LBFGS and the like."""
+    closure = inspect.signature(inner.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A torch optimizer would step parts of parameters without telling other ranks."""
+    if optimizer in _ours:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardTensor):
+                name = type(optimizer).__name__
+                raise OptimizerError(
+                    f"torch.optim.{name} has a parameter that is spread over ranks",
+                    where=parameter.place.entry.spec.name,
+                    hint=f"sw.optimizer(pm, torch.optim.{name}, …), which takes the same options",
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_foreign)
+
+
 @torch.no_grad()
 def clip_grad_norm_(
-    pm: HasStore, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    pm: HasStore,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    params: Params | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; the norm before.
 
-    The norm is that of the whole model's gradient: every element of every rank's part counts
-    once. It is the same on all ranks, which call this together.
+    The norm is that of the whole model's gradient, or of the parameters `params` alone, given as
+    for `optimizer`: every element of every rank's part counts once. It is the same on all ranks,
+    which call this together.
     """
+    entries = select_entries(pm.store, params)
     with pm.store.recorder.span("compute", "clipping"):
-        return _clip(pm.store, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return _clip(pm.store, entries, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
 
 def _clip(
-    store: ParameterStore, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    store: ParameterStore,
+    entries: Sequence[Entry],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
 ) -> Tensor:
-    held = [(e, grad) for e in store.entries if (grad := store.gradient(e)) is not None]
+    held = [(e, grad) for e in entries if (grad := store.gradient(e)) is not None]
     mine = [grad for entry, grad in held if _counts(store, entry) and grad.numel()]
     total = _total_norm(store, mine, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -62,7 +63,8 @@ class ParameterStore:
             entry.parts = {part for part, found in modules if _slots(found, entry)}
         self.groups = self._group()
         self._shards: dict[Entry, ShardParameter] = {}
-        self._linked = [e for e in self.entries if e.piece is not e.leaf]
+        self.optimizers: dict[Entry, weakref.ref[torch.optim.Optimizer]] = {}
+        self.original_name: Callable[[Tensor], str | None] = lambda tensor: None
         self._by_name = {n: e for e in self.entries for n in (e.spec.name, *e.spec.aliases)}
         self.buffer_specs = tuple(buffers)
         self.buffers = {
@@ -196,9 +198,13 @@ class ParameterStore:
         cut = any(self.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
         return not cut and len(self.mesh.groups) == 1 and not entry.spec.borrowed
 
-    def entry_of(self, parameter: Tensor) -> Entry | None:
-        """The entry that `parameter` gave this tensor for."""
-        return next((e for e in self.entries if self.parameter(e) is parameter), None)
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of a tensor that `parameter` gave, of a stand-in, or of the original model."""
+        for entry in self.entries:
+            if self.parameter(entry) is tensor or entry.shown is tensor:
+                return entry.spec.name
+        here = (name for name, stand_in in self.stand_ins.items() if stand_in is tensor)
+        return next(here, None) or self.original_name(tensor)
 
     @torch.no_grad()
     def value_changed(self, entry: Entry) -> None:
@@ -429,9 +435,10 @@ class ParameterStore:
         local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
         return local.reshape(-1)[slice(*entry.bounds)] if entry.zero >= 2 else local
 
-    def link_gradients(self) -> None:
-        """Give the optimizer's pieces their part of the gradients."""
-        for entry in self._linked:
+    def link_gradients(self, entries: Iterable[Entry]) -> None:
+        """Give an optimizer's pieces their part of the gradients."""
+        linked = [e for e in entries if e.piece is not e.leaf]
+        for entry in linked:
             grad = self.gradient(entry)
             if grad is not None and entry.zero == 1:
                 grad = grad.view(-1)[slice(*entry.bounds)]
@@ -439,18 +446,18 @@ class ParameterStore:
                 host = host_empty(grad.shape, grad.dtype, self.device)
                 grad = host.copy_(grad, non_blocking=True)
             entry.piece.grad = grad
-        if any(entry.on_host for entry in self._linked):
+        if any(entry.on_host for entry in linked):
             settle(self.device)
 
-    def unlink_gradients(self) -> None:
+    def unlink_gradients(self, entries: Iterable[Entry]) -> None:
         """Let go of copies that `link_gradients` made."""
-        for entry in self._linked:
+        for entry in entries:
             if entry.on_host and entry.zero < 2:
                 entry.piece.grad = None
 
-    def overflowed(self) -> bool:
+    def overflowed(self, entries: Iterable[Entry]) -> bool:
         """Whether any rank's gradient is infinite or undefined; all ranks of the plan call it."""
-        grads = [grad for e in self.entries if (grad := self.gradient(e)) is not None]
+        grads = [grad for e in entries if (grad := self.gradient(e)) is not None]
         return overflow_on_any_rank(grads, self.mesh, self.device)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -465,9 +472,9 @@ class ParameterStore:
         """What the loss is multiplied by before backward, by the scaler and by the user."""
         return self._user_scale * (1.0 if self.scaler is None else self.scaler.scale)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or set them to zero."""
-        for entry in self.entries:
+    def zero_grad(self, set_to_none: bool = True, entries: Iterable[Entry] | None = None) -> None:
+        """Forget all gradients, or those of some entries, or set them to zero."""
+        for entry in self.entries if entries is None else entries:
             if set_to_none:
                 entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
             elif (grad := self.gradient(entry)) is not None:
@@ -525,14 +532,16 @@ class ParameterStore:
             self.units.finish()
 
     @torch.no_grad()
-    def gather_updates(self) -> None:
+    def gather_updates(self, entries: Iterable[Entry]) -> None:
         """After an optimizer step: give all ranks the ranges that their owners updated."""
+        updated = set(entries)
         for entry in self.entries:
-            if entry.group is None and entry.apart:
+            if entry in updated and entry.group is None and entry.apart:
                 entry.leaf.detach().copy_(entry.piece, non_blocking=True)
-        for group in self.groups:
+        groups = [g for g in self.groups if not updated.isdisjoint(g.entries)]
+        for group in groups:
             group.refresh()
-        for pending in [group.gather() for group in self.groups if group.zero in (1, 2)]:
+        for pending in [group.gather() for group in groups if group.zero in (1, 2)]:
             pending.wait()
         for call in self.after_update:
             call()

@@ -59,4 +59,4 @@ class Ema:
             kept = entry.piece.detach().clone()
             entry.piece.detach().copy_(average)
             average.copy_(kept)
-        self.module.store.gather_updates()
+        self.module.store.gather_updates(self._entries)

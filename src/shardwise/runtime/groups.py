@@ -1,0 +1,164 @@
+"""Which parameters an optimizer works on, and in which groups.
+
+Enters: what the user writes: globs on original names, or tensors as in `torch.optim` (those of
+`pm.parameters()`, or of the model that was parallelized). Leaves: options and entries per group.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob as globbing
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import OptimizerError, did_you_mean
+from shardwise.runtime.flat import Entry
+from shardwise.runtime.store import ParameterStore
+
+__all__ = ["Params", "claim_entries", "find_groups", "require_claimed", "select_entries"]
+
+Params = str | Tensor | Iterable[str | Tensor]
+
+
+class _Selection:
+    """Parameters by glob or tensor; every one of them must exist."""
+
+    def __init__(self, store: ParameterStore, params: Params) -> None:
+        given = [params] if isinstance(params, str | Tensor) else list(params)
+        self.by_tensor = any(isinstance(item, Tensor) for item in given)
+        self.globs = [
+            item if isinstance(item, str) else globbing.escape(_name_of(store, item))
+            for item in given
+        ]
+        known = [name for e in store.entries for name in (e.spec.name, *e.spec.aliases)]
+        known += sorted(store.elsewhere)
+        for glob in self.globs:
+            if not fnmatch.filter(known, glob):
+                raise OptimizerError(f"no parameter matches {glob!r}{did_you_mean(glob, known)}")
+
+    def has(self, names: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in self.globs)
+
+
+def _name_of(store: ParameterStore, tensor: Tensor) -> str:
+    name = store.name_of(tensor)
+    if name is None:
+        raise OptimizerError(
+            f"a tensor of shape {tuple(tensor.shape)} is neither a parameter of the parallel "
+            "module nor of the model that it was made of",
+            hint="pm.parameters(), the model's parameters, or globs on their names",
+        )
+    return name
+
+
+def _names(entry: Entry) -> tuple[str, ...]:
+    return (entry.spec.name, *entry.spec.aliases)
+
+
+def select_entries(store: ParameterStore, params: Params | None) -> list[Entry]:
+    """The entries of these parameters on this rank; all of them by default."""
+    if params is None:
+        return list(store.entries)
+    chosen = _Selection(store, params)
+    return [entry for entry in store.entries if chosen.has(_names(entry))]
+
+
+def find_groups(
+    store: ParameterStore,
+    groups: Iterable[Mapping[str, Any] | Tensor],
+    params: Params | None,
+    *,
+    rest: bool,
+) -> list[tuple[dict[str, Any], list[Entry]]]:
+    """Options and entries of each group; an entry goes to the first group whose glob matches.
+
+    What is selected and in no group goes into a last one, unless groups list tensors: these are
+    complete, as in `torch.optim`. Frozen parameters belong to groups too, as in plain PyTorch:
+    without a gradient they stay as they are, and they are updated once they are unfrozen.
+    """
+    written = _written(groups)
+    selected = None if params is None else _Selection(store, params)
+    left = [
+        e
+        for e in store.entries
+        if not e.spec.borrowed
+        and _has_gradients(e.dtype)
+        and (selected is None or selected.has(_names(e)))
+    ]
+    found: list[tuple[dict[str, Any], list[Entry]]] = []
+    every: list[_Selection] = []
+    for group in written:
+        mine = _Selection(store, group["params"])
+        _refuse_twice(store, mine, every)
+        every.append(mine)
+        matched = [e for e in left if mine.has(_names(e))]
+        left = [e for e in left if e not in matched]
+        found.append(({k: v for k, v in group.items() if k != "params"}, matched))
+    if any(selection.by_tensor for selection in every):
+        return found
+    # Other stages may have a rest: groups have the same numbers on all of them.
+    borrowed = [_names(e) for e in store.entries if e.spec.borrowed]
+    others = [
+        names
+        for names in (*borrowed, *store.parameters_elsewhere)
+        if selected is None or selected.has(names)
+    ]
+    unmatched = bool(left) or any(not any(s.has(names) for s in every) for names in others)
+    if not found or (rest and unmatched):
+        found.append(({}, left))
+    return found
+
+
+def _written(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, Any]]:
+    """Groups as dicts; a plain list of tensors is one group."""
+    given = list(groups)
+    if given and all(isinstance(item, Tensor) for item in given):
+        return [{"params": given}]
+    made: list[Mapping[str, Any]] = []
+    for item in given:
+        if not isinstance(item, Mapping) or "params" not in item:
+            raise OptimizerError(
+                f"a group is a dict with 'params', not {type(item).__name__}",
+                hint='groups=[{"params": "*.bias", "weight_decay": 0.0}]',
+            )
+        made.append(item)
+    return made
+
+
+def _refuse_twice(store: ParameterStore, mine: _Selection, before: Sequence[_Selection]) -> None:
+    """A tensor in two groups is a mistake; of globs the first one counts."""
+    for entry in store.entries if mine.by_tensor else ():
+        if mine.has(_names(entry)) and any(o.by_tensor and o.has(_names(entry)) for o in before):
+            raise OptimizerError("the parameter is in two groups", where=entry.spec.name)
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def claim_entries(
+    store: ParameterStore, owner: torch.optim.Optimizer, entries: Iterable[Entry]
+) -> None:
+    """Note that an optimizer updates these entries; one that did so before may not go on."""
+    for entry in entries:
+        store.optimizers[entry] = weakref.ref(owner)
+
+
+def require_claimed(
+    store: ParameterStore, owner: torch.optim.Optimizer, entries: Iterable[Entry]
+) -> None:
+    """Raise if another optimizer has taken one of these entries over."""
+    for entry in entries:
+        held = store.optimizers.get(entry)
+        other = None if held is None else held()
+        if other is not None and other is not owner:
+            raise OptimizerError(
+                f"two optimizers update this parameter: {type(owner).__name__} was made first, "
+                "and another one after it",
+                where=entry.spec.name,
+                hint='give each its own: sw.optimizer(pm, cls, params="G.*", …)',
+            )
