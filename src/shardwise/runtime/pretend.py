@@ -182,8 +182,12 @@ def stand_alone(store: ParameterStore, on_gradient: Callable[[Tensor], None]) ->
 
     `on_gradient` is called with every parameter whose gradient autograd has just left.
     """
+
+    def left(leaf: Tensor) -> None:  # a hook of the runtime's own, which steps allow
+        on_gradient(leaf)
+
     for entry in store.entries:
         if entry.spec.requires_grad:
-            entry.leaf.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+            entry.leaf.register_post_accumulate_grad_hook(left)  # type: ignore[no-untyped-call]
     store.reducer = _AloneReducer(store.mesh, store.entries)
     store.units._flush = store.reducer.flush
