@@ -145,7 +145,9 @@ def on_meta(strategy: str, options: dict[str, Any]) -> str:
         told = error_of(pm.train_step, batch)
         assert told == error_of(pm.eval_step, batch)
         pm.load_state_dict(reference.state_dict())
-        pm.store.load_full("hidden", reference.hidden)
+        if pm.store.holds("hidden"):
+            pm.store.load_full("hidden", reference.hidden)
+        pm.store.uninitialized.clear()
         assert_close(pm.train_step(batch), expected, "loss from a state")
     return told
 
@@ -203,6 +205,43 @@ def test_values_and_learning_rates_that_differ_are_noticed(pool: Callable[[int],
         assert "differs by up to 0.25" in told["ddp"]
         assert "noise" in told["buffer"]
         assert "ranks [1] have another 'lr' than rank 0" in told["rate"]
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.table = nn.Linear(5, 3), torch.rand(40, 3)  # no buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.line(x) @ self.table.T).square().mean()
+
+
+def constants() -> str:
+    torch.manual_seed(dist.get_rank())
+    model, batch = Constant(), (torch.ones(4, 5),)
+    return error_of(sw.parallelize, model, batch, plan_for(model, batch, "ddp", 2))
+
+
+def test_constants_that_differ_are_named(pool: Callable[[int], Pool]) -> None:
+    for told in pool(2).run(constants, timeout=60):
+        assert "rank 1 has other values than rank 0 of a tensor of shape (40, 3)" in told
+        assert "test_initial_weights.py:" in told
+
+
+def lengths() -> str:
+    data = [{"x": torch.ones(5)} for _ in range(20 + dist.get_rank())]
+    model = Constant()
+    model.table = torch.ones(40, 3)
+    trainer = sw.Trainer(
+        model=model, data={"train": data, "batch_size": 4}, steps=1, plan="ddp", folder=None
+    )
+    return error_of(trainer.fit)
+
+
+def test_datasets_of_other_lengths_are_noticed(pool: Callable[[int], Pool]) -> None:
+    for told in pool(2).run(lengths, timeout=60):
+        assert "data.train has another length on ranks [1]" in told
+        assert "20 on rank 0, 21 on rank 1" in told
 
 
 def within_rounding() -> None:

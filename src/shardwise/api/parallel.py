@@ -36,7 +36,7 @@ from shardwise.api.steps import (
     trained_parameters,
     used_parameters,
 )
-from shardwise.api.weights import Init, load_weights
+from shardwise.api.weights import Init, constants_of, load_weights
 from shardwise.api.world import PythonState, attributes_of
 from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
 from shardwise.errors import LossError, ProgramError
@@ -103,7 +103,10 @@ def parallelize(
         }
         homes = storage_homes({name: program for name, (_, program) in compiled.items()})
         factory.fix_layouts({name: program for name, (_, program) in compiled.items()}, homes)
-        agree(" ".join(program.fingerprint for _, program in compiled.values()))
+        agree(
+            " ".join(program.fingerprint for _, program in compiled.values()),
+            {k: v for graph, _ in compiled.values() for k, v in constants_of(graph).items()},
+        )
     grow_segments(factory.device)
     if factory.device.type == "cpu":
         keep_pages()
@@ -302,7 +305,7 @@ class _Factory:
         with starting(self.timeout) as agree:
             self._take_state()
             graph, program = self.compile(step, batch, key.training)
-            agree(program.fingerprint)
+            agree(program.fingerprint, constants_of(graph))
         loaded = self._load(graph, program, mesh, rng)
         same_storage(store, loaded.parameters, used_parameters(graph))
         if key.training:

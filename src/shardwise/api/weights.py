@@ -24,6 +24,7 @@ from shardwise import runtime as rt
 from shardwise.api.initialize import initialize
 from shardwise.errors import ShardwiseError
 from shardwise.frontend.objective import as_module
+from shardwise.ir import Graph
 from shardwise.runtime.start import starting
 
 Init = Callable[[], nn.Module] | Callable[[nn.Module], object]
@@ -100,6 +101,23 @@ def load_weights(
             store.load_full,
             init,  # type: ignore[arg-type]  # it takes a module
         )
+
+
+def constants_of(graph: Graph) -> dict[str, str]:
+    """The checksums of tensors that forward reads and that are neither parameters nor buffers.
+
+    They are not sent to other ranks, as they are captured with the program; ranks compare them.
+    """
+    found = {}
+    for constant in graph.constants:
+        user = next((node for node in graph.nodes if constant.value in node.inputs), None)
+        where = user.origin if user is not None else "its outputs"
+        shape = tuple(constant.data.shape)
+        what = f"a tensor of shape {shape} that forward reads at {where} and that is no buffer"
+        found[f"{what} (self.register_buffer would share rank 0's)"] = str(
+            int(rt.checksum(constant.data))
+        )
+    return found
 
 
 def _takes_nothing(init: Init) -> bool:

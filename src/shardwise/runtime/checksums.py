@@ -29,7 +29,7 @@ from shardwise.runtime.processes import ProcessGroupTransport
 if TYPE_CHECKING:
     from shardwise.runtime.store import ParameterStore
 
-__all__ = ["Replicas", "checksum", "gather_rows"]
+__all__ = ["Replicas", "checksum", "gather_rows", "require_same_lengths"]
 
 BLOCK = 1 << 20  # elements that are summed up at a time
 FIRST_CHECKS = (1, 10)  # steps of an optimizer after which values are compared,
@@ -72,6 +72,34 @@ def gather_rows(axis: Axis, rows: list[list[int]], device: torch.device) -> list
     shape = (axis.size, len(rows), width)
     found: list[list[list[int]]] = every.reshape(shape).tolist()
     return found
+
+
+def require_same_lengths(
+    mesh: ProcessMesh, data: Mapping[str, object], device: torch.device
+) -> None:
+    """Raise a `RankError` on all ranks if datasets or loaders have other lengths on some.
+
+    What has no length is left out; all ranks call it.
+    """
+    everyone = mesh.everyone
+    for what, source in data.items():
+        found = [length for [[length]] in gather_rows(everyone, [[_length(source)]], device)]
+        other = [rank for rank, n in zip(everyone.ranks, found, strict=True) if n != found[0]]
+        if other:
+            lengths = {rank: n for rank, n in zip(everyone.ranks, found, strict=True) if n >= 0}
+            raise RankError(
+                f"{what} has another length on ranks {other} than on rank {everyone.ranks[0]}: "
+                + ", ".join(f"{n} on rank {rank}" for rank, n in list(lengths.items())[:8]),
+                where=what,
+                hint="give every rank all of the data: the plan decides which rows each one reads",
+            )
+
+
+def _length(source: object) -> int:
+    try:
+        return len(source)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 class Replicas:

@@ -7,16 +7,24 @@ rank that fails, is missing or differs cannot hang the others, who name it withi
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch.distributed
 import torch.distributed as dist
 
 from shardwise.errors import RankError
 
-__all__ = ["require_ranks", "starting"]
+__all__ = ["Agree", "require_ranks", "starting"]
+
+
+class Agree(Protocol):
+    """What `starting` gives its body to call once a program is made."""
+
+    def __call__(self, fingerprint: str, values: Mapping[str, str] | None = None) -> None: ...
+
 
 _POLL_S = 0.05
 _AGREED = "agreed"
@@ -41,19 +49,20 @@ def require_ranks(num_ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def starting(timeout: float = 60.0) -> Iterator[Callable[[str], None]]:
+def starting(timeout: float = 60.0) -> Iterator[Agree]:
     """One attempt of all ranks to start; the body makes a program and calls what this gives.
 
         with starting(timeout) as agree:
             program = ...
             agree(program.fingerprint)
 
-    `agree` returns once all ranks have come with the same fingerprint; else it raises a
+    `agree` returns once all ranks have come with the same fingerprint, and the same values of what
+    they name besides (`agree(fingerprint, {"what": "value"})`); else it raises a
     `RankError`, the same on all ranks, that names those who failed in their body, are missing
     after `timeout` seconds, or differ. The first rank to know how an attempt ended writes it down.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield lambda fingerprint: None
+        yield lambda fingerprint, values=None: None
         return
     attempt = _Attempt(timeout)
     try:
@@ -82,9 +91,10 @@ class _Attempt:
             self.number = self.store.add(f"shardwise/attempts/{self.rank}", 1)
         self.prefix = f"shardwise/attempt/{self.number}"
 
-    def agree(self, fingerprint: str) -> None:
+    def agree(self, fingerprint: str, values: Mapping[str, str] | None = None) -> None:
         with _naming_the_host():
-            self.store.set(f"{self.prefix}/program/{self.rank}", fingerprint)
+            text = json.dumps([fingerprint, dict(values or {})])
+            self.store.set(f"{self.prefix}/program/{self.rank}", text)
         outcome = self.settle(_complaint(self._programs(), self.world, self.timeout) or _AGREED)
         if outcome != _AGREED:
             raise RankError(outcome, hint="look at the log of the ranks named here")
@@ -130,8 +140,13 @@ def _complaint(found: dict[int, str], world: int, timeout: float) -> str | None:
     if missing:
         return f"ranks {missing} of {world} did not start within {timeout:g} s"
     programs: dict[str, list[int]] = {}
+    first_values = json.loads(found[0])[1]
     for rank in sorted(found):
-        programs.setdefault(found[rank], []).append(rank)
+        fingerprint, values = json.loads(found[rank])
+        programs.setdefault(fingerprint, []).append(rank)
+        for what in sorted(first_values.keys() & values.keys()):
+            if values[what] != first_values[what]:
+                return f"rank {rank} has other values than rank 0 of {what}"
     if len(programs) == 1:
         return None
     told = "; ".join(f"ranks {ranks}: {text[:16]}" for text, ranks in programs.items())

@@ -337,6 +337,7 @@ class ParameterStore:
         if missing:
             raise PlanMismatch(f"the state has no {', '.join(missing)}")
         for name, tensor in state.items():
+            self.uninitialized.pop(name, None)
             if name in self._by_name or name in self._aliases or name not in self.elsewhere:
                 self.load_full(name, tensor)
 

@@ -183,6 +183,8 @@ class Session:
             record="paused" if config.folder is not None else False,
             timeout=config.timeout_s,
         )
+        data = {"data.train": parts.train, "data.evaluation": parts.evaluation}
+        rt.require_same_lengths(self.module.mesh, data, self.module.store.device)
         self.optimizer = self._optimizer()
         self.schedule = Schedule(config.schedule, self.optimizer, self.totals(), base)
         self.ema = Ema(self.module, config.ema) if config.ema is not None else None

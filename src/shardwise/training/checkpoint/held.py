@@ -216,11 +216,11 @@ class ParallelState:
         settle(self.store.device)
 
     def received(self, names: Collection[str]) -> None:
-        # Ranks that hold other names report those themselves.
+        saved = set(self.module.names)  # buffers that no checkpoint has are not among them
         self.store.uninitialized = {
             name: reason
             for name, reason in self.store.uninitialized.items()
-            if self.store.holds(name) and name not in names
+            if name not in (names if self.store.holds(name) else saved)
         }
 
     def unfilled(self) -> list[str]:

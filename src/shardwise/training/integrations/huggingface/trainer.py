@@ -24,7 +24,7 @@ from shardwise.api.parallel import parallelize
 from shardwise.cluster import Cluster
 from shardwise.errors import BatchError
 from shardwise.plans import Plan
-from shardwise.runtime import ShardedOptimizer, signature
+from shardwise.runtime import ShardedOptimizer, require_same_lengths, signature
 from shardwise.training.checkpoint import load_checkpoint, save_checkpoint
 from shardwise.training.integrations.huggingface.accelerator import OneProcess
 from shardwise.training.integrations.huggingface.arguments import (
@@ -164,6 +164,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
                     compile=bool(self.args.torch_compile),
                     timeout=self._timeout,
                 )
+            data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+            require_same_lengths(part.mesh, data, part.store.device)
             if self._weights is not None:
                 load_checkpoint(self._weights, part)
             current = self._parallel = ParallelModel(part, self.model)

@@ -203,6 +203,8 @@ class ShardwiseStrategy(Processes):
                 batch, make_plan, optimized, seed=self._seed, timeout=self._seconds
             )
         pm = training.parallel
+        loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}
+        rt.require_same_lengths(pm.mesh, loaders, pm.store.device)
         optimizer = adopt(only_optimizer(self.optimizers), self._names, pm, self._elementwise)
         self._training, self.optimizers = training, [optimizer]
         if self._saved is not None:
