@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.equivalence.precision import KeepDouble
 from tests.support.pool import Pool
-from tests.support.training import Odd, assert_close, plan_for, tokens
+from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
 
 pytestmark = pytest.mark.distributed
 
@@ -90,6 +90,8 @@ def frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW") -> None:
                     each.zero_grad()
             for name, value in pm.gather_state_dict().items():
                 assert_close(value, plain.state_dict()[name], f"{name} after step {step}")
+        pm.requires_grad_(False)
+        assert "depends on no parameter that is trained" in error_of(pm.train_step, batch)
 
 
 def several(cases: list[tuple[str, dict[str, Any]]]) -> None:

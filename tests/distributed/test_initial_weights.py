@@ -19,7 +19,7 @@ from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
 pytestmark = pytest.mark.distributed
 
 PIPELINE = {"stages": 2, "num_microbatches": 2}
-EVERYDAY = [("fsdp", {}), ("pipeline", PIPELINE)]
+EVERYDAY = [("pipeline", PIPELINE)]
 THOROUGH = [
     (2, "ddp", {}),
     (3, "zero1", {}),
@@ -102,13 +102,18 @@ def test_every_strategy_begins_with_the_weights_of_rank_0(
     pool(ranks).run(unseeded, strategy, options, timeout=300)
 
 
-def from_one_rank() -> None:
-    for strategy, options in (("tensor", {}), ("pipeline", PIPELINE), ("fsdp", {})):
+def from_one_rank(cases: list[tuple[str, dict[str, Any]]]) -> None:
+    for strategy, options in cases:
         unseeded(strategy, options, on_meta=True)
 
 
 def test_one_rank_has_the_weights_and_the_others_are_on_meta(pool: Callable[[int], Pool]) -> None:
-    pool(2).run(from_one_rank, timeout=120)
+    pool(2).run(from_one_rank, [("tensor", {})], timeout=120)
+
+
+@pytest.mark.slow
+def test_one_rank_has_the_weights_of_several_stages_and_shards(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(from_one_rank, [("pipeline", PIPELINE), ("fsdp", {}), ("ddp", {})], timeout=120)
 
 
 # ------------------------------------------------------------------ models on meta

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from shardwise import runtime as rt
 from shardwise.api.indices import BatchIndices
+from shardwise.api.steps import trained_parameters
 from shardwise.emit import LoadedPipeline, naming_places
+from shardwise.errors import ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.ir import Graph
@@ -35,6 +37,7 @@ class ScheduledStep:
         self.plan, self.graph, self.loaded, self.store = plan, graph, loaded, store
         self.executor = loaded.executor(store, recorder)
         self.spec, self.hooks = graph.output_spec, graph.hooks
+        self.trains = bool(trained_parameters(graph))
         self.constants = dict(graph.input_constants)
         self.dtypes = input_dtypes(graph, plan)
         self.indices = BatchIndices(graph)
@@ -44,6 +47,8 @@ class ScheduledStep:
     def train(
         self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor, Any]:
+        if not self.trains:
+            raise ProgramError("the loss depends on no parameter that is trained")
         tensors = self._tensors(batch, local)
         with offloading(self.plan), naming_places():
             loss, leaves = self.executor.train(
