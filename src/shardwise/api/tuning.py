@@ -62,7 +62,7 @@ def tune(
     found = OpTable()
     found.merge(table or OpTable())
     with proving_ground(graph, cluster) as ground:
-        tuning = _Tuning(ground, {**options, "progress": progress}, report)
+        tuning = _Tuning(ground, {**options, "progress": progress, "all_devices": True}, report)
         for kind in KINDS:
             if not all(options.get(name, value) == value for name, value in kind.items()):
                 continue

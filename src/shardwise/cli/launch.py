@@ -42,6 +42,10 @@ def launch(
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="A cluster file; or cpu:4 for this machine.")
     ] = "cluster.yaml",
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="A plan's file: start only the devices that it uses."),
+    ] = None,
     to: Annotated[To, typer.Option("--to", help="Start by ssh, or write a job file.")] = To.ssh,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The job file.")] = None,
     port: Annotated[
@@ -70,6 +74,11 @@ def launch(
 
     require_own(out, "job")
     machines = _cluster(cluster)
+    if plan is not None:
+        from shardwise.cli.files import load_plan
+        from shardwise.simulation.simulate import check_cluster
+
+        machines = check_cluster(load_plan(plan), machines)
     words, environment = command or [], _environment(env or [])
     if to is not To.ssh:
         _write(_job(to, machines, words, name, port, environment, option or []), out)

@@ -91,6 +91,9 @@ class Wanted:
     table: _option(  # type: ignore[valid-type]
         Path | None, "--table", "Measured times of operators.", exists=True, dir_okay=False
     ) = None
+    all_devices: _option(  # type: ignore[valid-type]
+        bool, "--all-devices", "Also use devices that slow the step, with --cluster."
+    ) = False
     no_progress: _option(bool, "--no-progress", "Do not show progress.") = False  # type: ignore[valid-type]
     plan_file: _option(  # type: ignore[valid-type]
         Path | None, "--plan", "Use this plan file instead.", exists=True, dir_okay=False
@@ -136,7 +139,11 @@ class Wanted:
         cluster = self.machines()
         assert cluster is not None
         return shardwise.plan(
-            graph, cluster, progress=not self.no_progress, **self.search_options()
+            graph,
+            cluster,
+            progress=not self.no_progress,
+            all_devices=self.all_devices,
+            **self.search_options(),
         )
 
     def hide_unplanned_gpus(self) -> None:
@@ -203,7 +210,7 @@ class Wanted:
         import shardwise
 
         strategy = self.strategy or Strategy.DDP
-        for name in ("memory_gib", "constraint", "table", "virtual_stages"):
+        for name in ("memory_gib", "constraint", "table", "virtual_stages", "all_devices"):
             if getattr(self, name):
                 raise typer.BadParameter(f"--{_typed(name)}: with --cluster, without --strategy")
         if strategy is Strategy.HYBRID:

@@ -22,7 +22,7 @@ from shardwise.cli.figures import (
     wrapped,
 )
 from shardwise.errors import PlanError
-from shardwise.reporting.compared import differences, why_not
+from shardwise.reporting.compared import differences, idle_devices, why_not
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
@@ -69,6 +69,8 @@ def verdict(plan: Plan, width: int) -> list[str]:
         f"{size(free)} free",
         f"  limit   {found['binding']['text']}",
     ]
+    if idle := idle_devices(found):
+        lines.append(f"  idle    {idle}")
     if cluster.get("price_per_hour"):
         paid = cluster["price_per_hour"] / 3600 * time / batch["rows"] * 1e6
         hour = f"{cluster['price_per_hour']:,.2f}"
@@ -206,7 +208,8 @@ def explain_text(plan: Plan, width: int) -> str:
 def explain_json(plan: Plan) -> dict[str, Any]:
     """The same for machines."""
     found = searched(plan)
-    kept = ("cluster", "batch", "fixed", "best", "binding", "relaxations", "gap", "layers")
+    kept = ["cluster", "batch", "fixed", "best", "binding", "relaxations", "gap", "layers"]
+    kept += ["left_out"] if "left_out" in found else []
     data: dict[str, Any] = {"model": plan.model, "plan": plan.name, "num_ranks": plan.num_ranks}
     data |= {name: found.get(name) for name in kept}
     data["runners_up"] = [

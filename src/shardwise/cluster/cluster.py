@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -254,6 +254,12 @@ class Cluster:
     def machines(self) -> tuple[ClusterNode, ...]:
         """Every machine, one by one."""
         return tuple(node.machine(i) for node in self.nodes for i in range(node.copies))
+
+    def subset(self, ranks: Collection[int]) -> Cluster:
+        """The cluster of some of these ranks, numbered from 0 in this order."""
+        from shardwise.cluster.subset import subset
+
+        return subset(self, ranks)
 
     def link_between(self, a: int, b: int) -> Link:
         """What traffic from rank `a` to rank `b` alone would see, as one link."""

@@ -101,8 +101,10 @@ def _ssh(machine: ClusterNode, *, alone: bool) -> Ssh | None:
     """What the file says; otherwise plain ssh, but for this machine and for a lone node."""
     if machine.ssh is not None:
         _check_ssh(machine, machine.ssh)
-        return machine.ssh
+        if machine.ssh != Ssh():
+            return machine.ssh
     address = _address(machine)
+    alone = alone and machine.ssh is None
     if alone or machine.name in LOCAL_NAMES or _is_loopback(address) or _is_own(address):
         return None
     ssh = Ssh()

@@ -33,8 +33,7 @@ def choose_collectives(
     """
     if use and use not in WAYS:
         raise PlanError(f"no way {use!r}{did_you_mean(use, WAYS)}", hint=", ".join(WAYS))
-    check_cluster(plan, cluster)
-    return with_choices(plan, chooser(cluster, most_ranks, use))
+    return with_choices(plan, chooser(check_cluster(plan, cluster), most_ranks, use))
 
 
 def with_choices(plan: Plan, choose: Chooser | None) -> Plan:

@@ -1,5 +1,6 @@
 """Plans: the decisions, their files, and the layouts that follow from them."""
 
+from shardwise.plans.devices import used_devices
 from shardwise.plans.execution import TIME, Precision, Stage
 from shardwise.plans.fingerprint import model_fingerprint
 from shardwise.plans.plan import ParameterEntry, Plan
@@ -14,4 +15,5 @@ __all__ = [
     "Stage",
     "model_fingerprint",
     "resolve",
+    "used_devices",
 ]

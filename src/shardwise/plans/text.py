@@ -25,6 +25,11 @@ def format_plan(plan: Plan) -> str:
     """The mesh, what each axis cuts, the order of work, and every parameter entry."""
     on = f"{len(plan.stages)} stages of {plan.num_ranks} ranks" if plan.stages else plan.mesh
     lines = [f"Plan {plan.name} for {plan.model} on {on}"]
+    if left_out := plan.search.get("left_out"):
+        used, total, whole = (left_out[key] for key in ("used", "num_ranks", "cluster"))
+        lines.append(
+            f"  uses ranks {used} of the {total} of {whole}; the others would slow the step"
+        )
     for axis, role in plan.roles.items():
         dims = sorted({d for d in plan.inputs.values() if d is not None})
         what = f"the batch (input dim {', '.join(map(str, dims)) or 'free'})"

@@ -17,7 +17,7 @@ from shardwise.planner.search.replay import decisions, replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import Plan
 from shardwise.reporting.classes import classes_of, groups_of
-from shardwise.reporting.compared import plans_of
+from shardwise.reporting.compared import idle_devices, plans_of
 from shardwise.reporting.document import Cause, Headroom, Report, Verdict
 from shardwise.reporting.sections import machines_of, memory_of, modules_of, ways_of, what_if_of
 from shardwise.reporting.timeline import Step
@@ -186,7 +186,7 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
         ),
         limit=dict(search["binding"]),
         price=price,
-        notes=(*plan.notes, *estimate.notes),
+        notes=(*filter(None, [idle_devices(search)]), *plan.notes, *estimate.notes),
     )
 
 

@@ -76,6 +76,22 @@ def _row(best: Mapping[str, Any], other: Mapping[str, Any]) -> Compared:
     )
 
 
+def idle_devices(search: Mapping[str, Any]) -> str:
+    """Which devices the planner left out and why, in a sentence; empty where it uses all."""
+    left = search.get("left_out")
+    if not left:
+        return ""
+    used, total = search["cluster"]["num_ranks"], left["num_ranks"]
+    time = left["step_time_s"]
+    because = "no plan fits on all" if time is None else f"using all would take {seconds(time)}"
+    if time is not None and time < search["best"]["step_time_s"]:
+        because += ", and save less than 1 %"
+    return (
+        f"{total - used} of {total} devices of {left['cluster']} are left idle: {left['devices']} "
+        f"(ranks {left['idle']}); {because}"
+    )
+
+
 def why_not(best: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Why another point was not chosen, in a sentence."""
     told, time = differences(best, other), best["step_time_s"]
@@ -92,6 +108,9 @@ def why_not(best: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _longer(delta: float, time: float) -> str:
+    if delta < -1e-6 * time:
+        less = f"{seconds(-delta)} less ({delta / time:+.2%})"
+        return f"{less}: of plans within 1 %, the simpler one is taken"
     if delta < 1e-6 * time:
         return "as long"
     return f"{seconds(delta)} longer ({delta / time:+.2%})"

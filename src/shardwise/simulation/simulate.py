@@ -15,7 +15,7 @@ from shardwise.equivalence.twin.decide import saying
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.messages.choice import chosen
-from shardwise.plans import Plan, Resolved, model_fingerprint, resolve
+from shardwise.plans import Plan, Resolved, model_fingerprint, resolve, used_devices
 from shardwise.program.means import separate_means
 from shardwise.program.pipeline import plan_schedule
 from shardwise.program.stages import with_keys
@@ -37,26 +37,28 @@ def simulate(
     `table` holds measured times of operators, which replace computed ones. Collectives take the
     times of the ways that the plan chooses for them.
     """
-    check_plan(graph, plan, cluster)
+    cluster = check_plan(graph, plan, cluster)
     fold, works = works_of(graph, plan)
     evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
     return evaluator.estimate(works, setting_of(plan, fold))
 
 
-def check_plan(graph: Graph, plan: Plan, cluster: Cluster) -> None:
-    """Raise unless the plan is for this model and as many ranks as the cluster has."""
+def check_plan(graph: Graph, plan: Plan, cluster: Cluster) -> Cluster:
+    """Return the devices that the plan uses; raise unless it is for this model and cluster."""
     plan.check(graph)
-    check_cluster(plan, cluster)
+    return check_cluster(plan, cluster)
 
 
-def check_cluster(plan: Plan, cluster: Cluster) -> None:
-    """Raise unless the cluster has as many ranks as the plan."""
-    if plan.num_ranks != cluster.num_ranks:
+def check_cluster(plan: Plan, cluster: Cluster) -> Cluster:
+    """Return the devices that the plan uses; raise unless there is one for each of its ranks."""
+    used = used_devices(plan, cluster)
+    if plan.num_ranks != used.num_ranks:
         raise PlanError(
             f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
             f"{cluster.num_ranks}",
             hint="a cluster file of as many devices, or a new plan: shardwise plan",
         )
+    return used
 
 
 def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple[Signature, ...]]:

@@ -23,7 +23,7 @@ from shardwise.ir import Graph
 from shardwise.planner import strategies
 from shardwise.planner.options import option_names
 from shardwise.planner.search import plan as search
-from shardwise.plans import Plan, Precision
+from shardwise.plans import Plan, Precision, used_devices
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.imports import find_file, load_object, make
 
@@ -43,11 +43,15 @@ class Planned:
 
 
 def find_cluster(
-    config: TrainConfig, ranks: int | None, device: str, base: Path | None
+    config: TrainConfig,
+    ranks: int | None,
+    device: str,
+    base: Path | None,
+    plan: Plan | None = None,
 ) -> tuple[Cluster, bool]:
     """The machines, and whether their rates are known rather than assumed.
 
-    `ranks` are those that were started, None where nothing runs.
+    `ranks` are those that were started, None where nothing runs; a `plan` may use some of them.
     """
     if config.cluster is None:
         return _this_machine(ranks or 1, device)
@@ -57,6 +61,8 @@ def find_cluster(
         found = cluster_of(str(find_file(found, base)) if is_file else found)
     if not isinstance(found, Cluster):
         raise ConfigError(f"a {type(found).__name__} is no cluster", where="cluster")
+    if plan is not None:
+        found = used_devices(plan, found)
     if ranks is not None and found.num_ranks != ranks:
         raise RankError(
             f"cluster {found.name} has {found.num_ranks} ranks, {ranks} are started",
@@ -96,7 +102,7 @@ def make_planned(
     given = _given_plan(wanted, base)
     if given is not None and ranks is None and config.cluster is None:
         ranks = given.num_ranks
-    cluster, known = find_cluster(config, ranks, device, base)
+    cluster, known = find_cluster(config, ranks, device, base, given)
     kinds = given or _draft(Precision.of(config.precision))
     if given is not None and config.precision is not None:
         _require(given.precision == Precision.of(config.precision), "precision", config.precision)
@@ -105,7 +111,8 @@ def make_planned(
     graph = capture_for_plan(model, batch, kinds, loss)
     if given is None:
         _require_known(config, known, device)
-        plan = _made(config, graph, cluster, base)
+        plan = _made(config, graph, cluster, base, started=ranks is not None)
+        cluster = used_devices(plan, cluster)
     else:
         given.check(graph)
         plan = given
@@ -170,8 +177,13 @@ def _require_known(config: TrainConfig, known: bool, device: str) -> None:
         )
 
 
-def _made(config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None) -> Plan:
-    """The plan of a search, of a named strategy, or of the user's own function."""
+def _made(
+    config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None, *, started: bool
+) -> Plan:
+    """The plan of a search, of a named strategy, or of the user's own function.
+
+    Processes that were started already are all used.
+    """
     wanted: Any = config.plan
     if not isinstance(wanted, PlanConfig):
         return _own(wanted, getattr(wanted, "__name__", "plan"), graph, cluster, {})
@@ -182,6 +194,8 @@ def _made(config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None
     if wanted.name == "auto":
         if config.accumulate > 1:
             args.setdefault("microbatches", config.accumulate)
+        if started:
+            args.setdefault("all_devices", True)
         return _called(
             search, {"progress": False, "precision": config.precision, **args}, graph, cluster
         )

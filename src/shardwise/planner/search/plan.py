@@ -37,7 +37,9 @@ from shardwise.planner.search.relax import Again
 from shardwise.planner.search.replay import sealed
 from shardwise.planner.search.report import search_report
 from shardwise.planner.search.search import Search
+from shardwise.planner.search.simplest import NEARLY, simplest
 from shardwise.planner.search.space import Fixed, Limits, Point, divisors, points
+from shardwise.planner.search.subsets import left_out, subsets
 from shardwise.planner.search.write import as_written, write_plan
 from shardwise.planner.strategies.fields import batch_inputs
 from shardwise.plans import Plan, Precision, model_fingerprint
@@ -67,9 +69,13 @@ def plan(
     precision: str | Precision | None = None,
     table: OpTable | None = None,
     progress: bool = True,
+    all_devices: bool = False,
     **options: Unpack[FixedOptions],
 ) -> Plan:
     """The plan with the shortest simulated step that fits in memory.
+
+    Of plans within 1 % of it, the simplest. Devices that would make the step longer are left out,
+    unless `all_devices`: the plan is then for fewer ranks, and says so.
 
     `constraints` maps globs of parameters to a cut ("0", "whole") or to cuts by mesh axis. Options
     fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`, `microbatches`, `zero`,
@@ -79,35 +85,50 @@ def plan(
     fixed = Fixed.of(dict(options))
     _check_memory(memory_gib)
     cuts = fixed_parameters(graph, constraints or {})
-    least = least_tensor_ranks(cuts, fixed, cluster.num_ranks)
     kinds = Precision.of(precision)
     check_types(graph, kinds)
     with Progress("planning", shown=progress) as bar:
 
-        def prepare(run: Graph, fixed_cuts: Cuts) -> Search:
-            return _prepare(run, cluster, fixed_cuts, memory_gib, kinds, table, bar.update)
+        def prepare(run: Graph, fixed_cuts: Cuts, machines: Cluster) -> Search:
+            return _prepare(run, machines, fixed_cuts, memory_gib, kinds, table, bar.update)
 
-        def searched(run: Graph, than: Found | None = None) -> _Searched:
-            """With `than`, which has several micro-batches, those of one that may be quicker."""
-            search = prepare(run, cuts)
-            limits = replace(_limits(search, run, cluster, fixed), least_tensor_ranks=least)
-            _check_fixed(fixed, cluster, limits)
+        def searched(
+            machines: Cluster, below: float, run: Graph, than: Found | None = None
+        ) -> _Searched:
+            """Search for steps that may take less than `below` seconds.
+
+            With `than`, which has several micro-batches, those of one that may be quicker.
+            """
+            search = prepare(run, cuts, machines)
+            least = least_tensor_ranks(cuts, fixed, machines.num_ranks)
+            limits = replace(_limits(search, run, machines, fixed), least_tensor_ranks=least)
+            _check_fixed(fixed, machines, limits)
             if than is not None:
                 limits = replace(limits, microbatches=1)
-                if not _may_beat(search, limits, fixed, than):
-                    return _Searched(run, search, limits, NOTHING)
+                below = min(below, _seconds(than))
+            if below < math.inf and not _may_beat(search, limits, fixed, below):
+                return _Searched(run, search, limits, NOTHING)
             return _Searched(run, search, limits, _run(search, limits, fixed))
 
-        run, search, limits, found = _quicker(graph, fixed, searched)
+        def quickest(machines: Cluster, below: float = math.inf) -> _Searched:
+            return _quicker(graph, fixed, partial(searched, machines, below))
+
+        chosen, idle = quickest(cluster), None
+        if not all_devices:
+            chosen, idle = _without_slow_devices(chosen, cluster, quickest)
+        run, search, limits, found = chosen
 
         def free() -> Found:
-            return _run(prepare(run, {}), replace(limits, least_tensor_ranks=1), fixed)
+            wider = replace(limits, least_tensor_ranks=1)
+            return _run(prepare(run, {}, search.evaluator.cluster), wider, fixed)
 
         again = Again(options=partial(_run, search, limits), constraints=free if cuts else None)
         if not found.feasible:
             raise infeasible(found, search, fixed, limits, again)
         given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
-        report = search_report(found, search, fixed, cluster, given, again)
+        report = search_report(found, search, fixed, search.evaluator.cluster, given, again)
+        if idle is not None:
+            report["left_out"] = idle
         made = as_written(write_plan(run, search.fold, found.best, report, kinds), run, graph)
         made = sealed(with_choices(made, search.evaluator.clock.choose))
         return _detailed(made, search, found)
@@ -133,15 +154,37 @@ def _quicker(graph: Graph, fixed: Fixed, searched: Callable[..., _Searched]) -> 
     whole = searched(graph, several.found)
     if not (whole.found.feasible and several.found.feasible):
         return whole if whole.found.feasible else several
-    one, best = whole.found.best, several.found.best
-    quicker = best.estimate.step_time_s < one.estimate.step_time_s
-    return several if quicker and best.point.microbatches > 1 else whole
+    quicker = _seconds(several.found) * (1 + NEARLY) < _seconds(whole.found)
+    return several if quicker and several.found.best.point.microbatches > 1 else whole
 
 
-def _may_beat(search: Search, limits: Limits, fixed: Fixed, than: Found) -> bool:
-    """Whether some point may fit, by its bounds, and be quicker than what was found."""
-    best = than.best.estimate.step_time_s if than.feasible else math.inf
-    return any(search.may_fit(point, best) for point in points(limits, fixed))
+def _without_slow_devices(
+    whole: _Searched, cluster: Cluster, quickest: Callable[[Cluster, float], _Searched]
+) -> tuple[_Searched, Mapping[str, Any] | None]:
+    """The search on fewer devices, where more save less than `NEARLY` of the step, and which."""
+    best, used, least = whole, None, _seconds(whole.found)
+    for smaller in subsets(cluster, _rates(whole.search.bank, whole.search.evaluator)):
+        limit = least * (1 + NEARLY)
+        try:
+            other = quickest(smaller.cluster, limit)
+        except InfeasiblePlan:  # what the user fixed needs more ranks
+            continue
+        if _seconds(other.found) < limit:
+            best, used, least = other, smaller, min(least, _seconds(other.found))
+    if used is None:
+        return whole, None
+    seconds = _seconds(whole.found) if whole.found.feasible else None
+    return best, left_out(cluster, used, seconds)
+
+
+def _seconds(found: Found) -> float:
+    """The step of what was found, infinite where nothing fits."""
+    return found.best.estimate.step_time_s if found.feasible else math.inf
+
+
+def _may_beat(search: Search, limits: Limits, fixed: Fixed, seconds: float) -> bool:
+    """Whether some point may fit, by its bounds, and be quicker than that."""
+    return any(search.may_fit(point, seconds) for point in points(limits, fixed))
 
 
 def _check_memory(memory_gib: Any) -> None:
@@ -214,7 +257,7 @@ def _run(search: Search, limits: Limits, fixed: Fixed) -> Found:
         on_host = points(limits, fixed, offloads=True) if fixed.offload is None else ()
         found = search.run([*tried, *_leaner(search, wanted, found, LEANEST), *on_host])
     found = found if fixed.zero is not None else search.refined(found, ZERO_LEVELS)
-    return polished(search, found, wanted)
+    return simplest(search, polished(search, found, wanted), wanted)
 
 
 def _leaner(search: Search, wanted: Sequence[Point], found: Found, layout: int) -> Iterator[Point]:

@@ -57,7 +57,7 @@ def test_a_step_can_be_replayed_from_the_file(
     graph: Graph, unequal: sw.Cluster, machines: str, options: dict[str, object], tmp_path: Path
 ) -> None:
     cluster = unequal if machines == "unequal" else sw.Cluster.preset(machines, devices_per_node=4)
-    plan = sw.plan(graph, cluster, progress=False, **options)
+    plan = sw.plan(graph, cluster, progress=False, all_devices=True, **options)
     plan.save(tmp_path / "plan.json")
     again = replay(sw.Plan.load(tmp_path / "plan.json"))
     best = plan.search["best"]

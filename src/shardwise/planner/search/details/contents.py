@@ -60,7 +60,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 
 def figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | None = None) -> Plan:
     """The plan with a `search` of its own figures, simulated anew on `cluster`."""
-    check_plan(graph, plan, cluster)
+    cluster = check_plan(graph, plan, cluster)
     fold, works = works_of(graph, plan)
     setting = setting_of(plan, fold)
     evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))

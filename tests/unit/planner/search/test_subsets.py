@@ -1,0 +1,129 @@
+"""Devices that slow the step are left out, and of plans that take as long the simplest is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import shardwise as sw
+from shardwise.cli import app
+from shardwise.cli.verdict import plan_text
+from shardwise.errors import PlanError
+from shardwise.planner.search.simplest import NEARLY, simplicity
+from shardwise.planner.search.space import Point
+from shardwise.planner.search.subsets import subsets
+from shardwise.plans import used_devices
+from tests.support import zoo
+
+
+def mixed(speed: float, new: int = 2, old: int = 2) -> sw.Cluster:
+    """Some H100s, and some A100s of which others use a part."""
+    first = sw.Cluster.preset("h100", devices_per_node=new)
+    second = sw.Cluster.preset("a100", devices_per_node=old).nodes[0]
+    slow = tuple(replace(device, speed=speed) for device in second.devices)
+    nodes = (
+        replace(second, name="old", devices=slow),
+        replace(first.nodes[0], name="new"),
+    )
+    return sw.Cluster(name="mixed", nodes=nodes, network=first.network)
+
+
+def captured(rows: int) -> sw.Graph:
+    with torch.device("meta"):
+        model = zoo.FusedGPT(vocab=512, dim=512, heads=8, layers=2, length=128)
+        ids = torch.empty(rows, 128, dtype=torch.long)
+    return sw.capture(model, {"input_ids": ids, "labels": ids})
+
+
+@pytest.fixture(scope="module")
+def graph() -> sw.Graph:
+    return captured(rows=16)
+
+
+def test_devices_that_slow_the_step_are_left_out(graph: sw.Graph, tmp_path: Path) -> None:
+    cluster = mixed(speed=0.1)
+    everything = sw.plan(graph, cluster, progress=False, all_devices=True)
+    assert everything.num_ranks == 4
+    assert "left_out" not in everything.search
+    plan = sw.plan(graph, cluster, progress=False)
+    left = plan.search["left_out"]
+    assert plan.num_ranks == 2
+    assert (left["used"], left["idle"], left["num_ranks"]) == ("2-3", "0-1", 4)
+    assert left["step_time_s"] == everything.search["best"]["step_time_s"]
+    assert plan.search["best"]["step_time_s"] < left["step_time_s"] * (1 + NEARLY)
+    alone = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
+    assert plan.search["best"]["step_time_s"] == alone.search["best"]["step_time_s"]
+    said = " ".join(plan_text(plan, 100).split())
+    assert "2 of 4 devices of mixed are left idle: 2 x a100-80" in said
+    assert "using all would take" in said
+    assert "uses ranks 2-3 of the 4 of mixed" in str(plan)
+    assert any("left idle" in note for note in sw.report(plan).verdict.notes)
+
+    plan.save(tmp_path / "plan.json")
+    again = sw.Plan.load(tmp_path / "plan.json")
+    used = used_devices(again, cluster)
+    assert [node.name for node in used.nodes] == ["new"]
+    estimate = sw.simulate(graph, again, cluster)  # on the devices that it uses
+    assert estimate.step_time_s == pytest.approx(plan.search["best"]["step_time_s"])
+    with pytest.raises(PlanError, match="2 ranks"):
+        sw.simulate(graph, again, mixed(speed=0.2))
+
+    cluster.save(tmp_path / "cluster.yaml")
+    words = ["launch", "--cluster", str(tmp_path / "cluster.yaml"), "--dry-run"]
+    words += ["--plan", str(tmp_path / "plan.json"), "--", "train.py"]
+    shown = CliRunner().invoke(app, words).output
+    assert shown.startswith("ssh ")
+    assert "--nnodes 1 --nproc-per-node 2" in shown
+    assert " old " not in shown
+
+
+def test_devices_that_help_are_used() -> None:
+    graph = captured(rows=256)
+    assert sw.plan(graph, mixed(speed=1.0), progress=False).num_ranks == 4
+
+
+def test_what_the_user_fixed_keeps_all_devices(graph: sw.Graph) -> None:
+    assert sw.plan(graph, mixed(speed=0.1), progress=False, dp=4).num_ranks == 4
+
+
+def test_equal_devices_are_never_left_out() -> None:
+    cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2)
+    assert list(subsets(cluster, [1.0] * 4)) == []
+    assert list(subsets(cluster, [1.0, 0.9, 1.0, 0.95])) == []  # measured ones differ a little
+
+
+def test_the_slowest_devices_are_left_out_first() -> None:
+    cluster = mixed(speed=0.1, new=2, old=3)
+    rates = [0.1, 0.1, 0.3, 1.0, 1.0]
+    assert [subset.ranks for subset in subsets(cluster, rates)] == [(2, 3, 4), (3, 4)]
+    slow_card = replace(cluster.nodes[1], name="far", nic=replace(cluster.nodes[1].nic, count=1))
+    far = replace(cluster, nodes=(slow_card, replace(cluster.nodes[1], name="near")))
+    assert [subset.ranks for subset in subsets(far, [1.0] * 4)] == [(2, 3)]
+
+
+def test_an_axis_that_only_divides_the_batch_is_data_parallelism(graph: sw.Graph) -> None:
+    plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
+    assert all(cut == "whole" for e in plan.parameters.values() for cut in e.layout.values())
+    assert dict(plan.roles) == {"dp": "batch"}
+
+
+def test_simpler_points_come_first() -> None:
+    order = [
+        Point(dp=4, tp=1, pp=1),
+        Point(dp=4, tp=1, pp=1, zero=2),
+        Point(dp=4, tp=1, pp=1, layout=2),
+        Point(dp=4, tp=1, pp=1, recompute="selective"),
+        Point(dp=4, tp=1, pp=1, microbatches=2),
+        Point(dp=1, tp=4, pp=1),
+        Point(dp=2, tp=2, pp=1),
+        Point(dp=1, tp=1, pp=4, schedule="1f1b", microbatches=4),
+        Point(dp=2, tp=1, pp=2, schedule="1f1b", microbatches=2),
+        Point(dp=2, tp=1, pp=2, schedule="zb_h1", microbatches=2),
+        Point(dp=4, tp=1, pp=1, offload=("optimizer",)),
+    ]
+    assert all(simplicity(one) < simplicity(other) for one, other in pairwise(order))
