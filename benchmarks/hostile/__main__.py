@@ -164,7 +164,14 @@ def sweep_files(formats: list[Format], count: int, folder: Path) -> list[Outcome
         how = how if how != "done" else result[0]
         took = time.monotonic() - begin
         found.append(Outcome(form.name, f"{number} {case}", how, detail, took))
+        _show(found[-1])
     return found
+
+
+def _show(outcome: Outcome) -> None:
+    if outcome.how in FAULTS:
+        parts = (outcome.how, outcome.format, outcome.case, outcome.detail)
+        print(" | ".join(parts).encode(errors="replace").decode(), flush=True)
 
 
 def sweep_strings(formats: list[Format], count: int, folder: Path) -> list[Outcome]:
@@ -190,10 +197,9 @@ def sweep_strings(formats: list[Format], count: int, folder: Path) -> list[Outco
 
             how, result = in_child(work)
             rows = result if how == "done" else [(how, str(result))] * len(numbers)
-            found += [
-                Outcome(form.name, f"string {n}", row[0], row[1])
-                for n, row in zip(numbers, rows, strict=True)
-            ]
+            for number, row in zip(numbers, rows, strict=True):
+                found.append(Outcome(form.name, f"string {number}", row[0], row[1]))
+                _show(found[-1])
     return found
 
 
@@ -242,8 +248,6 @@ def main() -> None:
         files = sweep_files(formats, options.files, Path(base) / "work")
         strings = sweep_strings(formats, options.strings, Path(base) / "work")
     faults = [o for o in (*files, *strings) if o.how in FAULTS]
-    for outcome in faults[:200]:
-        print(outcome.how, "|", outcome.format, "|", outcome.case, "|", outcome.detail)
     slowest = max(files, key=lambda o: o.seconds, default=None)
     result = {
         "files": summary(files),

@@ -233,12 +233,23 @@ def _csv() -> bytes:
 
 def all_formats(base: Path) -> list[Format]:
     """Make the examples, with their neighbours below `base`."""
+    found = sw.plan(graph(), sw.Cluster.preset("h100", devices_per_node=2))
+    value = json.loads(json.dumps(found.to_json()))
+    return [
+        *plain_formats(base),
+        _json("searched plan", "plan.json", value, _plan),
+        _json("report", "plan.json", value, _report),
+        *_checkpoints(base),
+    ]
+
+
+def plain_formats(base: Path) -> list[Format]:
+    """Make the examples that need neither a search nor a training."""
     torch.manual_seed(0)
     cluster = sw.Cluster.local(2)
     plans = {
         "plan": sw.strategies.hybrid(graph(), sw.Cluster.local(4), dp=2, tp=2),
         "pipeline plan": sw.strategies.pipeline(graph(), cluster, stages=2, num_microbatches=2),
-        "searched plan": sw.plan(graph(), sw.Cluster.preset("h100", devices_per_node=2)),
     }
     made = []
     for name, plan in plans.items():
@@ -246,7 +257,6 @@ def all_formats(base: Path) -> list[Format]:
         if name == "plan":
             value["collectives"] = [json.loads(json.dumps(_choice().to_json()))]
         made.append(_json(name, "plan.json", value, _plan))
-    made.append(_json("report", "plan.json", made[-1].value, _report))
     text = cluster.to_yaml()
     made.append(_yaml("cluster", "cluster.yaml", text, _cluster))
     text = sw.Cluster.preset("h100", nodes=2).to_yaml()
@@ -265,7 +275,7 @@ def all_formats(base: Path) -> list[Format]:
     made.append(_json("message program", "program.json", program.to_json(), _messages))
     made.append(_json("trace", "trace.json", _trace(), lambda path: read_trace(path)))
     made.append(Format(name="calibration", file="a.csv", data=_csv(), read=read_entries))
-    return made + _run_files(base) + _checkpoints(base)
+    return made + _run_files(base)
 
 
 def _json(name: str, file: str, value: Any, read: Any, **more: Any) -> Format:
