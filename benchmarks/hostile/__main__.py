@@ -109,13 +109,13 @@ def _alone(form: Format, folder: Path, data: bytes) -> Path:
     return path
 
 
-def in_child(work: Callable[[], Any]) -> tuple[str, Any]:
-    """Run some work in a fork with limits: "done" and its result, or how it ended."""
+def in_child(work: Callable[[], Any], files: int = 1) -> tuple[str, Any]:
+    """Run some work on files in a fork with limits: "done" and its result, or how it ended."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        soft = int(time.process_time()) + LIMIT_S
+        soft = int(time.process_time()) + LIMIT_S * files
         resource.setrlimit(resource.RLIMIT_CPU, (soft + 1, soft + 2))
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + 2 * MEMORY_BYTES,) * 2)
@@ -126,7 +126,7 @@ def in_child(work: Callable[[], Any]) -> tuple[str, Any]:
             pickle.dump(work(), file)
         os._exit(0)
     os.close(write)
-    pieces, deadline = [], time.monotonic() + WALL_S
+    pieces, deadline = [], time.monotonic() + WALL_S * files
     while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
         piece = os.read(read, 1 << 16)
         if not piece:
@@ -152,10 +152,10 @@ def _base_rss() -> int:
 # ------------------------------------------------------------ the sweeps
 
 
-def sweep_files(formats: list[Format], count: int, folder: Path) -> list[Outcome]:
-    """Read `count` damaged files, an equal share of each format."""
+def sweep_files(formats: list[Format], numbers: range, folder: Path) -> list[Outcome]:
+    """Read the damaged files of these numbers, an equal share of each format."""
     found = []
-    for number in range(count):
+    for number in numbers:
         form = formats[number % len(formats)]
         case, data = damaged(form, number)
         begin = time.monotonic()
@@ -195,7 +195,7 @@ def sweep_strings(formats: list[Format], count: int, folder: Path) -> list[Outco
                     results.append((how, detail))
                 return results
 
-            how, result = in_child(work)
+            how, result = in_child(work, len(numbers))
             rows = result if how == "done" else [(how, str(result))] * len(numbers)
             for number, row in zip(numbers, rows, strict=True):
                 found.append(Outcome(form.name, f"string {number}", row[0], row[1]))
@@ -235,7 +235,9 @@ def main() -> None:
     parser.add_argument("--strings", type=int, default=1000, help="hostile strings for each format")
     parser.add_argument("--format", help="only this format")
     parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first file")
     options = parser.parse_args()
+    numbers = range(options.first, options.first + options.files)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as base:
         (Path(base) / "examples").mkdir()
         formats = all_formats(Path(base) / "examples")
@@ -245,7 +247,7 @@ def main() -> None:
             how, result = in_child(lambda f=form: read_once(f, f.data, Path(base) / "work"))
             if how != "done" or result[0] != "right":
                 raise SystemExit(f"the example of {form.name} is not read: {how} {result}")
-        files = sweep_files(formats, options.files, Path(base) / "work")
+        files = sweep_files(formats, numbers, Path(base) / "work")
         strings = sweep_strings(formats, options.strings, Path(base) / "work")
     faults = [o for o in (*files, *strings) if o.how in FAULTS]
     slowest = max(files, key=lambda o: o.seconds, default=None)
