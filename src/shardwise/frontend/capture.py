@@ -14,9 +14,9 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from shardwise.frontend.random_control import controlled_random
 from shardwise.frontend.regions import check_regions_can_go
 from shardwise.frontend.step import Around, Step
 from shardwise.frontend.watch import Change, Place, Reads, Watch
-from shardwise.ir import Graph
+from shardwise.ir import GradientHook, Graph
 
 
 def capture(
@@ -76,74 +76,111 @@ def capture(
     >>> [node.op for node in graph.nodes]
     ['aten.linear.default', 'aten.mean.default']
     """
-    call = read_batch(batch)
-    model, chosen = as_module(model), objective(loss_fn, step)
-    _check(model, chosen)
-    tensors = [tensor for _, tensor in call.tensors]
-    logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    run = functools.partial(_capture, model, call, chosen, training, logical, around)
-    with _drivers_asleep():
-        graph, watch = run({})
-        changes = [change for change in watch.changes if not change.tensors]
-        if changes:
-            _check_next_step(graph, changes, run)
+    chosen = objective(loss_fn, step)
+    run = functools.partial(
+        trace_step, model, batch, chosen, training=training, device=device, around=around
+    )
+    traced = run()
+    graph = traced.graph(traced.call)
+    if changes := traced.changes:
+        _check_next_step(graph, changes, run)
     if reads is not None:
-        reads.add(watch)
+        reads.add(traced.watch)
     return graph
 
 
-def _capture(
-    model: nn.Module,
-    call: Call,
-    chosen: Objective,
-    training: bool | None,
-    device: torch.device,
-    around: Around,
-    attributes: Mapping[Place, Any],
-) -> tuple[Graph, Watch]:
-    """Capture a copy of the model in which some attributes have other values."""
-    mode = new_fake_mode()
-    copy = fake_copy(model, device, mode)
-    if training is not None and training != copy.training:
-        copy.train(training)
-    for (path, name), value in attributes.items():
-        vars(copy.get_submodule(path))[name] = value
-    functions: list[Any] = [chosen.fn if isinstance(chosen, StepFunction) else chosen]
-    functions += [hook for parameter in copy.parameters() for hook in hooks_of(parameter)]
-    watch = Watch(copy, [function for function in functions if function is not None])
-    exported = Step(copy, call, chosen, needs_loss=copy.training, watch=watch, around=around)
-    recorder = Recorder()
-    fakes = tuple(fake_tensor(tensor, device, mode) for _, tensor in call.tensors)
-    check_module_hooks(copy)
-    with watch.watching():
-        hooks = gradient_hooks(copy)
-    program = _export(exported, fakes, recorder, type(model).__name__)
-    sources = Sources.of(model, call, _signature_names(model))
-    try:
-        graph = _convert(program, exported, sources, recorder, device)
-    except NotFunctional as reason:
-        graph = _convert_decomposed(program, exported, sources, recorder, device, reason)
-    if hooks:
-        functions_and_hooks = {**graph.functions, "gradient hooks": hooks}
-        graph = replace(graph, hooks=hooks, functions=functions_and_hooks)
-    return graph, watch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """An exported step, before it becomes a graph."""
+
+    model: nn.Module
+    call: Call
+    step: Step
+    watch: Watch
+    recorder: Recorder
+    hooks: tuple[GradientHook, ...]
+    program: torch.export.ExportedProgram
+    device: torch.device
+
+    @property
+    def changes(self) -> list[Change]:
+        """The attributes that the step reads and leaves with other values, but for tensors."""
+        return [change for change in self.watch.changes if not change.tensors]
+
+    def graph(self, call: Call) -> Graph:
+        """The graph for a call of the sizes that the values of the exported program have."""
+        sources = Sources.of(self.model, call, _signature_names(self.model))
+        parts = (self.step, sources, self.recorder, self.device)
+        with _drivers_asleep():
+            try:
+                graph = _convert(self.program, *parts)
+            except NotFunctional as reason:
+                graph = _convert_decomposed(self.program, *parts, reason)
+        if not self.hooks:
+            return graph
+        functions = {**graph.functions, "gradient hooks": self.hooks}
+        return replace(graph, hooks=self.hooks, functions=functions)
 
 
-def _check_next_step(
-    graph: Graph,
-    changes: Sequence[Change],
-    run: Callable[[Mapping[Place, Any]], tuple[Graph, Watch]],
-) -> None:
+def trace_step(
+    model: Model,
+    batch: Any,
+    chosen: Objective = None,
+    *,
+    training: bool | None = None,
+    device: torch.device | str | None = None,
+    around: Around = nullcontext,
+    attributes: Mapping[Place, Any] | None = None,
+    dims: Sequence[Collection[int]] | None = None,
+) -> Traced:
+    """Export the step of a copy of the model in which some `attributes` have other values.
+
+    `dims` names for every tensor of the batch the dims whose size is a symbol.
+    """
+    call, model = read_batch(batch), as_module(model)
+    _check(model, chosen)
+    tensors = [tensor for _, tensor in call.tensors]
+    logical = torch.device(device) if device is not None else logical_device(model, tensors)
+    with _drivers_asleep():
+        mode = new_fake_mode()
+        copy = fake_copy(model, logical, mode)
+        if training is not None and training != copy.training:
+            copy.train(training)
+        for (path, name), value in (attributes or {}).items():
+            vars(copy.get_submodule(path))[name] = value
+        functions: list[Any] = [chosen.fn if isinstance(chosen, StepFunction) else chosen]
+        functions += [hook for parameter in copy.parameters() for hook in hooks_of(parameter)]
+        watch = Watch(copy, [function for function in functions if function is not None])
+        step = Step(copy, call, chosen, needs_loss=copy.training, watch=watch, around=around)
+        recorder = Recorder()
+        fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
+        check_module_hooks(copy)
+        with watch.watching():
+            hooks = gradient_hooks(copy)
+        program = _export(step, fakes, recorder, type(model).__name__, dims)
+    return Traced(
+        model=model,
+        call=call,
+        step=step,
+        watch=watch,
+        recorder=recorder,
+        hooks=hooks,
+        program=program,
+        device=logical,
+    )
+
+
+def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[..., Traced]) -> None:
     """Refuse attributes that forward changes, unless they stay as they are in the next step.
 
     A value that is computed once and kept (a length, a flag) is harmless if the step after it
     computes the same and changes nothing.
     """
-    following, watch = run({change.place: change.after for change in changes})
-    for change in watch.changes:
-        if not change.tensors:
-            before, after = repr(change.before)[:40], repr(change.after)[:40]
-            raise change.refusal(f"each step would see another value ({before}, then {after})")
+    traced = run(attributes={change.place: change.after for change in changes})
+    for change in traced.changes:
+        before, after = repr(change.before)[:40], repr(change.after)[:40]
+        raise change.refusal(f"each step would see another value ({before}, then {after})")
+    following = traced.graph(traced.call)
     if following.fingerprint != graph.fingerprint:
         raise changes[0].refusal("the second step computes something else than the first")
 
@@ -155,8 +192,15 @@ def _check(model: nn.Module, chosen: Objective) -> None:
 
 
 def _export(
-    step: Step, fakes: tuple[torch.Tensor, ...], recorder: Recorder, name: str
+    step: Step,
+    fakes: tuple[torch.Tensor, ...],
+    recorder: Recorder,
+    name: str,
+    dims: Sequence[Collection[int]] | None,
 ) -> torch.export.ExportedProgram:
+    shapes = None
+    if dims is not None:
+        shapes = {"tensors": tuple(dict.fromkeys(each, torch.export.Dim.AUTO) for each in dims)}
     try:
         with (
             quiet(),
@@ -166,7 +210,7 @@ def _export(
             eager_masks(),
             torch.enable_grad(),
         ):
-            return torch.export.export(step, fakes, strict=False)
+            return torch.export.export(step, fakes, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise capture_error(error, name) from error
 

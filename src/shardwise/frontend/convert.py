@@ -68,6 +68,8 @@ class Converter:
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._region(str(target), args)
         value = node.meta.get("val")
+        if isinstance(value, int):  # of a symbolic size, whose value is known by now
+            return value
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._symbolic(str(target), args)
         if not isinstance(target, torch._ops.OpOverload):

@@ -5,6 +5,7 @@ Enters: one mutating call. Leaves: the same alias, holding a new value.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _result_type(
     if all(t.dtype == own.dtype for t in tensors) and not numbers:
         return own
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
-    with tensors[0].fake_mode:  # type: ignore[attr-defined]
+    with getattr(tensors[0], "fake_mode", contextlib.nullcontext()):
         return tensor_type(operator(*values, **kwargs))
 
 

@@ -216,6 +216,14 @@ def _unless_same(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: An
     return None
 
 
+def _slice(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A slice begins at a number: 0 where nothing is said, as with sizes that are symbols."""
+    same = _unless_same(builder, value, args, kwargs)
+    if same is not None or kwargs or len(args) < 3 or args[2] is not None:
+        return same
+    return _call(builder, "aten.slice.Tensor", value, (*args[:2], 0, *args[3:]))
+
+
 def _neutral(number: int) -> Rule:
     """`x + 0`, `x * 1`: nothing."""
 
@@ -238,6 +246,7 @@ RULES: dict[str, Rule] = {
     "aten.mul.Tensor": _neutral(1),
     "aten.copy.default": _copy,
     "aten.as_strided_scatter.default": _strided_scatter,
+    "aten.slice.Tensor": _slice,
     "aten.contiguous.default": _contiguous,
     "aten.detach.default": _detach,
     "aten.lift_fresh_copy.default": _constant,
@@ -249,7 +258,7 @@ RULES: dict[str, Rule] = {
 for _name in ("alias.default", "lift_fresh.default", "lift.default", "positive.default"):
     RULES[f"aten.{_name}"] = _identity
 for _name in (
-    *("slice.Tensor", "expand.default", "view.default", "reshape.default", "flatten.using_ints"),
+    *("expand.default", "view.default", "reshape.default", "flatten.using_ints"),
     *("squeeze.dim", "squeeze.default", "squeeze.dims", "_unsafe_view.default"),
 ):
     RULES[f"aten.{_name}"] = _unless_same

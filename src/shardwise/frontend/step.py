@@ -35,6 +35,7 @@ class StepOutputs:
     replaced: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # plain attributes
     cached: list[Change] = field(default_factory=list)  # attributes that now hold these tensors
     warnings: list[str] = field(default_factory=list)
+    has_symbols: bool = False  # whether a leaf is a number that depends on sizes
 
 
 class _Tensor:
@@ -95,6 +96,7 @@ def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
         results.append(leaf)
         return TENSOR
     if kept_leaf(leaf) is None and leaf is not None:
+        report.has_symbols |= isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
         report.warnings.append(f"the output's {type(leaf).__name__} is not kept: None in its place")
     return kept_leaf(leaf)
 

@@ -1,0 +1,300 @@
+"""One trace for batches of many sizes.
+
+A step is exported once with symbolic sizes. While Python runs, torch records every condition on
+them that it evaluates (`if x.shape[1] > 128`) as a guard. For other sizes that meet all guards the
+same trace holds, so that a graph is made of it by putting numbers in the place of symbols: through
+the same conversion as any other graph, without running Python again. Sizes that do not meet the
+guards take another path through the program and are captured for themselves.
+
+Enters: batches as they come. Leaves: a `Graph` for each.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+
+from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.frontend.batch import Call, read_batch
+from shardwise.frontend.capture import Traced, capture, trace_step
+from shardwise.frontend.objective import Model, Objective
+from shardwise.ir import Graph
+
+__all__ = ["GraphsBySize", "SizedTrace"]
+
+STATIC_CAPTURES = 2  # of batches that differ in sizes alone, before a symbolic one is tried
+SYMBOLIC_CAPTURES = 6  # of one kind of batch: guards may divide sizes into some ranges
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Options(TypedDict):
+    training: bool | None
+    device: torch.device | str | None
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+
+
+class GraphsBySize:
+    """Captures the step of one model; batches of other sizes share a trace where they can."""
+
+    def __init__(self) -> None:
+        self._seen: dict[
+            Hashable, dict[Shapes, str]
+        ] = {}  # fingerprints of captures without symbols
+        self._traces: dict[Hashable, list[SizedTrace]] = {}
+        self._attempts: Counter[Hashable] = Counter()
+        self.num_traces = 0  # how often Python ran
+
+    def __call__(
+        self,
+        model: Model,
+        batch: Any,
+        chosen: Objective = None,
+        *,
+        training: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> Graph:
+        """As `capture`; the model and everything it reads are the same in every call."""
+        call = read_batch(batch)
+        kind, shapes = _kind(call, training), _shapes(call)
+        for known in self._traces.get(kind, ()):
+            if (graph := known.graph(call)) is not None:
+                return graph
+        self.num_traces += 1
+        options: _Options = {"training": training, "device": device}
+        seen = self._seen.setdefault(kind, {})
+        dims = _varying([*seen, shapes])
+        if self._may_try(kind, shapes, dims):
+            self._attempts[kind] += 1
+            trace = _sized_trace(lambda: trace_step(model, batch, chosen, dims=dims, **options))
+            if trace is not None and trace.agrees(call, seen):
+                if not trace.is_checked:  # a path that no capture without symbols has taken yet
+                    seen[shapes] = capture(model, batch, chosen, **options).fingerprint
+                if trace.agrees(call, seen) and (graph := trace.graph(call)) is not None:
+                    self._traces.setdefault(kind, []).append(trace)
+                    return graph
+            self._attempts[kind] = SYMBOLIC_CAPTURES
+        graph = capture(model, batch, chosen, **options)
+        if len(seen) < STATIC_CAPTURES:
+            seen[shapes] = graph.fingerprint
+        return graph
+
+    def _may_try(self, kind: Hashable, shapes: Shapes, dims: list[list[int]]) -> bool:
+        """Whether a symbolic trace may pay: after some sizes, where none is 0 or 1."""
+        enough = len(self._seen[kind]) >= STATIC_CAPTURES and any(dims)
+        return enough and not _tiny(shapes, dims) and self._attempts[kind] < SYMBOLIC_CAPTURES
+
+
+def _kind(call: Call, training: bool | None) -> Hashable:
+    """Everything that a capture depends on but the sizes of tensors."""
+    tensors = tuple((path, t.dtype, t.dim(), t.requires_grad) for path, t in call.tensors)
+    return training, call.kind, str(call.spec), tensors, repr(call.constants)
+
+
+def _shapes(call: Call) -> Shapes:
+    return tuple(tuple(tensor.shape) for _, tensor in call.tensors)
+
+
+def _varying(shapes: list[Shapes]) -> list[list[int]]:
+    """For every tensor the dims that differ between batches."""
+    return [
+        [dim for dim, sizes in enumerate(zip(*each, strict=True)) if len(set(sizes)) > 1]
+        for each in zip(*shapes, strict=True)
+    ]
+
+
+def _tiny(shapes: Shapes, dims: list[list[int]]) -> bool:
+    """Whether a size is 0 or 1, of which torch makes no symbol."""
+    return any(shape[dim] < 2 for shape, each in zip(shapes, dims, strict=True) for dim in each)
+
+
+def _sized_trace(trace: Callable[[], Traced]) -> SizedTrace | None:
+    """The trace with symbolic sizes, if there can be one: not all of Python takes symbols."""
+    try:
+        with _symbols_as_numbers():
+            return SizedTrace(trace())
+    except ShardwiseError:  # the capture for this batch alone succeeds, or tells what is wrong
+        return None
+
+
+@contextlib.contextmanager
+def _symbols_as_numbers() -> Iterator[None]:
+    """Let the user's code take symbols for numbers where torch leaves no guard.
+
+    A size that is written as text (a key of a cache) is no symbol any more, and an `int` is what
+    `isinstance` finds it to be without symbols.
+    """
+    is_instance = builtins.isinstance
+    originals = {name: getattr(torch.SymInt, name) for name in ("__str__", "__repr__")}
+
+    def text_by(original: Callable[[Any], str]) -> Callable[[Any], str]:
+        def text(size: Any) -> str:
+            return original(size) if _called_by_torch() else str(int(size))
+
+        return text
+
+    def plain_isinstance(value: Any, kinds: Any) -> bool:
+        plain = _PLAIN.get(type(value))
+        if plain is None or is_instance(value, kinds) or _called_by_torch():
+            return is_instance(value, kinds)
+        return is_instance(plain, kinds)
+
+    for name, original in originals.items():
+        setattr(torch.SymInt, name, text_by(original))
+    builtins.isinstance = plain_isinstance  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.isinstance = is_instance
+        for name, original in originals.items():
+            setattr(torch.SymInt, name, original)
+
+
+def _called_by_torch() -> bool:
+    """Whether the caller of the function that asks is torch itself, or this package."""
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("torch", "sympy", "shardwise")
+
+
+class SizedTrace:
+    """A traced step with symbolic sizes, and the sizes for which it holds."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+        self.is_checked = False  # whether it agreed with a capture without symbols
+        program = traced.program
+        specs = program.graph_signature.input_specs
+        nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+        self._inputs = [
+            node.meta["val"]
+            for node, spec in zip(nodes, specs, strict=True)
+            if spec.kind is InputKind.USER_INPUT
+        ]
+        self._values = [
+            (node, node.meta["val"])
+            for module in program.graph_module.modules()
+            if isinstance(module, fx.GraphModule)
+            for node in module.graph.nodes
+            if "val" in node.meta
+        ]
+        if traced.step.outputs[0].has_symbols:
+            raise CaptureError("the model returns a number that depends on sizes")
+        symbols = [s for value in self._inputs for s in value.shape if isinstance(s, torch.SymInt)]
+        if not symbols:
+            raise CaptureError("the model depends on every size of the batch")
+        environment = symbols[0].node.shape_env
+        self._guards: str = environment.produce_guards_expression(self._inputs, ignore_static=False)
+        self._holds: Callable[[str, list[Any]], bool] = environment.evaluate_guards_expression
+        bound = self._sizes([tuple(value.shape) for value in self._inputs])
+        for _, value in self._values:
+            for symbol in _symbols(value):
+                if not symbol.node.expr.free_symbols <= set(bound):
+                    raise CaptureError("a size depends on the batch's values")
+
+    def agrees(self, call: Call, fingerprints: Mapping[Shapes, str]) -> bool:
+        """Compare the graphs of this trace with those of captures without symbols.
+
+        Guards are complete as far as Python computes with sizes. Code that asks for the type of a
+        number (`isinstance(n, int)`) leaves none; its graph differs from that of a plain capture.
+        """
+        for shapes, fingerprint in fingerprints.items():
+            tensors = [
+                torch.empty(shape, dtype=tensor.dtype, device="meta")
+                for shape, (_, tensor) in zip(shapes, call.tensors, strict=True)
+            ]
+            graph = self.graph(read_batch(call.batch_with(tensors)))
+            if graph is not None:
+                self.is_checked = True
+                if graph.fingerprint != fingerprint:
+                    return False
+        return True
+
+    def graph(self, call: Call) -> Graph | None:
+        """The graph for a batch; None if the trace does not hold for its sizes."""
+        tensors = [tensor for _, tensor in call.tensors]
+        if not self._holds(self._guards, tensors):
+            return None
+        numbers = _Numbers(self._sizes(_shapes(call)))
+        for node, value in self._values:
+            node.meta["val"] = numbers.in_place_of(value)
+        try:
+            return self._traced.graph(call)
+        finally:
+            for node, value in self._values:
+                node.meta["val"] = value
+
+    def _sizes(self, shapes: Any) -> dict[Any, Any]:
+        """The value of every symbol that is a size of an input."""
+        return {
+            size.node.expr: number
+            for value, shape in zip(self._inputs, shapes, strict=True)
+            for size, number in zip(value.shape, shape, strict=True)
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+        }
+
+
+def _symbols(value: Any) -> Iterator[Any]:
+    """All symbolic numbers in the value of a node."""
+    if isinstance(value, torch.Tensor):
+        parts = (*value.shape, *value.stride(), value.storage_offset())
+        yield from (part for part in parts if isinstance(part, _SYMBOLIC))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _symbols(item)
+    elif isinstance(value, _SYMBOLIC):
+        yield value
+
+
+class _Numbers:
+    """Puts numbers in the place of symbols; tensors that shared memory go on sharing it."""
+
+    def __init__(self, sizes: Mapping[Any, int]) -> None:
+        self._sizes = sizes
+        self._known: dict[Any, int] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def in_place_of(self, value: Any) -> Any:
+        """The value of a node for these sizes."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple | list):
+            return type(value)(self.in_place_of(item) for item in value)
+        if isinstance(value, torch.SymInt):
+            return self._number(value)
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            return None  # computed by Python's own operators, which round as the model would
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout is not torch.strided:
+            return value
+        address = value.untyped_storage()._cdata
+        if address not in self._storages:
+            memory = torch.empty(0, dtype=torch.uint8, device="meta")
+            self._storages[address] = memory.untyped_storage()
+        made = torch.empty(0, dtype=value.dtype, device="meta")
+        shape = [self._number(size) for size in value.shape]
+        stride = [self._number(step) for step in value.stride()]
+        offset = self._number(value.storage_offset())
+        with torch.no_grad():
+            made.set_(self._storages[address], offset, shape, stride)
+        return made
+
+    def _number(self, size: int | torch.SymInt) -> int:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr
+        if expression not in self._known:
+            self._known[expression] = int(expression.xreplace(self._sizes))
+        return self._known[expression]
