@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from shardwise.errors import BatchError, PlanError
-from shardwise.frontend import capture, skeleton
+from shardwise.frontend import capture as capture_once
+from shardwise.frontend import skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.hooks import hooks_of, name_of, place_of
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
+from shardwise.frontend.sizes import GraphsBySize
 from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -32,12 +34,14 @@ def capture_for_plan(
     training: bool | None = None,
     device: torch.device | str | None = None,
     reads: Reads | None = None,
+    graphs: GraphsBySize | None = None,
 ) -> Graph:
     """The graph of one step as the plan computes it.
 
     With `per_microbatch` it is that of one micro-batch; else the whole batch's. `step` and `reads`
-    are as in `capture`.
+    are as in `capture`. `graphs` remembers traces of this step for batches of other sizes.
     """
+    capture = graphs or capture_once
     model, loss_fn = as_module(model), objective(loss_fn, step)
     if plan.per_microbatch and plan.microbatches > 1:
         _require_no_hooks(model)

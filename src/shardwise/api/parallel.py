@@ -43,6 +43,7 @@ from shardwise.errors import LossError, ProgramError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.objective import Model, StepFn, as_module
+from shardwise.frontend.sizes import GraphsBySize
 from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 from shardwise.pages import keep_pages
@@ -211,6 +212,7 @@ class _Factory:
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.compiled = compiled
         self.recorder: rt.Recorder | None = None
+        self.graphs: dict[Hashable, GraphsBySize] = {}
 
     @property
     def plan(self) -> Plan:
@@ -234,6 +236,7 @@ class _Factory:
             training=training,
             device=self.device,
             reads=self.reads,
+            graphs=self._graphs_of(step.name),
         )
         self.state.add(self.reads)
         if not first:  # other parameters may be frozen than when the plan was made
@@ -241,6 +244,12 @@ class _Factory:
         if first and len(self.steps) == 1:
             return graph, compile(graph, plan_for_first(graph, plan, self.skeleton))
         return graph, compile(graph, plan_for_graph(graph, plan))
+
+    def _graphs_of(self, step: str) -> GraphsBySize | None:
+        """The traces of a step in the present world, unless its effects depend on sizes."""
+        if getattr(self.skeleton, "captured_for_every_size", False):
+            return None
+        return self.graphs.setdefault((step, self.world()), GraphsBySize())
 
     def fix_layouts(
         self, programs: Mapping[str, Program | PipelineProgram], homes: Mapping[str, str]
@@ -425,6 +434,10 @@ class _Step:
             for path, tensor in call.tensors
         ]
         return call.batch_with(parts)
+
+    def generated(self) -> list[nn.Module]:
+        """The generated module."""
+        return [getattr(self.module, "_orig_mod", self.module)]
 
     def takes(self, batch: Any) -> bool:
         """Whether these are parts of the batch this program was made for."""

@@ -86,6 +86,10 @@ class ScheduledStep:
         parts = [self.executor.reader.local_part(path_name(path), t) for path, t in call.tensors]
         return call.batch_with(parts)
 
+    def generated(self) -> list[torch.nn.Module]:
+        """The generated modules of this rank's stages."""
+        return [module for _, module in self.loaded.modules]
+
     def takes(self, batch: Any) -> bool:
         """Whether these are parts of the batch this program was made for."""
         tensors, constants = flatten_batch(batch)

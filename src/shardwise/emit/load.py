@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,4 +29,6 @@ def load(source: str, functions: Mapping[str, Any] | None = None) -> types.Modul
         exec(compile(source, filename, "exec"), module.__dict__)  # our own text
     except SyntaxError as error:
         raise ProgramError(f"the emitted code is not valid Python: {error}") from error
+    if "Model" in module.__dict__:  # the text is needed as long as the program
+        weakref.finalize(module.__dict__["Model"], linecache.cache.pop, filename, None)
     return module

@@ -26,6 +26,7 @@ from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.batch import Call, read_batch
 from shardwise.frontend.capture import Traced, capture, trace_step
 from shardwise.frontend.objective import Model, Objective
+from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 
 __all__ = ["GraphsBySize", "SizedTrace"]
@@ -64,6 +65,7 @@ class GraphsBySize:
         *,
         training: bool | None = None,
         device: torch.device | str | None = None,
+        reads: Reads | None = None,
     ) -> Graph:
         """As `capture`; the model and everything it reads are the same in every call."""
         call = read_batch(batch)
@@ -80,12 +82,15 @@ class GraphsBySize:
             trace = _sized_trace(lambda: trace_step(model, batch, chosen, dims=dims, **options))
             if trace is not None and trace.agrees(call, seen):
                 if not trace.is_checked:  # a path that no capture without symbols has taken yet
-                    seen[shapes] = capture(model, batch, chosen, **options).fingerprint
-                if trace.agrees(call, seen) and (graph := trace.graph(call)) is not None:
+                    graph = capture(model, batch, chosen, reads=reads, **options)
+                    seen[shapes] = graph.fingerprint
+                if trace.agrees(call, seen) and (made := trace.graph(call)) is not None:
                     self._traces.setdefault(kind, []).append(trace)
-                    return graph
+                    if reads is not None:
+                        reads.add(trace.watch)
+                    return made
             self._attempts[kind] = SYMBOLIC_CAPTURES
-        graph = capture(model, batch, chosen, **options)
+        graph = capture(model, batch, chosen, reads=reads, **options)
         if len(seen) < STATIC_CAPTURES:
             seen[shapes] = graph.fingerprint
         return graph
@@ -152,7 +157,7 @@ def _symbols_as_numbers() -> Iterator[None]:
 
     for name, original in originals.items():
         setattr(torch.SymInt, name, text_by(original))
-    builtins.isinstance = plain_isinstance  # type: ignore[assignment]
+    builtins.isinstance = plain_isinstance
     try:
         yield
     finally:
@@ -171,7 +176,7 @@ class SizedTrace:
     """A traced step with symbolic sizes, and the sizes for which it holds."""
 
     def __init__(self, traced: Traced) -> None:
-        self._traced = traced
+        self._traced, self.watch = traced, traced.watch
         self.is_checked = False  # whether it agreed with a capture without symbols
         program = traced.program
         specs = program.graph_signature.input_specs
@@ -190,7 +195,9 @@ class SizedTrace:
         ]
         if traced.step.outputs[0].has_symbols:
             raise CaptureError("the model returns a number that depends on sizes")
-        symbols = [s for value in self._inputs for s in value.shape if isinstance(s, torch.SymInt)]
+        if traced.changes:
+            raise CaptureError("the step leaves another state, which may depend on sizes")
+        symbols = [s for value in self._inputs for s in value.shape if _is_free(s)]
         if not symbols:
             raise CaptureError("the model depends on every size of the batch")
         environment = symbols[0].node.shape_env
@@ -240,8 +247,13 @@ class SizedTrace:
             size.node.expr: number
             for value, shape in zip(self._inputs, shapes, strict=True)
             for size, number in zip(value.shape, shape, strict=True)
-            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+            if _is_free(size) and size.node.expr.is_symbol
         }
+
+
+def _is_free(size: Any) -> bool:
+    """Whether a size may take several values."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _symbols(value: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 Nothing here knows the compiler.
 """
 
+from shardwise.runtime.batches import *  # noqa: F403
 from shardwise.runtime.checksums import *  # noqa: F403
 from shardwise.runtime.collectives import *  # noqa: F403
 from shardwise.runtime.deferred import *  # noqa: F403
@@ -23,6 +24,7 @@ from shardwise.runtime.precision import *  # noqa: F403
 from shardwise.runtime.pretend import *  # noqa: F403
 from shardwise.runtime.probe import *  # noqa: F403
 from shardwise.runtime.processes import *  # noqa: F403
+from shardwise.runtime.programs import *  # noqa: F403
 from shardwise.runtime.random import *  # noqa: F403
 from shardwise.runtime.recompute import *  # noqa: F403
 from shardwise.runtime.recorder import *  # noqa: F403

@@ -7,95 +7,31 @@ it is given a function that makes a program for a batch, and keeps one per signa
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError, ProgramError, did_you_mean
+from shardwise.runtime.batches import BatchCheck, leaves, signature
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.freezing import TrainedFlags
-from shardwise.runtime.hooks import Hook, hooked, refuse_hooks_on_parts
-from shardwise.runtime.mesh import Axis, ProcessMesh
+from shardwise.runtime.hooks import hooked, refuse_hooks_on_parts
+from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.noting import plain_transport
 from shardwise.runtime.originals import copy_weights, describe
 from shardwise.runtime.processes import ProcessGroupTransport
+from shardwise.runtime.programs import ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.random import Rng
 from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.sharing import share
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.trace import Trace, align, gather_events, merge, write_trace
 
-__all__ = [
-    "ParallelModule",
-    "ProgramKey",
-    "StepProgram",
-    "check_same_batch",
-    "leaves",
-    "signature",
-]
+__all__ = ["ParallelModule"]
 
-CHECKED_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramKey:
-    """What a compiled program was made for.
-
-    `step` names one of several steps over the same modules; `batch` describes the batch as far as
-    the program depends on it; `world` describes everything else outside the batch that does, such
-    as flags of the user's model.
-    """
-
-    step: str
-    training: bool
-    batch: Hashable
-    world: Hashable
-
-
-class StepProgram(Protocol):
-    """A compiled step for batches of one signature."""
-
-    @property
-    def hooks(self) -> Sequence[Hook]:
-        """Gradient hooks of the model's parameters."""
-        ...
-
-    def train(
-        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
-    ) -> tuple[Tensor, Any]:
-        """Forward and backward, inside `store.step`: the loss, and the outputs if asked for."""
-        ...
-
-    def evaluate(
-        self, batch: Any, store: ParameterStore, *, local: bool
-    ) -> tuple[Tensor | None, Any]:
-        """The loss, if the model gives one, and its outputs, inside `store.evaluate`."""
-        ...
-
-    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
-        """The loss alone, inside `store.evaluate`."""
-        ...
-
-    def finish(self) -> None:
-        """What is left to do once the gradients of a step are complete."""
-        ...
-
-    def local_batch(self, batch: Any) -> Any:
-        """What of a whole batch this rank reads; the program takes it in the batch's place."""
-        ...
-
-    def takes(self, batch: Any) -> bool:
-        """Whether a local batch has the shapes of this program's parts."""
-        ...
-
-
-Specialize = Callable[[ProgramKey, Any], StepProgram]
 World = Callable[[], Hashable]
 
 
@@ -136,11 +72,10 @@ class ParallelModule(nn.Module):
         if recorder is not None:
             store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
-        self._specialize, self._world = specialize, world
+        self._world = world
         self.steps = tuple(steps)
-        self._programs: dict[ProgramKey, StepProgram] = dict(programs or {})
-        self._checked: dict[ProgramKey, int] = {}
-        self._check_batches = check_batches
+        self._programs = Programs(store, specialize, programs or {}, tell=mesh.rank == 0)
+        self._check_batch = BatchCheck(mesh.everyone, store.device) if check_batches else None
         self._model_attributes = frozenset(attributes)
 
     @property
@@ -213,7 +148,7 @@ class ParallelModule(nn.Module):
 
     def program(self, batch: Any, training: bool = True, *, step: str = "") -> StepProgram:
         """The compiled step for whole batches like this one; all ranks call it for a new one."""
-        return self._get(self._key(batch, step, training), batch)
+        return self._programs.get(self._key(batch, step, training), batch)
 
     def _key(self, batch: Any, step: str, training: bool) -> ProgramKey:
         self._require_step(step)
@@ -239,10 +174,9 @@ class ParallelModule(nn.Module):
         if local:
             return self._local_program(batch, step, training)
         key = self._key(batch, step, training)
-        if self._check_batches and self._checked.get(key, 0) < CHECKED_STEPS:
-            check_same_batch(batch, self.mesh.everyone, self.store.device)
-            self._checked[key] = self._checked.get(key, 0) + 1
-        return key, self._get(key, batch)
+        if self._check_batch is not None:
+            self._check_batch(batch)
+        return key, self._programs.get(key, batch)
 
     def _local_program(
         self, batch: Any, step: str, training: bool
@@ -252,25 +186,20 @@ class ParallelModule(nn.Module):
         wanted = (step, training, self._world())
         known = [
             (k, p) for k, p in self._programs.items() if (k.step, k.training, k.world) == wanted
-        ][:60]
+        ]
         fits = [program.takes(batch) for _, program in known]
         mask = torch.tensor([sum(1 << i for i, fit in enumerate(fits) if fit)])
         everyone = self.mesh.everyone
         every = everyone.all_gather(mask.to(self.store.device), [1] * everyone.size).wait()
         for index, (key, program) in enumerate(known):
             if all(int(m) >> index & 1 for m in every.tolist()):
+                self._programs.use(key)
                 return key, program
         shapes = [tuple(v.shape) for _, v in leaves(batch) if isinstance(v, Tensor)]
         raise BatchError(
             f"no program takes a local batch of shapes {shapes} on every rank",
             hint="pm.local_batch(whole_batch) once for each new shape of the whole batch",
         )
-
-    def _get(self, key: ProgramKey, batch: Any) -> StepProgram:
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._specialize(key, batch)
-        return program
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank; all ranks call it."""
@@ -428,62 +357,6 @@ class ParallelModule(nn.Module):
         raise ProgramError(
             "a parallel module is not called", hint="pm.train_step(batch) or pm.eval_step(batch)"
         )
-
-
-def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch with their paths; containers are dicts, sequences and dataclasses."""
-    if isinstance(value, Mapping):
-        for key in value:
-            yield from leaves(value[key], f"{path}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
-    else:
-        yield path, value
-
-
-def signature(batch: Any) -> Hashable:
-    """Shapes and types of the tensors, and the values of everything else."""
-    return tuple(
-        (path, tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else (path, repr(v))
-        for path, v in leaves(batch)
-    )
-
-
-def check_same_batch(batch: Any, axis: Axis, device: torch.device | str = "cpu") -> None:
-    """Refuse batches that differ between ranks, naming the ranks and the input."""
-    if axis.size == 1:
-        return
-    found = list(leaves(batch))
-    shape = [len(found), zlib.crc32(repr(signature(batch)).encode())]
-    _compare(shape, ["the batch's shapes, types or plain values"] * 2, axis, device)
-    _compare([_checksum(value) for _, value in found], [path for path, _ in found], axis, device)
-
-
-def _compare(numbers: list[int], names: list[str], axis: Axis, device: torch.device | str) -> None:
-    count = len(numbers)
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    every = axis.all_gather(mine, [count] * axis.size).wait().view(axis.size, count)
-    for column, name in enumerate(names):
-        values = every[:, column].tolist()
-        different = [rank for rank, value in enumerate(values) if value != values[0]]
-        if different:
-            raise BatchError(
-                f"ranks {different} have other data than rank 0",
-                where=name,
-                hint="give every rank the same whole batch (seed the data loader alike), or each "
-                "its part with train_step(pm.local_batch(batch), local=True)",
-            )
-
-
-def _checksum(value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return zlib.crc32(repr(value).encode())
-    flat = value.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
 def _returned(loss: Tensor) -> Tensor:

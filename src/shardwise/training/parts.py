@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwise.frontend.batch import read_batch
-from shardwise.runtime.module import ParallelModule, StepProgram, signature
+from shardwise.runtime.batches import signature
+from shardwise.runtime.module import ParallelModule
+from shardwise.runtime.programs import StepProgram
 from shardwise.training.loading import Fetched
 from shardwise.training.random_state import undisturbed
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.errors import BatchError, ProgramError
+from shardwise.runtime import ParallelModule, ProgramKey, signature
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.module import ParallelModule, ProgramKey, signature
 from shardwise.runtime.random import Rng, draw
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.threads import ThreadTransport, run_threads

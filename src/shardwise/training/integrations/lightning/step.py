@@ -134,6 +134,7 @@ def _twin_class(base: type[Any]) -> type[Any]:
 class _Twin:
     """The members of a twin's class; `self` is a LightningModule."""
 
+    captured_for_every_size = True  # a tape may hold sizes: self.log(…, batch_size=len(x))
     _base: type[Any]
     _tape: Tape
     _place: torch.device
