@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise import runtime as rt
+from shardwise.runtime import programs
 from tests.support.pool import Pool
 from tests.support.training import error_of
 
@@ -189,3 +194,60 @@ def test_a_plan_names_optional_inputs_and_no_misspelt_ones(pool: Callable[[int],
     errors = pool(2).run(misspelt)[0]
     for error, name in zip(errors, ("imgae", "hiden.linear_0", "linaer_0"), strict=True):
         assert name in error
+
+
+def many_lengths() -> tuple[int, list[str], int]:
+    """More lengths than programs are kept, twice."""
+    torch.manual_seed(0)
+    alone = Modal().double()
+    model, first = copy.deepcopy(alone), make_batch(4, 3, 0, "image")
+    plan = sw.strategies.fsdp(sw.capture(model, first), sw.Cluster.local(2))
+    pm = sw.parallelize(model, first, plan)
+    slots = sum(len(entry.slots) for entry in pm.store.entries)
+    with (
+        mock.patch.object(programs, "KEPT_PROGRAMS", 3),
+        mock.patch.object(programs, "MANY_PROGRAMS", 6),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        pm._programs._limit = 6
+        for length in (4, 5, 6, 7, 8, 3, 5, 9):
+            batch = make_batch(4, length, length, "image")
+            alone.zero_grad()
+            pm.zero_grad()
+            loss = alone(**batch)["loss"]
+            loss.backward()
+            assert_same(pm.train_step(batch), loss.detach(), f"loss of length {length}")
+            gradients = pm.gather_gradients()
+            for key, parameter in alone.named_parameters():
+                assert_same(gradients[key], parameter.grad, f"length {length}: {key}")
+    told = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    return (
+        len(list(pm._programs.items())),
+        told,
+        sum(len(e.slots) for e in pm.store.entries) // slots,
+    )
+
+
+def test_programs_used_last_are_kept(pool: Callable[[int], Pool]) -> None:
+    kept, told, slots = pool(2).run(many_lengths, timeout=110)[0]
+    assert kept == slots == 3
+    assert len(told) == 1
+    assert "6 programs were made" in told[0]
+
+
+def other_data() -> list[str]:
+    """The errors of steps in which the second rank has another batch than the first."""
+    model = Modal().double()
+    batches = [make_batch(4, 3, seed) for seed in range(2)]
+    plan = sw.strategies.ddp(sw.capture(model, batches[0]), sw.Cluster.local(2))
+    pm = sw.parallelize(model, batches[0], plan)
+    for _ in range(5):
+        pm.train_step(batches[0])
+    return [error_of(pm.train_step, batches[dist.get_rank()]) for _ in range(rt.CHECK_EVERY)]
+
+
+def test_data_that_differs_is_found_after_the_first_steps(pool: Callable[[int], Pool]) -> None:
+    for errors in pool(2).run(other_data, timeout=110):
+        assert [error for error in errors if error != "no error"], "never found"
+        assert "ranks [1] have other data than rank 0" in next(e for e in errors if e != "no error")

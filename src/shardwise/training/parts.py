@@ -31,7 +31,6 @@ class _Reading:
     A leaf has the rows that are kept, in their order, or an empty shape.
     """
 
-    program: StepProgram
     rows: tuple[int, ...]
     leaves: tuple[tuple[int, ...] | torch.Size, ...] | None
 
@@ -41,7 +40,6 @@ class BatchParts:
 
     def __init__(self, module: ParallelModule, *, training: bool, rows: bool) -> None:
         self.module, self.training, self.by_rows = module, training, rows
-        self._programs: dict[Hashable, StepProgram] = {}
         self._known: dict[Hashable, _Reading] = {}
 
     def rows(self, like: Any, count: int) -> tuple[int, ...] | None:
@@ -63,11 +61,8 @@ class BatchParts:
 
     def program(self, whole: Any) -> StepProgram:
         """The program for batches like this one, which may have to be made."""
-        key = signature(whole)
-        if key not in self._programs:
-            with undisturbed():
-                self._programs[key] = self.module.program(whole, self.training)
-        return self._programs[key]
+        with undisturbed():
+            return self.module.program(whole, self.training)
 
     def _cut(self, part: Any, count: int) -> Any:
         """The local batch of a whole one of `count` rows, from a batch of this rank's rows."""
@@ -77,16 +72,16 @@ class BatchParts:
         if reading.leaves is None:
             places = torch.tensor(reading.rows)
             whole = [t.new_zeros((count, *t.shape[1:])).index_copy_(0, places, t) for t in tensors]
-            return reading.program.local_batch(call.batch_with(whole))
+            return self.program(whole_like(part, count)).local_batch(call.batch_with(whole))
         place = {row: index for index, row in enumerate(reading.rows)}
         pairs = zip(tensors, reading.leaves, strict=True)
         return call.batch_with([_taken(tensor, leaf, place) for tensor, leaf in pairs])
 
     def _reading(self, like: Any, count: int) -> _Reading:
         whole = whole_like(like, count)
-        key = signature(whole)
+        program, key = self.program(whole), signature(whole)
         if key not in self._known:
-            self._known[key] = _read(self.program(whole), whole, count)
+            self._known[key] = _read(program, whole, count)
         return self._known[key]
 
 
@@ -110,7 +105,7 @@ def _read(program: StepProgram, whole: Any, count: int) -> _Reading:
         for part, shape in zip(given, shapes, strict=True)
     )
     leaves = tuple(_leaf(part) for part in given) if only_rows else None
-    return _Reading(program=program, rows=tuple(rows) or (0,), leaves=leaves)
+    return _Reading(rows=tuple(rows) or (0,), leaves=leaves)
 
 
 def _leaf(part: Tensor) -> tuple[int, ...] | torch.Size:
