@@ -7,6 +7,7 @@ ShardwiseError
 ├── RuleError         a sharding rule is malformed, or a split it does not allow was asked for
 ├── PlanError         a plan file or a plan's decision is wrong
 │   └── PlanMismatch  the plan was made for another model or cluster
+├── WeightsError      initial weights are missing, not numbers, or of another model
 ├── InfeasiblePlan    no plan satisfies what was asked (for example: no dim to split)
 ├── ProgramError      a lowered program breaks its own rules (a fault of ours, or of a hand edit)
 ├── VerifyError       the check itself could not run (a difference is a Certificate, not an error)
@@ -52,6 +53,7 @@ __all__ = [
     "TrainingError",
     "VerifyError",
     "WatchError",
+    "WeightsError",
     "did_you_mean",
 ]
 
@@ -104,6 +106,10 @@ class PlanError(ShardwiseError):
 
 class PlanMismatch(PlanError):
     """The plan was made for another model or another cluster."""
+
+
+class WeightsError(ShardwiseError):
+    """Initial weights are missing, not numbers, or of another model."""
 
 
 class InfeasiblePlan(ShardwiseError):

@@ -159,7 +159,7 @@ def on_meta(strategy: str, options: dict[str, Any]) -> str:
 
 def test_a_model_on_meta_has_the_weights_of_init_or_none(pool: Callable[[int], Pool]) -> None:
     for told in pool(2).run(on_meta, "zero1", {}, timeout=120):
-        assert "scale has no value: nothing is known to set it" in told
+        assert "scale was on meta and has no value: nothing is known to set it" in told
         assert "init=lambda: Model(config)" in told
 
 

@@ -227,8 +227,8 @@ def _unexplained(
             continue  # there, `_init_weights` sets all that it sets after the model is built
         elif written not in expected:
             reasons[slot.name] = (
-                f"it was written {written} times while the model was built, which "
-                f"reset_parameters() and _init_weights() alone do {min(expected)} times"
+                f"it was written {written}x while the model was built, of which "
+                f"reset_parameters() and _init_weights() account for {min(expected)}x"
             )
         elif len(makers) > 1 and not any(place in c.writes for c in calls if c.applied):
             reasons[slot.name] = (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise import runtime as rt
 from shardwise.api.initialize import initialize
-from shardwise.errors import ShardwiseError
+from shardwise.errors import WeightsError
 from shardwise.frontend.objective import as_module
 from shardwise.ir import Graph
 from shardwise.runtime.start import starting
@@ -83,7 +83,7 @@ def load_weights(
             store.load_full(source.name, named[source.name].detach())
     missing = [source.name for source in sources if source.owner is None]
     if init is not None and not missing:
-        raise ShardwiseError(
+        raise WeightsError(
             "init was given, but the model has all of its weights",
             hint='leave init out, or build the model under torch.device("meta")',
         )
@@ -132,7 +132,7 @@ def _takes_nothing(init: Init) -> bool:
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if len(needed) > 1:
-        raise ShardwiseError(
+        raise WeightsError(
             f"init takes {len(needed)} arguments: {', '.join(p.name for p in needed)}",
             hint="init=lambda: Model(config) builds the model; init=function initializes a module",
         )
@@ -165,7 +165,7 @@ def _require_like(name: str, built: Tensor | None, wanted: Tensor) -> None:
         what = "no data" if built is not None and built.is_meta else "none"
         if built is not None and not built.is_meta:
             what = f"shape {tuple(built.shape)}"
-        raise ShardwiseError(
+        raise WeightsError(
             f"the model of parallelize has {name} of shape {tuple(wanted.shape)}; that which init "
             f"builds has {what}",
             where=name,
@@ -197,7 +197,7 @@ def _sources(
             continue
         dtype, bits, undefined, _ = rows[owner]
         if undefined:
-            raise ShardwiseError(
+            raise WeightsError(
                 f"parameter or buffer {name} has NaNs on rank {ranks[owner]}",
                 where=name,
                 hint="load or initialize the weights before parallelize",

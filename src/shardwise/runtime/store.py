@@ -22,7 +22,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import PlanMismatch, ProgramError, did_you_mean
+from shardwise.errors import PlanMismatch, ProgramError, WeightsError, did_you_mean
 from shardwise.runtime.checksums import Replicas
 from shardwise.runtime.flat import Entry, FlatGroup, buckets, group_key
 from shardwise.runtime.fsdp import Units
@@ -275,9 +275,10 @@ class ParameterStore:
         if not self.uninitialized:
             return
         name, reason = next(iter(self.uninitialized.items()))
-        raise ProgramError(
-            f"{name} has no value: {reason}; {len(self.uninitialized)} parameters and buffers of "
-            "the model on meta are without",
+        others = len(self.uninitialized) - 1
+        raise WeightsError(
+            f"{name} was on meta and has no value: {reason}"
+            + (f"; {others} more parameters and buffers have none" if others else ""),
             where=name,
             hint="parallelize(…, init=lambda: Model(config)) builds the model with its weights on "
             "rank 0, init=function initializes each module; or sw.load_checkpoint(path, pm) first",

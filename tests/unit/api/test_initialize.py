@@ -81,7 +81,7 @@ def test_a_function_that_the_model_applies(data: bool) -> None:
 def test_weights_that_init_sets_once_more_are_reported() -> None:
     found, reasons = values(lambda: Applied(scaled=True))
     assert list(reasons) == ["down.weight"]
-    assert "it was written 3 times" in reasons["down.weight"]
+    assert "it was written 3x" in reasons["down.weight"]
     assert "up.weight" in found
 
 
@@ -128,11 +128,11 @@ class Inline(nn.Module):
 @pytest.mark.parametrize(
     ("how", "name", "reason"),
     [
-        ("parameter", "line.bias", "written 0 times"),
+        ("parameter", "line.bias", "written 0x"),
         ("own", "own", "nothing is known to set it: Inline has no reset_parameters"),
         ("buffer", "places", "nothing is known to set it"),
         ("data", "line.bias", "through .data, at"),
-        ("outside", "line.weight", "written 2 times"),
+        ("outside", "line.weight", "written 2x"),
     ],
 )
 def test_what_cannot_be_done_again_is_reported(how: str, name: str, reason: str) -> None:
