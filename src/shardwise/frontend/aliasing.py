@@ -18,7 +18,14 @@ from shardwise.ir import Ref, TensorType
 
 
 class NotFunctional(Exception):
-    """A write that this analysis cannot express; the graph is functionalized by torch instead."""
+    """A write that this analysis cannot express; the graph is functionalized by torch instead.
+
+    `where` is the user's line, if it is known.
+    """
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class Emitter(Protocol):

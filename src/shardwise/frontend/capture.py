@@ -29,6 +29,8 @@ from shardwise.frontend.assemble import Sources, assemble
 from shardwise.frontend.batch import Call, read_batch
 from shardwise.frontend.builder import Builder, Region
 from shardwise.frontend.convert import Converter
+from shardwise.frontend.cures import cure_for
+from shardwise.frontend.derivatives import refusing_derivatives
 from shardwise.frontend.failures import capture_error
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.functions import Recorder, recording
@@ -208,6 +210,7 @@ def _export(
             recording_hooks(recorder),
             controlled_random(),
             eager_masks(),
+            refusing_derivatives(),
             torch.enable_grad(),
         ):
             return torch.export.export(step, fakes, dynamic_shapes=shapes, strict=False)
@@ -280,9 +283,12 @@ def _convert_decomposed(
             decomposed = program.run_decompositions({})
         graph = _convert(decomposed, step, sources, recorder, device)
     except NotFunctional as second:
+        cure = cure_for(str(second))
+        hint = "replace the in-place write by an operation that returns a new tensor"
         raise CaptureError(
-            f"the graph cannot be made functional: {second}",
-            hint="replace the in-place write by an operation that returns a new tensor",
+            f"{cure.reason if cure else 'the graph cannot be made functional'} ({second})",
+            where=second.where,
+            hint=cure.hint if cure else hint,
         ) from second
     if not recorder.num_groups:
         return graph

@@ -102,7 +102,9 @@ class Converter:
             autocast = (device_type, dtype, True) if enabled else None
             with self.builder.inside(autocast=autocast):
                 return self.run(module, operands)
-        raise NotFunctional(f"higher-order operator {name}")
+        origin = self.builder.region.origin
+        place = f"{origin.source}: {origin.source_text}" if origin.source else None
+        raise NotFunctional(f"higher-order operator {name}", place)
 
     def _symbolic(self, op: str, args: tuple[Any, ...]) -> Alias:
         """A Python number that depends on data: legal only if nothing needs it."""

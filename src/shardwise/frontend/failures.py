@@ -5,57 +5,13 @@ Enters: an exception from `torch.export`. Leaves: the error to raise, with the u
 
 from __future__ import annotations
 
-import re
 import traceback
-from typing import NamedTuple
 
 from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.frontend.cures import cure_for
 from shardwise.frontend.provenance import Frame, is_user_code
 
-
-class Cure(NamedTuple):
-    """A way to recognize a cause, its reason, and what to do about it."""
-
-    pattern: str
-    reason: str
-    hint: str
-
-
-_BRANCH = "use torch.where(condition, a, b), or decide with a Python value of the configuration"
-_MOE = 'for Mixture-of-Experts of transformers: config._experts_implementation = "batched_mm"; '
-_CURES = (
-    Cure(
-        r"nonzero|masked_select|unique|\.bincount|repeat_interleave\.Tensor",
-        "the result's shape depends on the data",
-        _MOE + "otherwise keep full-size tensors and mask with torch.where",
-    ),
-    Cure(
-        r"Could not guard on data-dependent|GuardOnDataDependent|DataDependentOutput"
-        r"|_local_scalar_dense|aten\.item|is_nonzero|aten\.equal|tolist",
-        "Python code depends on a tensor's value (if, item(), int(), range over data)",
-        _BRANCH + "; " + _MOE.rstrip("; "),
-    ),
-    Cure(
-        r"data-dependent|DynamicOutputShape|unbacked|Unbacked",
-        "the result's shape depends on the data",
-        _MOE + "otherwise keep full-size tensors and mask with torch.where",
-    ),
-    Cure(
-        r"\.numpy\(\)|numpy|data_ptr|Cannot access data pointer",
-        "forward leaves PyTorch (numpy, a raw pointer)",
-        "use torch operations, or wrap the code in torch.library.custom_op",
-    ),
-    Cure(
-        r"were assigned during export",
-        "forward assigns a tensor attribute that is kept for the next step",
-        'self.register_buffer("name", tensor) makes it part of the state',
-    ),
-    Cure(
-        r"no fake impl|fake impl|not implemented for.*[Mm]eta|Meta.*backend",
-        "an operator has no shape function",
-        "register one with torch.library.register_fake",
-    ),
-)
+_GENERAL = "check that model(**batch) runs, also where torch.compiler.is_compiling() is true"
 
 
 def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
@@ -68,14 +24,13 @@ def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
             return type(own)(own.message, where=place, hint=own.hint)
         return own
     text = f"{type(error).__name__}: {error}"
-    for cure in _CURES:
-        if re.search(cure.pattern, text):
-            reason = f"{model_name} cannot be captured: {cure.reason}"
-            return CaptureError(f"{reason}\n  because: {_first(text)}", where=place, hint=cure.hint)
+    line = frame.text if frame is not None else ""
+    cure = cure_for(text, line, experts=_in_experts(error))
+    reason = f": {cure.reason}" if cure is not None else ""
     return CaptureError(
-        f"{model_name} cannot be captured\n  because: {_first(text)}",
+        f"{model_name} cannot be captured{reason}\n  because: {_first(text)}",
         where=place,
-        hint="check that model(**batch) runs, also where torch.compiler.is_compiling() is true",
+        hint=cure.hint if cure is not None else _GENERAL,
     )
 
 
@@ -83,6 +38,17 @@ def describe_failure(error: BaseException) -> tuple[str | None, str]:
     """The user's line that an error came from, if there is one, and its first words."""
     frame = _user_frame(error)
     return None if frame is None else str(frame), _first(f"{type(error).__name__}: {error}")
+
+
+def _in_experts(error: BaseException | None) -> bool:
+    """Return whether code of transformers that chooses experts has failed."""
+    while error is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            code = f"{frame.name} {frame.line}".lower()
+            if "/transformers/" in frame.filename and ("expert" in code or "moe" in code):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _own(error: BaseException | None) -> ShardwiseError | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.errors import CaptureError
 from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, RawNode
+from shardwise.frontend.cures import DATA_DEPENDENT, EXPERTS, cure_for_operator
 from shardwise.ir import Node, Ref, TensorType, iter_refs, map_refs
 
 
@@ -69,11 +70,12 @@ def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
         if node.op == SYMBOLIC or unknown:
             what = node.args[0] if node.op == SYMBOLIC else node.op
             origin = node.region.origin
+            cure = cure_for_operator(str(what)) or DATA_DEPENDENT
+            experts = "expert" in f"{origin.module} {origin.module_class}".lower()
             raise CaptureError(
-                f"a value or shape depends on the data ({what})",
+                f"{cure.reason} ({what})",
                 where=f"{origin.source}: {origin.source_text}" if origin.source else None,
-                hint="use torch.where and full-size tensors; in transformers' mixtures of experts "
-                'config._experts_implementation = "batched_mm"',
+                hint=f"{EXPERTS} in transformers; else {cure.hint}" if experts else cure.hint,
             )
 
 

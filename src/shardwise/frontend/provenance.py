@@ -21,7 +21,6 @@ ROOT = "model"  # the attribute of the exported step that holds the user's model
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(?!File ")([^\n]*))?')
 _TORCH = str(Path(torch.__file__).parent) + "/"
-_OURS = str(Path(__file__).parent) + "/"
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
 _PYTHON = sysconfig.get_path("stdlib") + "/"
 
@@ -88,7 +87,8 @@ def parse_frames(trace: str) -> list[Frame]:
 
 def is_user_file(file: str) -> bool:
     """Whether a source file is neither torch's nor ours."""
-    return not (file.startswith((_TORCH, _OURS, "<frozen")) or file == "<string>")
+    generated = file == "<string>" or file.startswith(("<frozen", "<eval_with_key>"))
+    return not generated and not file.startswith((_TORCH, _PACKAGE))
 
 
 def running_frame() -> Frame | None:
