@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import ParallelModule
 from shardwise.training.checkpoint.held import Held, State, state_of
 from shardwise.training.checkpoint.manifest import MODEL
-from shardwise.training.checkpoint.optimizers import OPTIMIZER, save_optimizer
+from shardwise.training.checkpoint.optimizers import OPTIMIZER, Optimizers, save_optimizer
 
 __all__ = ["Contents", "check_label", "collect", "held_copies"]
 
@@ -37,7 +36,7 @@ class Contents:
 
 def collect(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     rank: int,
     step: int | None,
     extra: Mapping[str, Any],

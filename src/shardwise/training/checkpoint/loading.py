@@ -22,7 +22,7 @@ from shardwise.training.checkpoint.manifest import MODEL, Manifest, StoredTensor
 from shardwise.training.checkpoint.meeting import Meeting, open_meeting
 from shardwise.training.checkpoint.names import Match, match_names
 from shardwise.training.checkpoint.opening import Opened, open_checkpoint, with_previous
-from shardwise.training.checkpoint.optimizers import load_optimizer
+from shardwise.training.checkpoint.optimizers import Optimizers, load_optimizer
 from shardwise.training.checkpoint.reading import Reader, Request
 
 __all__ = ["Loaded", "load_checkpoint", "read_section"]
@@ -51,7 +51,7 @@ class Loaded:
 def load_checkpoint(
     path: str | Path,
     module: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     copies: Mapping[str, Mapping[str, Tensor]] | None = None,
     strict: bool = True,
@@ -85,7 +85,7 @@ def load_checkpoint(
 def _load(
     path: Path,
     state: State,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     copies: Mapping[str, Mapping[str, Tensor]],
     strict: bool,
 ) -> Loaded:
@@ -134,7 +134,7 @@ def _request(manifest: Manifest, section: str, held: Held, match: Match) -> Requ
 def _optimizer_requests(
     opened: Opened,
     state: State,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     match: Match,
     strict: bool,
 ) -> list[Request]:

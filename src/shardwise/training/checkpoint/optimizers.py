@@ -7,7 +7,7 @@ so that either continues from the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ _OF_PARAMETERS = ("params", "param_names")  # entries of a group that are no opt
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A parameter group: its options, which are shared with the optimizer, and its parameters."""
+    """A parameter group: options and state, which are the optimizer's own, and its parameters."""
 
     options: dict[str, Any]
+    state: MutableMapping[Any, Any]
     parameters: tuple[tuple[str, Tensor], ...]
 
 
@@ -42,12 +43,27 @@ class OptimizerState:
     values: dict[str, dict[str, Any]]
 
 
-def groups_of(optimizer: torch.optim.Optimizer, state: Any) -> list[Group]:
-    """The groups of an optimizer, with names."""
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+
+
+def each_optimizer(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """The only one, or several that have disjoint parameters."""
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    return [optimizer]
+
+
+def groups_of(optimizer: Optimizers, state: Any) -> list[Group]:
+    """The groups of one or several optimizers, with names."""
+    return [group for each in each_optimizer(optimizer) for group in _groups_of(each, state)]
+
+
+def _groups_of(optimizer: torch.optim.Optimizer, state: Any) -> list[Group]:
+    kept = optimizer.state
     if isinstance(optimizer, ShardedOptimizer):
         entries = optimizer.grouped_entries
         return [
-            Group(options, tuple((e.spec.name, e.piece) for e in group))
+            Group(options, kept, tuple((e.spec.name, e.piece) for e in group))
             for options, group in zip(optimizer.param_groups, entries, strict=True)
         ]
     if not isinstance(state, PlainState):
@@ -64,11 +80,11 @@ def groups_of(optimizer: torch.optim.Optimizer, state: Any) -> list[Group]:
                     f"group {number} of the optimizer has a parameter of shape "
                     f"{tuple(parameter.shape)} that the module does not have"
                 )
-        found.append(Group(options, tuple((names[id(p)], p) for p in options["params"])))
+        found.append(Group(options, kept, tuple((names[id(p)], p) for p in options["params"])))
     return found
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, state: State, rank: int) -> OptimizerState:
+def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerState:
     """What this rank has of an optimizer's state."""
     sections: dict[str, list[Held]] = {}
     groups: list[dict[str, Any]] = []
@@ -82,7 +98,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, state: State, rank: int) ->
             first = state.cut(name, parameter).holders[0] == rank
             mine += [name] if first else []
             plain: dict[str, Any] = {}
-            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            for key, value in sorted(group.state.get(parameter, {}).items()):
                 keep = _keeper(name, parameter, state, sections)
                 plain[key] = encode(value, str(key), keep)
             if plain and first:
@@ -103,7 +119,7 @@ def _keeper(
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     state: State,
     saved: Mapping[str, Any],
     shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
@@ -130,10 +146,10 @@ def load_optimizer(
         for name, parameter in group.parameters:
             plain = values.get(aliases.get(name, name))
             if plain is None:
-                optimizer.state.pop(parameter, None)
+                group.state.pop(parameter, None)
                 continue
             fill = _Filler(aliases.get(name, name), parameter, group.options, state, shapes, wanted)
-            optimizer.state[parameter] = {k: fill.value(k, v) for k, v in plain.items()}
+            group.state[parameter] = {k: fill.value(k, v) for k, v in plain.items()}
     return wanted
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shardwise.errors import CheckpointError
 from shardwise.training.checkpoint.contents import Contents, collect
 from shardwise.training.checkpoint.meeting import Meeting, open_meeting
+from shardwise.training.checkpoint.optimizers import Optimizers, each_optimizer
 from shardwise.training.checkpoint.plan import portions
 from shardwise.training.checkpoint.staging import Staging
 from shardwise.training.checkpoint.writing import Writer
@@ -100,8 +101,8 @@ class Saving:
 
     def _start(self, writer: Writer, staging: Staging, optimizer: Any) -> None:
         self._staging = staging
-        if optimizer is not None:
-            hold_step(optimizer, self)
+        for each in each_optimizer(optimizer) if optimizer is not None else ():
+            hold_step(each, self)
         # Not a daemon: a process that ends meanwhile completes its checkpoint first.
         work = functools.partial(self._run, writer, staging)
         self._thread = threading.Thread(target=work, name="shardwise-save")
@@ -127,7 +128,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def save_checkpoint(
     path: str | Path,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -138,7 +139,8 @@ def save_checkpoint(
 ) -> Saving:
     """Write the state of a module and its optimizer to the folder `path`; all ranks call it.
 
-    `module` is a parallel module, or a plain one that is the same on all ranks. `extra` is JSON of
+    `module` is a parallel module, or a plain one that is the same on all ranks. Several optimizers
+    on disjoint parameters are a mapping from names of your own. `extra` is JSON of
     your own, of which that of rank 0 is kept. `copies` are further sets of tensors by parameter
     name, each cut as the parameter is on this rank: `{"ema": {name: tensor}}`. Without `frozen`,
     parameters that are not trained are left out; `load_checkpoint(…, strict=False)` takes the rest.
