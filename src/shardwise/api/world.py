@@ -203,13 +203,13 @@ class PythonState:
 
 
 class _Part:
-    """One module: what its attributes were, and which modules and parameters it has."""
+    """One module: what its attributes were, and which modules it has."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self._ref = path, weakref.ref(module)
         self._children = [
             (name, weakref.ref(child))
-            for name, child in (*module._modules.items(), *module._parameters.items())
+            for name, child in module._modules.items()
             if child is not None
         ]
         self._attributes: list[tuple[str, Any]] = []
@@ -230,7 +230,7 @@ class _Part:
                 yield functools.partial(_get, self._ref, name), name
 
     def is_unchanged(self) -> bool:
-        """Whether attributes, hooks, modules and parameters are those that they were."""
+        """Whether attributes, hooks and modules are those that they were."""
         module = self._ref()
         if module is None:
             return True
@@ -238,18 +238,17 @@ class _Part:
         for name, value in self._attributes:
             if own.get(name, MISSING) is not value:
                 return False
-        modules, parameters = own["_modules"], own["_parameters"]
+        modules = own["_modules"]
         for name, ref in self._children:
-            if (modules.get(name) if name in modules else parameters.get(name)) is not ref():
+            if modules.get(name) is not ref():
                 return False
         return _num_hooks(own) == self._num_hooks
 
     def require_children(self) -> None:
-        """Raise if a module or parameter was replaced."""
+        """Raise if a module was replaced."""
         module = self._ref()
         for name, ref in self._children if module is not None else ():
-            found = module._modules.get(name, module._parameters.get(name))  # type: ignore[union-attr]
-            if found is not ref():
+            if module._modules.get(name) is not ref():  # type: ignore[union-attr]
                 raise ProgramError(
                     "this part of the model was replaced after parallelize, and the new one is "
                     "not what is being trained",

@@ -145,7 +145,8 @@ class _Walk:
         user = is_user_code(code.co_filename)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             found = Variable(name, _place(code), cell)
-            if user and name != "__class__":
+            watched = "site-packages" not in code.co_filename or isinstance(found.read(), ATOMS)
+            if user and watched and name != "__class__":
                 self.reach.variables[id(cell), name] = found
             self.value(found.read(), DEPTH)
         for default in function.__defaults__ or ():
