@@ -99,15 +99,20 @@ class PythonState:
             )
         return self._number
 
-    def skeleton(self) -> nn.Module | None:
-        """Return a copy without weights of the model as it is now, if it is still there."""
+    def skeleton(self) -> nn.Module:
+        """Return a copy without weights of the model as it is now."""
         root = self._modules[""]()
         if root is None and self._root_is_made:
             children = {path: ref() for path, ref in self._modules.items() if path.isidentifier()}
             if all(child is not None for child in children.values()):
                 root = nn.ModuleDict(children)  # type: ignore[arg-type]
                 root.training = self._mode()
-        return None if root is None else skeleton(root)
+        if root is None:
+            raise ProgramError(
+                "a part of the model has changed, but the model itself is gone",
+                hint="keep a reference to what was given to parallelize",
+            )
+        return skeleton(root)
 
     def _mode(self) -> bool:
         """The flag that others are compared with: train() and eval() change all of them alike."""

@@ -79,6 +79,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, functions: Iterable[Any]) -> None:
         self.modules = dict(model.named_modules())
+        self._carries_growth = getattr(type(model), "carries_growth", False)
         self._paths = {id(vars(module)): path for path, module in self.modules.items()}
         self.reach = reachable(model, functions)
         self.first: dict[Place, Any] = {}  # snapshots of attributes when they were first read
@@ -138,6 +139,8 @@ class Watch:
             return
         if self._is_torchs(place) and not isinstance(value, (*ATOMS, tuple)):
             return
+        if type(value).__module__.startswith("shardwise."):  # an integration's own
+            return
         if place not in self.first:
             self.first[place] = snapshot(value, self.reach.names)
             self._values[place] = value
@@ -159,14 +162,23 @@ class Watch:
     def compare(self) -> None:
         """Find attributes that were read first and have another value now.
 
-        Export sets attributes back afterwards, so this is done before forward returns to it.
+        Export sets attributes back afterwards, so this is done before forward returns to it. A
+        model that does the growth of its containers again after every step says so by
+        `carries_growth`; what its containers hold is then no part of the captured state.
         """
+        carried = (
+            []
+            if not self._carries_growth
+            else [place for place in self.first if isinstance(self._now(place), list | dict)]
+        )
         for place, before in self.first.items():
             if place not in self._frames:
                 continue
             now = self._now(place)
-            if snapshot(now, self.reach.names) != before:
+            if snapshot(now, self.reach.names) != before and place not in carried:
                 self.changes.append(Change(place, self._values[place], now, self._frames[place]))
+        for place in carried:
+            del self.first[place]
 
     def warnings(self) -> list[str]:
         """A line for each attribute that forward writes and does not read."""

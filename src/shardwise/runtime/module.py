@@ -150,6 +150,10 @@ class ParallelModule(nn.Module):
         """The compiled step for whole batches like this one; all ranks call it for a new one."""
         return self._programs.get(self._key(batch, step, training), batch)
 
+    def world(self) -> Hashable:
+        """The present state of everything outside the batch that programs depend on."""
+        return self._world()
+
     def _key(self, batch: Any, step: str, training: bool) -> ProgramKey:
         self._require_step(step)
         return ProgramKey(step, training, signature(batch), self._world())

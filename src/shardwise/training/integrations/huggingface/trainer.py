@@ -155,8 +155,9 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         if (current := self._current) is None:
             plan = self.plan
             with preserved_random():
+                self._captured = self._step_model()  # whose attributes every step compares
                 part = parallelize(
-                    self._step_model(),
+                    self._captured,
                     self._first_batch(self.args.train_batch_size),
                     plan,
                     device=self.args.device,

@@ -27,7 +27,7 @@ from shardwise.training.integrations.lightning.library import (
 )
 from shardwise.training.integrations.lightning.tape import Deferred, Tape
 
-__all__ = ["require_supported", "step_batch", "step_model", "training_arguments"]
+__all__ = ["follow", "require_supported", "step_batch", "step_model", "training_arguments"]
 
 _METRIC_CALLS = ("forward", "update", "compute", "reset")
 _MOMENT = (
@@ -45,9 +45,14 @@ def step_model(
     """
     base = type(module)
     twin: nn.Module = object.__new__(_twin_class(base))
-    vars(twin).update(vars(module))
-    vars(twin).update(_trainer=None, _tape=tape or Tape(), _place=torch.device(device))
+    vars(twin).update(_tape=tape or Tape(), _place=torch.device(device))
+    follow(twin, module)
     return twin
+
+
+def follow(twin: nn.Module, module: LightningModule) -> None:
+    """Give the twin the module's present attributes."""
+    vars(twin).update(vars(module), _trainer=None)
 
 
 def step_batch(step: str, batch: Any, num_arguments: int = 1, dataloader: int = 0) -> Any:
@@ -134,6 +139,7 @@ def _twin_class(base: type[Any]) -> type[Any]:
 class _Twin:
     """The members of a twin's class; `self` is a LightningModule."""
 
+    carries_growth = True  # lists that grow in a step are in its recording
     captured_for_every_size = True  # a tape may hold sizes: self.log(…, batch_size=len(x))
     _base: type[Any]
     _tape: Tape

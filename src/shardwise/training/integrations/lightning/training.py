@@ -20,7 +20,7 @@ from shardwise.api import parallelize
 from shardwise.errors import CaptureError, ProgramError
 from shardwise.plans import Plan
 from shardwise.training.integrations.lightning.library import LightningModule
-from shardwise.training.integrations.lightning.step import step_model
+from shardwise.training.integrations.lightning.step import follow, step_model
 from shardwise.training.integrations.lightning.tape import Recording, Tape, replay
 
 __all__ = ["Training"]
@@ -54,8 +54,7 @@ class Training:
                 self.model, batch, plan, device=self.device, seed=seed, timeout=timeout
             )
             self.pm.flags.ignore_originals()  # the module's own flags are back after this
-        self._remember((True, rt.signature(batch)))
-        self.model = nn.Module()  # what is needed of it is in the parallel module
+        self._remember(self._key(batch, training=True))
         self.weights.release()
         return plan
 
@@ -68,7 +67,7 @@ class Training:
     def train(self, batch: Any) -> Any:
         """Forward and backward; what `training_step` returns, after what it logs."""
         self._take_flags()
-        key = (True, rt.signature(batch))
+        key = self._key(batch, training=True)
         loss, out = self._run(key, lambda: self.parallel.train_step(batch, outputs=True))
         returned = self._finish(key, out["tensors"])
         if isinstance(returned, Mapping):
@@ -77,9 +76,14 @@ class Training:
 
     def evaluate(self, batch: Any) -> Any:
         """A step in eval mode: what it returns, after what it logs."""
-        key = (False, rt.signature(batch))
+        key = self._key(batch, training=False)
         out = self._run(key, lambda: self.parallel.eval_step(batch))
         return self._finish(key, out["tensors"])
+
+    def _key(self, batch: Any, *, training: bool) -> Any:
+        """What a recording belongs to; the module's attributes are those of now."""
+        follow(self.model, self.module)
+        return (training, rt.signature(batch), self.parallel.world())
 
     def _run(self, key: Any, call: Any) -> Any:
         self.tape.recording = None
