@@ -36,6 +36,18 @@ def test_two_ranks_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
             assert_same(run, expected)
 
 
+def one_row_left(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
+    return [fit(ShardwiseStrategy(name, **options), rows=25) for name, options in plans]
+
+
+@pytest.mark.slow
+def test_the_last_batch_of_an_epoch_may_have_one_row(pool: Callable[[int], Pool]) -> None:
+    expected = fit(rows=25)
+    for runs in pool(2).run(one_row_left, TWO, timeout=240):
+        for run in runs:
+            assert_same(run, expected)
+
+
 @pytest.mark.slow
 def test_three_dimensions_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
     expected = fit(**OPTIONS)

@@ -165,13 +165,14 @@ def fit(
     strategy: Any = "auto",
     make: Callable[[], L.LightningModule] = Classifier,
     ckpt_path: Any = None,
+    rows: int = 22,
     **options: Any,
 ) -> Run:
     """Train a classifier for two epochs, with validation."""
     L.seed_everything(5, verbose=False)
     module = make()
     made, seen = trainer(strategy, **options)
-    made.fit(module, loader(), loader(10, shuffle=False), ckpt_path=ckpt_path)
+    made.fit(module, loader(rows), loader(10, shuffle=False), ckpt_path=ckpt_path)
     state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     return Run(losses=seen.losses, rates=seen.rates, metrics=seen.metrics, state=state)
 
