@@ -1,6 +1,6 @@
 """What batches of many lengths cost: `python -m benchmarks.lengths`.
 
-    python -m benchmarks.lengths [--lengths 40] [--ranks 2] [--plan ddp] [--out results/lengths.json]
+    python -m benchmarks.lengths [--lengths 40] [--ranks 2] [--plan ddp] [--out FILE]
 
 A GPT of four layers trains on batches each of another length. "first" is the time of the steps
 when every length is new, "again" when all are known: the difference is what new lengths cost.
@@ -69,6 +69,7 @@ def measure(plan: str, world: int, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure, print a table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
