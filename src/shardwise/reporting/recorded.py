@@ -234,7 +234,7 @@ class _Columns:
             raise self._wrong(number, "is no event that a recording has")
         if event["ph"] != "X":
             return
-        lane = self._lanes.get(event.get("cat", ""))
+        lane = self._lanes.get(str(event.get("cat", "")))
         start, length = (_number(event.get(key)) for key in ("ts", "dur"))
         rank, name = event.get("pid"), event.get("name")
         if start is None or length is None or length < 0:

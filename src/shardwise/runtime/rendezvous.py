@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardwise.listening import listening_socket
 
-__all__ = ["host_store", "init_process_group"]
+__all__ = ["host_store", "init_process_group", "meeting_store"]
 
 
 def host_store(
@@ -37,16 +38,31 @@ def host_store(
     )
 
 
+def meeting_store(
+    host: str, port: int, *, rank: int, num_hosts: int, timeout: datetime.timedelta
+) -> TCPStore | None:
+    """Return the store of a group, which rank 0 hosts; None where torchrun's agent hosts it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    if rank == 0:
+        return host_store(host, port, num_hosts=num_hosts, timeout=timeout)
+    return TCPStore(host, port, is_master=False, timeout=timeout)
+
+
 def init_process_group(backend: str, timeout: datetime.timedelta) -> None:
     """Join the group of torchrun's variables; rank 0 hosts the store if no agent does."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "MASTER_ADDR" not in os.environ:
+    if "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0:
-        num_hosts = 1 if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else size
-        store = host_store(host, port, num_hosts=num_hosts, timeout=timeout)
-    else:
-        store = TCPStore(host, port, is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    store = meeting_store(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        rank=rank,
+        num_hosts=1 if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else size,
+        timeout=timeout,
+    )
+    place: dict[str, Any] = {}
+    if store is not None:
+        place = {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **place)

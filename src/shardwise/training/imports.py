@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -122,7 +123,7 @@ def find_class(name: Any, module: ModuleType, key: str, base: Path | None = None
 def find_file(path: str, base: Path | None = None) -> Path:
     """A file beside the config, or in the current folder."""
     beside = base / path if base is not None else Path(path)
-    return beside if beside.exists() else Path(path)
+    return beside if os.path.exists(beside) else Path(path)
 
 
 def load_object(name: Any, key: str, base: Path | None = None) -> Any:
@@ -163,7 +164,7 @@ def _see_folders(base: Path | None) -> None:
 def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
     is_file = name.endswith(".py")
     path = find_file(name, base)
-    if is_file and not path.is_file():
+    if is_file and not os.path.isfile(path):
         places = f"{base} and {Path.cwd()}" if base is not None else str(Path.cwd())
         raise ConfigError(f"no file {name} in {places}", where=key)
     if not is_file and name.startswith("."):

@@ -6,6 +6,7 @@ process is needed, so that a plan for machines that are not here can be made and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def _given_plan(wanted: Any, base: Path | None) -> Plan | None:
         if wanted.args:
             raise ConfigError("a plan's file takes no arguments", where="plan.args")
         path = find_file(wanted.name, base)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigError(
                 f"no plan {wanted.name}", where="plan", hint="shardwise plan … -o plan.json"
             )

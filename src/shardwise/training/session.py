@@ -7,6 +7,7 @@ schedule, average, data and position, ready for the next step; and the same agai
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from inspect import isfunction
 from pathlib import Path
@@ -393,10 +394,10 @@ def find_checkpoint(config: TrainConfig, checkpoints: Checkpoints | None) -> Pat
             )
         return None
     path = Path(config.resume)
-    if (path / "checkpoint.json").is_file():
+    if os.path.isfile(path / "checkpoint.json"):
         return path
-    inside = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    found = inside.latest() if path.is_dir() else None
+    inside = Checkpoints(path / "checkpoints" if os.path.isdir(path / "checkpoints") else path)
+    found = inside.latest() if os.path.isdir(path) else None
     if found is None:
         raise ConfigError(
             f"no checkpoint in {path}", where="resume", hint="auto, never, or a checkpoint's folder"

@@ -6,6 +6,7 @@ pickles that may lie beside them (`pytorch_model.bin`, `.metadata`) never are.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +51,11 @@ def open_checkpoint(path: str | Path) -> Opened:
 
 def _open(folder: Path) -> Opened:
     found = located(folder)
-    if (found / MANIFEST).is_file():
+    if os.path.isfile(found / MANIFEST):
         return Opened(folder=found, manifest=Manifest.read(found))
-    if folder.is_dir() and any(folder.glob("*.safetensors*")):
+    if os.path.isdir(folder) and any(folder.glob("*.safetensors*")):
         return Opened(folder=folder, manifest=_foreign_manifest(folder), foreign=True)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError("there is no such folder", where=str(folder))
     what = f"no checkpoint: neither {MANIFEST} nor safetensors files"
     raise CheckpointError(what, where=str(folder), hint=_inside(folder))
@@ -63,7 +64,8 @@ def _open(folder: Path) -> Opened:
 def located(folder: Path) -> Path:
     """Where a checkpoint is, also if a save over it was killed between two renames."""
     aside = replaced_path(folder)
-    return aside if not folder.exists() and (aside / MANIFEST).is_file() else folder
+    killed = not os.path.exists(folder) and os.path.isfile(aside / MANIFEST)
+    return aside if killed else folder
 
 
 def _inside(folder: Path) -> str | None:
@@ -88,7 +90,7 @@ def with_previous(error: CheckpointError, folder: Path) -> CheckpointError:
 
 def previous_of(folder: Path) -> Path | None:
     """The complete checkpoint before this one, by the step in the name, else by time."""
-    if not folder.parent.is_dir():
+    if not os.path.isdir(folder.parent):
         return None
     own = _STEP.fullmatch(folder.name)
     found: list[tuple[float, Path]] = []
@@ -98,7 +100,7 @@ def previous_of(folder: Path) -> Path | None:
             continue
         if own and named and int(named[1]) < int(own[1]):
             found.append((int(named[1]), other))
-        elif not own and folder.is_dir() and not other.name.startswith("."):
+        elif not own and os.path.isdir(folder) and not other.name.startswith("."):
             found.append(((other / MANIFEST).stat().st_mtime, other))
     for _, other in sorted(found, reverse=True):
         if is_complete(other):
@@ -146,7 +148,7 @@ def _foreign_files(folder: Path) -> list[str]:
     names = list(weights.values()) if isinstance(weights, dict) else []
     if not names or not all(isinstance(n, str) and _is_plain(n) for n in names):
         raise CheckpointError(f"{path.name} has no sound weight_map", where=str(path))
-    missing = [n for n in dict.fromkeys(names) if not (folder / n).is_file()]
+    missing = [n for n in dict.fromkeys(names) if not os.path.isfile(folder / n)]
     if missing:
         raise CheckpointError(f"{missing[0]} is missing", where=str(folder / missing[0]))
     return list(dict.fromkeys(names))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.runtime.rendezvous import meeting_store
 from shardwise.training.integrations.lightning.library import (
     MultiProcessingLauncher,
     ParallelStrategy,
@@ -76,11 +77,22 @@ class Processes(ParallelStrategy):
             return
         device = self.root_device
         self._process_group_backend = self._process_group_backend or default_backend(device)
+        options: dict[str, Any] = {}
+        if not dist.is_initialized():
+            store = meeting_store(
+                self.cluster_environment.main_address,
+                self.cluster_environment.main_port,
+                rank=self.global_rank,
+                num_hosts=self.num_nodes,
+                timeout=self._timeout,
+            )
+            options = {} if store is None else {"store": store}
         init_connection(
             self.cluster_environment,
             self._process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type == "cuda" else None,
+            **options,
         )
 
     def set_world_ranks(self) -> None:
