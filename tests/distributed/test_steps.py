@@ -295,7 +295,8 @@ def mistakes() -> list[str]:
 def test_mistakes_are_named(pool: Callable[[int], Pool]) -> None:
     expected = [
         "which step is not said", "did you mean 'd'", "G.layers.0.weight",
-        "the step function takes", "steps is a mapping", "the plans are for steps ['d']", "store the parameter differently",
+        "the step function takes", "steps is a mapping", "the plans are for steps",
+        "store the parameter differently",
         "cannot be the name of a module", "a step computes its loss itself",
     ]  # fmt: skip
     for errors in pool(2).run(mistakes, timeout=110):

@@ -93,7 +93,7 @@ def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerS
         options = {k: v for k, v in group.options.items() if k not in _OF_PARAMETERS}
         mine = []
         for name, parameter in group.parameters:
-            if not parameter.requires_grad and parameter not in optimizer.state:
+            if not parameter.requires_grad and parameter not in group.state:
                 continue  # frozen from the beginning
             first = state.cut(name, parameter).holders[0] == rank
             mine += [name] if first else []
