@@ -166,7 +166,8 @@ def mixed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     sw.save_checkpoint(path, pm, opt, copies={"ema": mean})
     before = pm.gather_state_dict()
     assert all(t.dtype is torch.float32 for t in before.values() if t.is_floating_point())
-    other = sw.parallelize(model, batch, plan=plan_for(model, batch, "fsdp", 2, **options))
+    twin = copy.deepcopy(model)
+    other = sw.parallelize(twin, batch, plan=plan_for(twin, batch, "fsdp", 2, **options))
     moved = sw.optimizer(other, torch.optim.SGD, lr=0.1, momentum=0.9)
     filled = {e.spec.name: torch.zeros_like(e.piece) for e in other.store.entries}
     sw.load_checkpoint(path, other, moved, copies={"ema": filled})
