@@ -76,7 +76,8 @@ def gan(rows: int = 6) -> tuple[dict[str, nn.Module], nn.ModuleDict, dict[str, A
 
 
 def plan_for(strategy: str, ranks: int) -> Callable[[sw.Graph], sw.Plan]:
-    options = {"num_microbatches": 2} if strategy == "pipeline" else {}
+    chosen = {"pipeline": {"num_microbatches": 1}, "hybrid": {"dp": 2, "tp": 2, "zero": 3}}
+    options = chosen.get(strategy, {})
     make = getattr(sw.strategies, strategy)
     return lambda graph: make(graph, sw.Cluster.local(ranks), **options)  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ import fnmatch
 import glob as globbing
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from shardwise.errors import OptimizerError, did_you_mean
 from shardwise.runtime.flat import Entry
 from shardwise.runtime.store import ParameterStore
 
-__all__ = ["Params", "claim_entries", "find_groups", "require_claimed", "select_entries"]
+__all__ = ["Params", "claim_names", "find_groups", "require_claimed", "select_entries"]
 
 Params = str | Tensor | Iterable[str | Tensor]
 
@@ -67,50 +68,57 @@ def select_entries(store: ParameterStore, params: Params | None) -> list[Entry]:
     return [entry for entry in store.entries if chosen.has(_names(entry))]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Options and entries of each group, and the names of all parameters in them on all ranks."""
+
+    options: tuple[dict[str, Any], ...]
+    entries: tuple[tuple[Entry, ...], ...]
+    names: frozenset[str]
+
+
 def find_groups(
     store: ParameterStore,
     groups: Iterable[Mapping[str, Any] | Tensor],
     params: Params | None,
     *,
     rest: bool,
-) -> list[tuple[dict[str, Any], list[Entry]]]:
-    """Options and entries of each group; an entry goes to the first group whose glob matches.
+) -> Groups:
+    """The groups; an entry goes to the first one whose glob matches.
 
     What is selected and in no group goes into a last one, unless groups list tensors: these are
     complete, as in `torch.optim`. Frozen parameters belong to groups too, as in plain PyTorch:
     without a gradient they stay as they are, and they are updated once they are unfrozen.
     """
-    written = _written(groups)
     selected = None if params is None else _Selection(store, params)
-    left = [
-        e
-        for e in store.entries
-        if not e.spec.borrowed
-        and _has_gradients(e.dtype)
-        and (selected is None or selected.has(_names(e)))
-    ]
+    left = [e for e in store.entries if not e.spec.borrowed and _has_gradients(e.dtype)]
+    # Other stages may have a rest: groups have the same numbers on all of them.
+    borrowed = [_names(e) for e in store.entries if e.spec.borrowed]
+    others = [*borrowed, *store.parameters_elsewhere]
+    if selected is not None:
+        left = [e for e in left if selected.has(_names(e))]
+        others = [names for names in others if selected.has(names)]
     found: list[tuple[dict[str, Any], list[Entry]]] = []
     every: list[_Selection] = []
-    for group in written:
+    for group in _written(groups):
         mine = _Selection(store, group["params"])
         _refuse_twice(store, mine, every)
         every.append(mine)
         matched = [e for e in left if mine.has(_names(e))]
         left = [e for e in left if e not in matched]
         found.append(({k: v for k, v in group.items() if k != "params"}, matched))
-    if any(selection.by_tensor for selection in every):
-        return found
-    # Other stages may have a rest: groups have the same numbers on all of them.
-    borrowed = [_names(e) for e in store.entries if e.spec.borrowed]
-    others = [
-        names
-        for names in (*borrowed, *store.parameters_elsewhere)
-        if selected is None or selected.has(names)
-    ]
+    rest = rest and not any(selection.by_tensor for selection in every)
     unmatched = bool(left) or any(not any(s.has(names) for s in every) for names in others)
     if not found or (rest and unmatched):
         found.append(({}, left))
-    return found
+        every.append(_Selection(store, [e.spec.name for e in left]))
+    taken = others if rest else [n for n in others if any(s.has(n) for s in every)]
+    here = (entry.spec.name for _, entries in found for entry in entries)
+    return Groups(
+        options=tuple(options for options, _ in found),
+        entries=tuple(tuple(entries) for _, entries in found),
+        names=frozenset((*here, *(names[0] for names in taken))),
+    )
 
 
 def _written(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, Any]]:
@@ -140,25 +148,23 @@ def _has_gradients(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def claim_entries(
-    store: ParameterStore, owner: torch.optim.Optimizer, entries: Iterable[Entry]
-) -> None:
-    """Note that an optimizer updates these entries; one that did so before may not go on."""
-    for entry in entries:
-        store.optimizers[entry] = weakref.ref(owner)
+def claim_names(store: ParameterStore, owner: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Note that an optimizer updates these parameters; one that did so before may not go on."""
+    for name in names:
+        store.optimizers[name] = weakref.ref(owner)
 
 
 def require_claimed(
-    store: ParameterStore, owner: torch.optim.Optimizer, entries: Iterable[Entry]
+    store: ParameterStore, owner: torch.optim.Optimizer, names: Iterable[str]
 ) -> None:
-    """Raise if another optimizer has taken one of these entries over."""
-    for entry in entries:
-        held = store.optimizers.get(entry)
+    """Raise, on all ranks, if another optimizer has taken one of these parameters over."""
+    for name in names:
+        held = store.optimizers.get(name)
         other = None if held is None else held()
         if other is not None and other is not owner:
             raise OptimizerError(
                 f"two optimizers update this parameter: {type(owner).__name__} was made first, "
                 "and another one after it",
-                where=entry.spec.name,
+                where=name,
                 hint='give each its own: sw.optimizer(pm, cls, params="G.*", …)',
             )

@@ -21,7 +21,7 @@ from shardwise.errors import OptimizerError
 from shardwise.runtime.flat import Entry
 from shardwise.runtime.groups import (
     Params,
-    claim_entries,
+    claim_names,
     find_groups,
     require_claimed,
     select_entries,
@@ -88,14 +88,15 @@ def optimizer(
     known = isinstance(cls, type) and cls in ELEMENTWISE
     whole_only = not (known if elementwise is None else elementwise)
     grouped = find_groups(store, groups or [], params, rest=rest)
-    every = [entry for _, entries in grouped for entry in entries]
+    every = [entry for entries in grouped.entries for entry in entries]
     if whole_only:
         _require_whole(store, cls, [entry for entry in every if entry.trained])
         _require_all_stages(store, cls)
-    inner = cls([{**g, "params": [e.piece for e in entries]} for g, entries in grouped], **options)
-    made = ShardedOptimizer(store, inner, [entries for _, entries in grouped])
-    made.whole_only = whole_only
-    claim_entries(store, made, every)
+    pairs = zip(grouped.options, grouped.entries, strict=True)
+    inner = cls([{**g, "params": [e.piece for e in entries]} for g, entries in pairs], **options)
+    made = ShardedOptimizer(store, inner, grouped.entries)
+    made.whole_only, made.claimed = whole_only, tuple(sorted(grouped.names))
+    claim_names(store, made, made.claimed)
     return made
 
 
@@ -142,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._pieces = [[entry.piece for entry in group] for group in self._entries]
         self._every = [entry for group in self._entries for entry in group]
         self.whole_only = False  # whether an update of an element reads others of its tensor
+        self.claimed: tuple[str, ...] = ()  # the parameters of all ranks that it updates
         self.needs_closure = _needs_closure(inner)
         if self.needs_closure:
             self._require_everything()
@@ -182,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         With a loss scaler, a step with an infinite or undefined gradient on any rank is skipped.
         """
         loss = None
-        require_claimed(self.store, self, self._every)
+        require_claimed(self.store, self, self.claimed)
         if self.needs_closure and closure is None:
             raise OptimizerError(
                 f"{type(self.inner).__name__} needs a closure",

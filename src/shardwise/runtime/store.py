@@ -63,7 +63,7 @@ class ParameterStore:
             entry.parts = {part for part, found in modules if _slots(found, entry)}
         self.groups = self._group()
         self._shards: dict[Entry, ShardParameter] = {}
-        self.optimizers: dict[Entry, weakref.ref[torch.optim.Optimizer]] = {}
+        self.optimizers: dict[str, weakref.ref[torch.optim.Optimizer]] = {}
         self.original_name: Callable[[Tensor], str | None] = lambda tensor: None
         self._by_name = {n: e for e in self.entries for n in (e.spec.name, *e.spec.aliases)}
         self.buffer_specs = tuple(buffers)
