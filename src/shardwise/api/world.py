@@ -54,7 +54,12 @@ class PythonState:
         self.reads = Reads()
         self._root_is_made = isinstance(model, nn.ModuleDict)  # of a mapping: nobody holds it
         self._modules = {path: weakref.ref(m) for path, m in model.named_modules()}
-        self._parts = [_Part(path, module) for path, module in model.named_modules()]
+        self._children = [
+            (path, name, weakref.ref(child))
+            for path, module in model.named_modules()
+            for name, child in module._modules.items()
+            if child is not None
+        ]
         self._parameters = [(n, weakref.ref(p)) for n, p in model.named_parameters()]
         self._number, self._numbers = 0, itertools.count(1)
         self._current: Snapshots = {}
@@ -62,6 +67,9 @@ class PythonState:
         self._known: list[tuple[Snapshots, int]] = []
         self._variables: list[tuple[Variable, Any]] = []  # those that are compared by identity
         self._others: list[tuple[Callable[[], Any], Any]] = []  # those that need a snapshot
+        self._plain: list[tuple[Callable[[], Any], list[tuple[str, Any]], tuple[int, ...]]] = []
+        self._no_hooks: list[Any] = []  # where hooks would be registered
+        self._some_hooks: list[Any] = []
 
     def add(self, reads: Reads) -> None:
         """Compare from now on what captures have read by now."""
@@ -78,8 +86,7 @@ class PythonState:
         """Return the number of the present state; raise if parts of the model were replaced."""
         if self._is_unchanged():
             return self._number
-        for part in self._parts:
-            part.require_children()
+        self._require_children()
         before, present = self._current, self._take()
         self._set(present)
         if before == present:
@@ -121,12 +128,34 @@ class PythonState:
             return bool(root.training)
         return any(m.training for ref in self._modules.values() if (m := ref()) is not None)
 
+    def _require_children(self) -> None:
+        """Raise if a module was replaced."""
+        for path, name, ref in self._children:
+            module = self._modules[path]()
+            if module is not None and module._modules.get(name) is not ref():
+                raise ProgramError(
+                    "this part of the model was replaced after parallelize, and the new one is "
+                    "not what is being trained",
+                    where=_dotted(path, name),
+                    hint="parallelize again, or give its values to pm.load_state_dict",
+                )
+
     # --- every step --------------------------------------------------------------------------
 
     def _is_unchanged(self) -> bool:
         """Compare as little as tells; if in doubt, say no."""
-        if not self._known or not all(part.is_unchanged() for part in self._parts):
+        if not self._known or any(self._no_hooks):
             return False
+        for ref, attributes, children in self._plain:
+            module = ref()
+            if module is None:
+                continue
+            own = module.__dict__
+            for name, value in attributes:
+                if own.get(name, MISSING) is not value:
+                    return False
+            if children and tuple(map(id, own["_modules"].values())) != children:
+                return False
         for variable, value in self._variables:
             if variable.read() is not value:
                 return False
@@ -143,8 +172,8 @@ class PythonState:
         return self._hook_keys() == self._hooks
 
     def _hook_keys(self) -> list[int]:
-        """The keys of hooks of parameters and of all modules; a new hook has a new key."""
-        found = [key for kind in _GLOBAL_HOOKS for key in _GLOBAL[kind]]
+        """The keys of hooks of all modules and of parameters; a new hook has a new key."""
+        found = [key for registered in self._some_hooks for key in registered]
         for _, ref in self._parameters:
             parameter: Any = ref()
             if parameter is not None:
@@ -156,21 +185,39 @@ class PythonState:
 
     def _set(self, present: Snapshots) -> None:
         """Prepare the comparisons of every step."""
-        self._current, self._hooks = present, self._hook_keys()
-        self._variables, self._others = [], []
+        self._current = present
+        self._variables, self._others, self._plain = [], [], []
+        registered = [_GLOBAL[kind] for kind in _GLOBAL_HOOKS]
+        for ref in self._modules.values():
+            module = ref()
+            registered += [] if module is None else [vars(module)[kind] for kind in _HOOKS]
+        self._no_hooks = [hooks for hooks in registered if not hooks]
+        self._some_hooks = [hooks for hooks in registered if hooks]
+        self._hooks = self._hook_keys()
         for variable in self.reads.reach.variables.values():
             value = variable.read()
-            if isinstance(value, _BY_IDENTITY):
+            if _is_constant(value):
                 self._variables.append((variable, value))
             else:
                 self._others.append((variable.read, present[_variable_key(variable)]))
         by_path: dict[str, list[str]] = {}
         for path, name in self.reads.attributes:
             by_path.setdefault(path, []).append(name)
-        for part in self._parts:
-            names = by_path.get(part.path, [])
-            for get, name in part.prepare(names):
-                self._others.append((get, present[f"the attribute {_dotted(part.path, name)}"]))
+        for path, ref in self._modules.items():
+            module = ref()
+            if module is None:
+                continue
+            own = vars(module)
+            plain = []
+            for name in by_path.get(path, []):
+                if _is_constant(own.get(name, MISSING)):
+                    plain.append((name, own[name]))
+                else:
+                    taken = present[f"the attribute {_dotted(path, name)}"]
+                    self._others.append((functools.partial(_get, ref, name), taken))
+            children = tuple(map(id, module._modules.values()))
+            if plain or children:
+                self._plain.append((ref, plain, children))
 
     # --- snapshots ---------------------------------------------------------------------------
 
@@ -187,8 +234,10 @@ class PythonState:
             yield _variable_key(variable), variable.read()
         for kind in _GLOBAL_HOOKS:
             yield f"the global {kind}", list(_GLOBAL[kind].values())
-        for part in self._parts:
-            yield f"a hook of {part.path or 'the model'}", part.hooks()
+        for path, held in self._modules.items():
+            module = held()
+            hooks: Any = _GONE if module is None else _hooks_of_module(module)
+            yield f"a hook of {path or 'the model'}", hooks
         for name, ref in self._parameters:
             parameter = ref()
             yield f"a hook of {name}", _GONE if parameter is None else hooks_of(parameter)
@@ -207,75 +256,17 @@ class PythonState:
         return found
 
 
-class _Part:
-    """One module: what its attributes were, and which modules it has."""
-
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path, self._ref = path, weakref.ref(module)
-        self._children = [
-            (name, weakref.ref(child))
-            for name, child in module._modules.items()
-            if child is not None
-        ]
-        self._attributes: list[tuple[str, Any]] = []
-        self._num_hooks = 0
-
-    def prepare(self, names: list[str]) -> Iterator[tuple[Callable[[], Any], str]]:
-        """Keep the attributes that are compared by identity; give the others."""
-        module = self._ref()
-        self._attributes = []
-        if module is None:
-            return
-        own = vars(module)
-        self._num_hooks = _num_hooks(own)
-        for name in names:
-            if isinstance(own.get(name, MISSING), _BY_IDENTITY):
-                self._attributes.append((name, own[name]))
-            else:
-                yield functools.partial(_get, self._ref, name), name
-
-    def is_unchanged(self) -> bool:
-        """Whether attributes, hooks and modules are those that they were."""
-        module = self._ref()
-        if module is None:
-            return True
-        own = module.__dict__
-        for name, value in self._attributes:
-            if own.get(name, MISSING) is not value:
-                return False
-        modules = own["_modules"]
-        for name, ref in self._children:
-            if modules.get(name) is not ref():
-                return False
-        return _num_hooks(own) == self._num_hooks
-
-    def require_children(self) -> None:
-        """Raise if a module was replaced."""
-        module = self._ref()
-        for name, ref in self._children if module is not None else ():
-            if module._modules.get(name) is not ref():  # type: ignore[union-attr]
-                raise ProgramError(
-                    "this part of the model was replaced after parallelize, and the new one is "
-                    "not what is being trained",
-                    where=_dotted(self.path, name),
-                    hint="parallelize again, or give its values to pm.load_state_dict",
-                )
-
-    def hooks(self) -> Any:
-        """Forward and backward hooks, without our own."""
-        module = self._ref()
-        if module is None:
-            return _GONE
-        found = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
-        return [hook for hook in found if not type(hook).__module__.startswith("shardwise.")]
+def _hooks_of_module(module: nn.Module) -> list[Any]:
+    """Forward and backward hooks, without our own."""
+    found = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("shardwise.")]
 
 
-def _num_hooks(own: dict[str, Any]) -> int:
-    """How often hooks were registered: a new one has a new key, the last one."""
-    forward, before = own["_forward_hooks"], own["_forward_pre_hooks"]
-    if not forward and not before and not own["_backward_hooks"] and not own["_backward_pre_hooks"]:
-        return 0
-    return hash(tuple(key for kind in _HOOKS for key in own[kind]))
+def _is_constant(value: Any) -> bool:
+    """Whether the same object always means the same value."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _BY_IDENTITY)
 
 
 def _get(ref: Callable[[], Any], name: str) -> Any:
