@@ -67,13 +67,14 @@ def load_weights(
     names = list(named)
     rows = [_described(name, named[name], store) for name in names]
     sources = _sources(names, rt.gather_rows(everyone, rows, store.device), everyone.ranks)
-    if any(source.travels for source in sources) and everyone.index == 0:
+    if everyone.index == 0 and any(source.travels for source in sources):
         differing = [source.name for source in sources if source.travels]
         log.info(
             "initial values of %d of %d parameters and buffers differ between ranks or are missing "
             "on some; all ranks take those of rank %d (%s, …)",
             len(differing), len(names), everyone.ranks[0], differing[0],
         )  # fmt: skip
+    store.received_weights = any(source.travels for source in sources)
     for source in sources:
         if source.owner is None:
             continue

@@ -97,7 +97,11 @@ class _Attempt:
             self.store.set(f"{self.prefix}/program/{self.rank}", text)
         outcome = self.settle(_complaint(self._programs(), self.world, self.timeout) or _AGREED)
         if outcome != _AGREED:
-            raise RankError(outcome, hint="look at the log of the ranks named here")
+            raise RankError(
+                outcome,
+                hint="look at the log of the ranks named here; all ranks take the same steps, with "
+                "the same batches, frozen parameters and modes",
+            )
 
     def settle(self, outcome: str) -> str:
         """Write down how the attempt ended, unless another rank has; what is written then."""

@@ -81,6 +81,7 @@ class ParameterStore:
         self.after_update: list[Callable[[], None]] = []
         self.replicas = Replicas(self, mesh)
         self.uninitialized: dict[str, str] = {}  # tensors without values, and why
+        self.received_weights = False  # whether initial values went from one rank to others
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         self.stand_ins: dict[str, nn.Parameter] = {}  # on meta, for parameters of other stages
         self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases

@@ -22,7 +22,8 @@ def on_meta(model: nn.Module) -> bool:
 def pull(parallel: ParallelModule, model: nn.Module) -> None:
     """Give the user's model what was trained; all ranks call it. On meta it stays as it is."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, found in whole_tensors(parallel, frozen=False):
+    # Frozen parameters are as the model has them, unless they came from another rank.
+    for name, found in whole_tensors(parallel, frozen=parallel.store.received_weights):
         if not tensors[name].is_meta:
             tensors[name].copy_(found)
 
