@@ -1,7 +1,7 @@
 """Two unequal nodes: plan for them, look at the plan, and see what would be started on each.
 
 python examples/09_two_nodes.py
-shardwise launch --cluster examples/two_nodes.yaml --dry-run -- train.py --plan plan.json
+shardwise launch --cluster examples/two_nodes.yaml --plan plan.json --dry-run -- train.py
 
 Nothing here needs the machines. Without `--dry-run`, `shardwise launch` checks and starts them.
 """
@@ -15,6 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.launch import launch_commands
+from shardwise.plans import used_devices
 
 
 def main() -> None:
@@ -31,6 +32,9 @@ def main() -> None:
     print(f"\n{best['what']}: {best['step_time_s'] * 1e3:.0f} ms")
     for stage in plan.all_stages:
         print(f"  ranks {stage.ranks} from {stage.first or 'the first node'}")
+    if left_out := plan.search.get("left_out"):
+        slower = left_out["step_time_s"] * 1e3
+        print(f"  {left_out['devices']} left idle: with all devices {slower:.0f} ms")
     print("instead of")
     for other in plan.search["runners_up"][:3]:
         print(f"  {other['what']}: {other['step_time_s'] * 1e3:.0f} ms")
@@ -41,7 +45,9 @@ def main() -> None:
     estimate = sw.simulate(graph, even, cluster)
     print(f"fsdp with even shares: {estimate.step_time_s * 1e3:.0f} ms")
 
-    for command in launch_commands(cluster, ["train.py", "--plan", "plan.json"]):
+    for command in launch_commands(
+        used_devices(plan, cluster), ["train.py", "--plan", "plan.json"]
+    ):
         print(f"\n# {command.node}\n{command}")
 
 

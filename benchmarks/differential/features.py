@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 KINDS = ("mlp", "conv", "gpt")
+ALL = (*KINDS, "gan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +262,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         name="odd batches",
+        kinds=ALL,
         slots={},
         places=("data", "target", "ids", "labels"),
         options={"rows": "odd"},
@@ -307,7 +309,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(name="masked loss", slots={}, options={"reduction": "masked"}),
     # Weights
-    Feature(name="unseeded weights", slots={}, options={"seed": "rank"}),
+    Feature(name="unseeded weights", kinds=ALL, slots={}, options={"seed": "rank"}),
     # Loops
     Feature(name="groups by dim", group="optimizer", slots={}, options={"groups": "dim"}),
     Feature(name="groups by glob", group="optimizer", slots={}, options={"groups": "glob"}),
@@ -337,10 +339,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="clip values",
         group="clip",
+        kinds=ALL,
         slots={"after": "torch.nn.utils.clip_grad_value_(TRAINED.parameters(), 0.01)"},
     ),
     Feature(
         name="gradient arithmetic",
+        kinds=ALL,
         slots={
             "after": "for parameter in TRAINED.parameters():\n"
             "    if parameter.grad is not None:\n"
@@ -356,6 +360,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         name="weight clamp",
+        kinds=ALL,
         slots={
             "end": "with torch.no_grad():\n"
             "    for parameter in TRAINED.parameters():\n"
@@ -364,6 +369,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         name="schedule",
+        kinds=ALL,
         slots={
             "ready": "scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)",
             "end": "scheduler.step()",

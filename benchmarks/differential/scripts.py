@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.differential.features import FEATURES, KINDS, Feature
+from benchmarks.differential.gan import gan_parts
 from benchmarks.differential.models import model_source
 
 STEPS = 5
+PLAN_OPTIONS = "micro-batches"  # a strategy may refuse them for the batch at hand
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 
 
@@ -41,7 +43,7 @@ class Script:
 def generate(seed: int) -> Script:
     """Return the script of this seed; the same in every process."""
     draw = random.Random(f"shardwise {seed}")
-    kind = draw.choice(KINDS)
+    kind = draw.choice((*KINDS, *KINDS, "gan"))
     ranks = draw.choice((2, 2, 3, 4))
     strategy = draw.choice(STRATEGIES)
     features = _features(draw, kind, draw.choice((0, 1, 1, 1, 2, 2, 3, 4)))
@@ -50,13 +52,18 @@ def generate(seed: int) -> Script:
         options.update(feature.options)
     call = _strategy_call(draw, strategy, ranks)
     places = tuple(sorted({place for feature in features for place in feature.places}))
+    names = tuple(feature.name for feature in features)
+    if PLAN_OPTIONS in call:
+        names += (PLAN_OPTIONS,)
+    if kind == "gan":  # a plan may have to store a parameter of both steps in two ways
+        places += ("D.first.weight", "D.first.bias", "D.second.weight", "D.second.bias")
     writer = _Writer(draw, seed, kind, ranks, call, features, options)
     return Script(
         seed=seed,
         kind=kind,
         strategy=strategy,
         ranks=ranks,
-        features=tuple(feature.name for feature in features),
+        features=names,
         places=places,
         source=writer.source(),
     )
@@ -93,7 +100,8 @@ def _strategy_call(draw: random.Random, strategy: str, ranks: int) -> str:
     elif draw.random() < 0.1:
         options = {"num_microbatches": 2}
     given = "".join(f", {name}={value!r}" for name, value in options.items())
-    return f"sw.strategies.{strategy}(graph, sw.Cluster.local({ranks}){given})"
+    mark = f"  # {PLAN_OPTIONS}" if "num_microbatches" in options else ""
+    return f"sw.strategies.{strategy}(graph, sw.Cluster.local({ranks}){given}){mark}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +134,21 @@ class _Writer:
             "import shardwise as sw\n\n"
             "torch.set_default_dtype(torch.float64)",
             self.slot("top", 0),
+            *self._body(),
+        ]
+        return "\n\n\n".join(part for part in parts if part.strip()) + "\n"
+
+    def _body(self) -> list[str]:
+        """The model, the batches and both loops."""
+        if self.kind == "gan":
+            return gan_parts(self.draw, self.seed, self.strategy_call, self.options, self.slot)
+        return [
             model_source(self.draw, self.kind, self.options, self.slot),
             self._make(),
             self._batches(),
             self._loop("plain"),
             self._loop("parallel"),
         ]
-        return "\n\n\n".join(part for part in parts if part.strip()) + "\n"
 
     def _make(self) -> str:
         lines = ["def make():", "    model = Model()", self.slot("made", 4), "    return model"]
@@ -299,8 +315,8 @@ class _Writer:
                 f"loss = optimizer.step(closure){mark}",
             ]
         if side == "plain":
-            backward = "(loss / 2).backward()" if style == "accumulate" else "loss.backward()"
-            return ['loss = model(**batch)["loss"]', backward]
+            half = " / 2" if style == "accumulate" else ""
+            return [f'loss = model(**batch)["loss"]{half}', "loss.backward()"]
         scale = ", scale=0.5" if style == "accumulate" else ""
         return [f"loss = pm.train_step(batch{scale}){mark}"]
 

@@ -63,7 +63,7 @@ def assign_time(
             if fed is not None and (best is None or fed[0] < best[0]):
                 best = (fed[0], candidate, fed[1])
         if best is None:
-            raise _coupled(node, held)
+            raise _coupled(graph, node, held)
         _, nodes[node.name], whole = best
         if whole:
             beforehand[node.name] = whole
@@ -148,16 +148,34 @@ def _price(held: Placement, needed: Placement, count: int) -> int | None:
     return PADDED if isinstance(held, Shard) and needed == PARTIAL else None
 
 
-def _coupled(node: Node, held: Mapping[str, Placement]) -> InfeasiblePlan:
+def _summed_at(graph: Graph, node: Node, held: Mapping[str, Placement]) -> Node | None:
+    """The node that first made a sum over the batch of which an operand is made."""
+    producers = graph.producers
+    at: Node | None = None
+    pending = [name for name in node.inputs if not isinstance(held[name], Replicate | Shard)]
+    while pending:
+        maker = producers.get(pending.pop())
+        if maker is not None:
+            at = maker
+            parts = [n for n in maker.inputs if not isinstance(held[n], Replicate | Shard)]
+            pending = parts
+    return at
+
+
+def _coupled(graph: Graph, node: Node, held: Mapping[str, Placement]) -> InfeasiblePlan:
     parts = [
         f"%{name} {'of one micro-batch' if isinstance(held[name], Shard) else 'as a sum of all'}"
         for name in dict.fromkeys(node.inputs)
         if not isinstance(held[name], Replicate)
     ]
+    summed = _summed_at(graph, node, held)
+    where = node.origin
+    if summed is not None and summed.origin != node.origin:
+        where += f"; the sum over the batch is at {summed.origin}"
     return InfeasiblePlan(
         f"{node.op} ({node.name}) couples the samples of a batch: it would need "
         f"{' and '.join(parts)} whole, so micro-batches cannot be computed one after the other",
-        where=node.origin,
+        where=where,
         hint="num_microbatches=1, or per_microbatch=True: each micro-batch is then a batch of its "
         "own, as one device accumulating gradients takes it",
     )
