@@ -6,6 +6,7 @@ group. Leaves: a `ParallelModule` that holds this rank's part and no reference t
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -94,6 +95,13 @@ def parallelize(
     with starting(timeout) as agree:
         root = as_module(model)
         refuse_shared(root)
+        if not root.training:
+            warnings.warn(
+                "the model is in eval mode, and pm.train_step computes in training mode, with "
+                "dropout and batch statistics: call model.train() before sw.parallelize. Single "
+                "modules that are in eval mode within a model in training mode stay in it",
+                stacklevel=2,
+            )
         factory = _Factory(root, device, timeout, compile)
         factory.steps = read_steps(root, batch, plan, loss_fn, steps, factory.device)
         first_plan = factory.plan

@@ -7,9 +7,8 @@ Enters: what the user writes: globs on original names, or tensors as in `torch.o
 from __future__ import annotations
 
 import fnmatch
-import glob as globbing
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +29,10 @@ class _Selection:
 
     def __init__(self, store: ParameterStore, params: Params) -> None:
         given = [params] if isinstance(params, str | Tensor) else list(params)
-        self.by_tensor = any(isinstance(item, Tensor) for item in given)
-        self.globs = [
-            item if isinstance(item, str) else globbing.escape(_name_of(store, item))
-            for item in given
-        ]
+        tensors = [item for item in given if isinstance(item, Tensor)]
+        self.by_tensor = bool(tensors)
+        self.names = set(_names_of(store, tensors))
+        self.globs = [item for item in given if isinstance(item, str)]
         known = [name for e in store.entries for name in (e.spec.name, *e.spec.aliases)]
         known += sorted(store.elsewhere)
         for glob in self.globs:
@@ -42,18 +40,23 @@ class _Selection:
                 raise OptimizerError(f"no parameter matches {glob!r}{did_you_mean(glob, known)}")
 
     def has(self, names: Iterable[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in self.globs)
-
-
-def _name_of(store: ParameterStore, tensor: Tensor) -> str:
-    name = store.name_of(tensor)
-    if name is None:
-        raise OptimizerError(
-            f"a tensor of shape {tuple(tensor.shape)} is neither a parameter of the parallel "
-            "module nor of the model that it was made of",
-            hint="pm.parameters(), the model's parameters, or globs on their names",
+        return any(
+            name in self.names or any(fnmatch.fnmatchcase(name, glob) for glob in self.globs)
+            for name in names
         )
-    return name
+
+
+def _names_of(store: ParameterStore, tensors: Iterable[Tensor]) -> Iterator[str]:
+    shown = store.names_by_tensor()
+    for tensor in tensors:
+        name = shown.get(id(tensor)) or store.original_name(tensor)
+        if name is None:
+            raise OptimizerError(
+                f"a tensor of shape {tuple(tensor.shape)} is neither a parameter of the parallel "
+                "module nor of the model that it was made of",
+                hint="pm.parameters(), the model's parameters, or globs on their names",
+            )
+        yield name
 
 
 def _names(entry: Entry) -> tuple[str, ...]:
@@ -102,7 +105,7 @@ def find_groups(
     every: list[_Selection] = []
     for group in _written(groups):
         mine = _Selection(store, group["params"])
-        _refuse_twice(store, mine, every)
+        _refuse_twice(mine, every)
         every.append(mine)
         matched = [e for e in left if mine.has(_names(e))]
         left = [e for e in left if e not in matched]
@@ -111,8 +114,7 @@ def find_groups(
     unmatched = bool(left) or any(not any(s.has(names) for s in every) for names in others)
     if not found or (rest and unmatched):
         found.append(({}, left))
-        every.append(_Selection(store, [e.spec.name for e in left]))
-    taken = others if rest else [n for n in others if any(s.has(n) for s in every)]
+    taken = others if rest or not every else [n for n in others if any(s.has(n) for s in every)]
     here = (entry.spec.name for _, entries in found for entry in entries)
     return Groups(
         options=tuple(options for options, _ in found),
@@ -137,11 +139,10 @@ def _written(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, 
     return made
 
 
-def _refuse_twice(store: ParameterStore, mine: _Selection, before: Sequence[_Selection]) -> None:
+def _refuse_twice(mine: _Selection, before: Sequence[_Selection]) -> None:
     """A tensor in two groups is a mistake; of globs the first one counts."""
-    for entry in store.entries if mine.by_tensor else ():
-        if mine.has(_names(entry)) and any(o.by_tensor and o.has(_names(entry)) for o in before):
-            raise OptimizerError("the parameter is in two groups", where=entry.spec.name)
+    for twice in sorted(mine.names & {name for other in before for name in other.names}):
+        raise OptimizerError("the parameter is in two groups", where=twice)
 
 
 def _has_gradients(dtype: torch.dtype) -> bool:

@@ -199,13 +199,10 @@ class ParameterStore:
         cut = any(self.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
         return not cut and len(self.mesh.groups) == 1 and not entry.spec.borrowed
 
-    def name_of(self, tensor: Tensor) -> str | None:
-        """The name of a tensor that `parameter` gave, of a stand-in, or of the original model."""
-        for entry in self.entries:
-            if self.parameter(entry) is tensor or entry.shown is tensor:
-                return entry.spec.name
-        here = (name for name, stand_in in self.stand_ins.items() if stand_in is tensor)
-        return next(here, None) or self.original_name(tensor)
+    def names_by_tensor(self) -> dict[int, str]:
+        """The names of tensors that `parameter` gives and of stand-ins, by their ids."""
+        found = {id(self.parameter(entry)): entry.spec.name for entry in self.entries}
+        return found | {id(stand_in): name for name, stand_in in self.stand_ins.items()}
 
     @torch.no_grad()
     def value_changed(self, entry: Entry) -> None:

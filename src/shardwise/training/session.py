@@ -173,6 +173,8 @@ class Session:
             base=base,
         )
         plan = self.planned.plan.with_(seed=config.seed)
+        if not parts.model.training:
+            parts.model.train()  # as trainers do; modules in eval mode within it stay so
         self.module = parallelize(
             parts.model,
             parts.batch,
