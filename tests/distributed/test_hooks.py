@@ -128,10 +128,14 @@ def refusals() -> list[str]:
     model, batch = make(couples_samples=False)
     pm = sw.parallelize(model, batch, plan_for(model, batch, "fsdp", 2))
     found = [error_of(pm.register_forward_hook, print)]
+    found.append(error_of(next(iter(pm.parameters())).register_hook, clip))
+    found.append(error_of(pm.train_step, batch))
+    del pm
+    pm = sw.parallelize(model, batch, plan_for(model, batch, "ddp", 2))
     handle = next(p for p in pm.parameters() if p.requires_grad).register_hook(clip)
-    found.append(error_of(pm.train_step, batch))
+    assert error_of(pm.train_step, batch) == found[1]
     handle.remove()
-    found.append(error_of(pm.train_step, batch))
+    assert error_of(pm.train_step, batch) == "no error"
     return found
 
 

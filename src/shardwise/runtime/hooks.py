@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.errors import ProgramError
 from shardwise.runtime.flat import Entry
+from shardwise.runtime.shards import hook_error
 from shardwise.runtime.store import ParameterStore
 
 __all__ = ["Hook", "hooked", "refuse_hooks_on_parts"]
@@ -57,12 +57,7 @@ def refuse_hooks_on_parts(store: ParameterStore) -> None:
     for entry in store.entries:
         after = entry.shown._post_accumulate_grad_hooks
         if entry.shown._backward_hooks or (after and any(map(_is_foreign, after.values()))):
-            raise ProgramError(
-                "a gradient hook is registered on this rank's part of a parameter",
-                where=entry.spec.name,
-                hint="register it on the parameter of the model that was given to parallelize; "
-                "the next step applies it to the whole gradient",
-            )
+            raise hook_error(entry.spec.name)
 
 
 def _is_foreign(hook: Callable[..., None]) -> bool:

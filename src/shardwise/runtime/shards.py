@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, ProgramError
 from shardwise.runtime.flat import Entry
 
 if TYPE_CHECKING:
@@ -327,9 +327,14 @@ class ShardParameter(ShardTensor):
         self._refuse_hook()
 
     def _refuse_hook(self) -> NoReturn:
-        raise OptimizerError(
-            "a hook on a parameter of a parallel module would see this rank's part of a gradient",
-            where=self.place.entry.spec.name,
-            hint="change p.grad after pm.train_step, or set the hook on the model before "
-            "sw.parallelize",
-        )
+        raise hook_error(self.place.entry.spec.name)
+
+
+def hook_error(name: str) -> ProgramError:
+    """The error of a gradient hook that would see parts and partial sums."""
+    return ProgramError(
+        "a gradient hook is registered on this rank's part of a parameter",
+        where=name,
+        hint="register it on the parameter of the model that was given to parallelize; the next "
+        "step applies it to the whole gradient",
+    )
