@@ -45,7 +45,7 @@ from shardwise.frontend.objective import (
     check_objective,
     objective,
 )
-from shardwise.frontend.provenance import ROOT
+from shardwise.frontend.provenance import ROOT, keeping_user_frames
 from shardwise.frontend.random_control import controlled_random
 from shardwise.frontend.regions import check_regions_can_go
 from shardwise.frontend.step import Around, Step
@@ -211,6 +211,7 @@ def _export(
             controlled_random(),
             eager_masks(),
             refusing_derivatives(),
+            keeping_user_frames(),
             torch.enable_grad(),
         ):
             return torch.export.export(step, fakes, dynamic_shapes=shapes, strict=False)

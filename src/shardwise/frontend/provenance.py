@@ -5,11 +5,14 @@ Enters: an fx node's `nn_module_stack` and `stack_trace`. Leaves: `Origin`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import re
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -89,6 +92,38 @@ def is_user_file(file: str) -> bool:
     """Whether a source file is neither torch's nor ours."""
     generated = file == "<string>" or file.startswith(("<frozen", "<eval_with_key>"))
     return not generated and not file.startswith((_TORCH, _PACKAGE))
+
+
+@contextlib.contextmanager
+def keeping_user_frames() -> Iterator[None]:
+    """While a step is traced, keep the user's frames that are not called `forward`.
+
+    torch keeps frames of that name alone: of a loss function, of a step that is a function, or of
+    a `training_step` nothing would be left.
+    """
+    tracer: Any = torch.fx.proxy.TracerBase
+    original = getattr(tracer, "_filter_traceback_frames", None)
+    if original is None:
+        yield
+        return
+
+    def kept(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
+        found: traceback.StackSummary = original(self, summary)
+        if any(frame.name == "forward" and is_user_file(frame.filename) for frame in found):
+            return found
+        inside = False
+        users: list[traceback.FrameSummary] = []
+        for frame in summary:
+            inside = inside or frame.filename.startswith(_PACKAGE)
+            if inside and is_user_code(frame.filename):
+                users.append(frame)
+        return traceback.StackSummary.from_list([*found, *users])
+
+    tracer._filter_traceback_frames = kept
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = original
 
 
 def running_frame() -> Frame | None:

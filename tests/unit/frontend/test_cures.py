@@ -94,3 +94,20 @@ def test_the_cure_fits_the_cause(function: Any, line: str, hint: str) -> None:
     assert line in (caught.value.where or "")
     assert hint in (caught.value.hint or "")
     assert "experts" not in (caught.value.hint or "")
+
+
+def masked_loss(output: Tensor, batch: Any) -> Tensor:
+    return output[batch["n"] > 1].mean()
+
+
+class Layer(nn.Linear):
+    """Takes one input more than it needs."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_a_line_outside_of_forward_is_named() -> None:
+    with pytest.raises(CaptureError) as caught:
+        sw.capture(Layer(4, 4), {"x": torch.rand(3, 4), "n": torch.tensor([1, 2, 2])}, masked_loss)
+    assert 'output[batch["n"] > 1]' in (caught.value.where or "")
