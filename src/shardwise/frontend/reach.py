@@ -85,6 +85,7 @@ class _Walk:
         self.reach = Reach()
         self.classes: dict[type, None] = {}
         self.modules: dict[int, types.ModuleType] = {}
+        self._is_user: dict[type, bool] = {}
         self._codes: set[types.CodeType] = set()
         self._values: dict[int, Any] = {}  # holds them, so that ids stay theirs
 
@@ -124,8 +125,10 @@ class _Walk:
             size = len(done)
             names = self.reach.names | _ALWAYS
             for cls in list(self.classes):
-                for base in cls.__mro__ if _is_user_class(cls) else ():
-                    if _is_user_class(base):
+                for base in cls.__mro__:
+                    if base not in self._is_user:
+                        self._is_user[base] = _is_user_class(base)
+                    if self._is_user[base]:
                         self._members(base, names, done)
             for module in list(self.modules.values()):
                 self._members(module, names, done)
@@ -142,7 +145,7 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
-        user = is_user_code(code.co_filename)
+        user = _is_user_function(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             found = Variable(name, _place(code), cell)
             watched = "site-packages" not in code.co_filename or isinstance(found.read(), ATOMS)
@@ -209,5 +212,17 @@ def _is_user(module: types.ModuleType) -> bool:
 
 
 def _is_user_class(cls: type) -> bool:
+    """Whether a class is the user's: by its module, or in notebooks and `exec` by its methods."""
     module = sys.modules.get(cls.__module__)
-    return module is not None and _is_user(module)
+    if module is not None and _is_user(module):
+        return True
+    members = list(vars(cls).values())
+    return any(isinstance(m, types.FunctionType) and _is_user_function(m) for m in members)
+
+
+def _is_user_function(function: types.FunctionType) -> bool:
+    file = function.__code__.co_filename
+    if file != "<string>":
+        return is_user_code(file)
+    module = sys.modules.get(function.__globals__.get("__name__", ""))  # python -c, exec
+    return module is None or module.__name__ == "builtins" or _is_user(module)
