@@ -57,6 +57,16 @@ def test_tensor_plan_equals_the_plain_trainer(pool: Callable[[int], Pool]) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("plan", "options"), [("fsdp", {}), ("ddp", {}), ("pipeline", PIPELINE)])
+def test_the_last_batch_of_an_epoch_may_have_one_row(
+    pool: Callable[[int], Pool], plan: str, options: dict[str, Any]
+) -> None:
+    args = {"gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    check(pool, 2, plan, options, data="one more", args=args)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("ranks", "plan", "options"),
     [

@@ -142,7 +142,13 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 
 MODELS = {"gpt2": gpt2, "lora": lora, "classifier": Classifier}
-DATA: Mapping[str, Any] = {"gpt2": Texts, "lora": Texts, "classifier": Points, "stream": Stream}
+DATA: Mapping[str, Any] = {
+    "gpt2": Texts,
+    "lora": Texts,
+    "classifier": Points,
+    "stream": Stream,
+    "one more": lambda: Texts(17),
+}
 ARGS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
