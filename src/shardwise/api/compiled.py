@@ -22,7 +22,8 @@ from shardwise.emit import PipelineSources, emit, emit_pipeline
 from shardwise.errors import ProgramError, ShardwiseError
 from shardwise.files import read_json, write_bytes, write_text
 from shardwise.ir import Graph
-from shardwise.plans import Plan, resolve
+from shardwise.plans import Plan, Resolved, resolve
+from shardwise.sharding.allowed import constant_values
 from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__
 
@@ -42,6 +43,7 @@ class Program:
 
     lowered: lowering.Program
     sources: tuple[str, ...]  # one per distinct rank program
+    choices: Mapping[str, Mapping[str, str]]  # node -> mesh axis -> what it does, but for tables
 
     @property
     def graph(self) -> Graph:
@@ -226,6 +228,17 @@ def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
     if plan.is_scheduled:
         pipeline = lowering.build_pipeline(graph, plan)
         return PipelineProgram(lowered=pipeline, text=emit_pipeline(pipeline))
-    lowered = lowering.lower(resolve(graph, plan))
+    resolved = resolve(graph, plan)
+    lowered = lowering.lower(resolved)
     sources = tuple(emit(lowered, p.ranks[0]) for p in lowered.rank_programs)
-    return Program(lowered=lowered, sources=sources)
+    return Program(lowered=lowered, sources=sources, choices=_choices(resolved))
+
+
+def _choices(resolved: Resolved) -> dict[str, dict[str, str]]:
+    """What every node does on each mesh axis, as a plan would write it."""
+    tables = constant_values(resolved.graph)
+    return {
+        node.name: {a.axis: str(a.nodes[node.name].choice) for a in resolved.assignments}
+        for node in resolved.graph.nodes
+        if not tables.issuperset(node.outputs)
+    }

@@ -7,9 +7,10 @@ for a given graph, and the parameters' specs as they are stored for all programs
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -17,8 +18,8 @@ import torch
 from torch import nn
 
 from shardwise import runtime as rt
-from shardwise.api.compiled import PipelineProgram, Program
-from shardwise.errors import BatchError
+from shardwise.api.compiled import PipelineProgram, Program, compile
+from shardwise.errors import BatchError, InfeasiblePlan, PlanError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.plans.choices import known_choices
@@ -26,7 +27,14 @@ from shardwise.plans.plan import ParameterEntry
 from shardwise.program.program import Storage
 from shardwise.sharding.placements import Shard, format_shard
 
-__all__ = ["plan_for_first", "plan_for_graph", "plan_for_others", "same_storage", "stored_specs"]
+__all__ = [
+    "LayoutsBySize",
+    "plan_for_first",
+    "plan_for_graph",
+    "plan_for_others",
+    "same_storage",
+    "stored_specs",
+]
 
 
 def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
@@ -37,6 +45,35 @@ def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
     if plan.splits_time and isinstance(plan.schedule, str) and _is_tiny(graph, fitting):
         return fitting.with_(microbatches=1)
     return fitting
+
+
+class LayoutsBySize:
+    """Compiles graphs that differ in sizes alone with the layouts of the first of them.
+
+    Searching layouts takes most of the time of a program for another length. What was found for one
+    length is right for every other, and as quick for those of its order.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[Hashable, Mapping[str, Mapping[str, str]]] = {}
+
+    def compile(self, graph: Graph, plan: Plan) -> Program | PipelineProgram:
+        """Compile the graph under the plan, in the layouts of an earlier graph like it."""
+        sizes = [size for i in graph.inputs for size in graph.values[i.value].shape]
+        if plan.is_scheduled or min(sizes, default=0) < 2:  # a size of 1 may leave nothing to cut
+            return compile(graph, plan)
+        like = (tuple((node.name, node.op) for node in graph.nodes), _decisions(plan))
+        if like in self._choices:
+            with contextlib.suppress(PlanError, InfeasiblePlan):
+                return compile(graph, plan.with_(nodes={**self._choices[like], **plan.nodes}))
+        program = compile(graph, plan)
+        if isinstance(program, Program):
+            self._choices[like] = program.choices
+        return program
+
+
+def _decisions(plan: Plan) -> Hashable:
+    return tuple(plan.inputs.items()), plan.fingerprint
 
 
 def _is_tiny(graph: Graph, plan: Plan) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.indices import BatchIndices
 from shardwise.api.originals import claim, refuse_shared
 from shardwise.api.other_batches import (
+    LayoutsBySize,
     plan_for_first,
     plan_for_graph,
     plan_for_others,
@@ -221,6 +223,7 @@ class _Factory:
         self.compiled = compiled
         self.recorder: rt.Recorder | None = None
         self.graphs: dict[Hashable, GraphsBySize] = {}
+        self.layouts: defaultdict[str, LayoutsBySize] = defaultdict(LayoutsBySize)
 
     @property
     def plan(self) -> Plan:
@@ -251,7 +254,7 @@ class _Factory:
             plan = plan.with_(fingerprint=model_fingerprint(graph))
         if first and len(self.steps) == 1:
             return graph, compile(graph, plan_for_first(graph, plan, self.skeleton))
-        return graph, compile(graph, plan_for_graph(graph, plan))
+        return graph, self.layouts[step.name].compile(graph, plan_for_graph(graph, plan))
 
     def _graphs_of(self, step: str) -> GraphsBySize | None:
         """The traces of a step in the present world, unless its effects depend on sizes."""
