@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +18,17 @@ import numpy as np
 import torch
 
 from shardwise.errors import CaptureError
+from shardwise.frontend.provenance import is_user_code
 
 _HINT = "set layerdrop (or the drop probability) to 0, or use torch.where on a drawn tensor"
+
+_FROZEN = "forward draws numbers from Python's or NumPy's generator; the graph would freeze them"
+_TORCH = "draw with torch, whose random ops stay in the graph"
+_DRAWS = (
+    (random, ("randint", "randrange", "choice", "choices", "shuffle", "sample", "gauss")),
+    (np.random, ("randn", "randint", "choice", "permutation", "shuffle", "normal")),
+)
+_CLOCKS = ("time", "time_ns", "perf_counter", "monotonic", "process_time")
 
 
 class Draw:
@@ -147,19 +158,21 @@ def controlled_random() -> Iterator[None]:
     patches += [(random, "uniform", Draw)]
     for name in ("rand", "random", "random_sample", "uniform"):
         patches.append((np.random, name, _numpy_draw(getattr(np.random, name), name)))
-    for owner in (random, np.random):
+    for owner, names in _DRAWS:
         patches.append((owner, "seed", _noting(owner.seed, seeded)))
+        for name in names:
+            patches.append((owner, name, _refusing(getattr(owner, name), _FROZEN, _TORCH, seeded)))
+    for name in _CLOCKS:
+        clock = "forward reads the clock; the graph would freeze the time"
+        refusing = _refusing(getattr(time, name), clock, "measure around pm.train_step", [])
+        patches.append((time, name, refusing))
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
     try:
         yield
         if not seeded and not _same_state(states, (random.getstate(), np.random.get_state())):
-            raise CaptureError(
-                "forward draws numbers from Python's or NumPy's generator; "
-                "the graph would freeze them",
-                hint="draw with torch, whose random ops stay in the graph",
-            )
+            raise CaptureError(_FROZEN, hint=_TORCH)
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
@@ -169,6 +182,20 @@ def controlled_random() -> Iterator[None]:
 
 def _is_shape(size: tuple[Any, ...]) -> bool:
     return len(size) == 1 and isinstance(size[0], tuple | list | torch.Size)
+
+
+def _refusing(
+    function: Callable[..., Any], message: str, hint: str, unless: list[int]
+) -> Callable[..., Any]:
+    """The function for libraries; an error with the line for the user's own code."""
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        if not unless and is_user_code(file) and "site-packages" not in file:
+            raise CaptureError(message, hint=hint)
+        return function(*args, **kwargs)
+
+    return refusing
 
 
 def _noting(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:

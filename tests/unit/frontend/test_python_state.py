@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import time
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ BATCH = (torch.ones(5, 3),)
 CALLS = 0
 HISTORY: list[Tensor] = []
 BETA = 0.5
+generator = np.random.default_rng(0)
 
 
 class Base(nn.Module):
@@ -184,7 +187,7 @@ def test_variables_are_found_through_containers_methods_and_closures() -> None:
             return BETA * power
 
     class Model(Base):
-        functions = {"one": [helper]}
+        functions: ClassVar[Any] = {"one": [helper]}
 
         def __init__(self) -> None:
             super().__init__()
@@ -195,3 +198,22 @@ def test_variables_are_found_through_containers_methods_and_closures() -> None:
 
     found = {variable.name for variable in reachable(Model(), []).variables.values()}
     assert {"BETA", "power"} <= found
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.choice([1.0, 2.0]),
+        lambda: float(np.random.randn()),
+        lambda: time.time() % 2,
+        lambda: generator.random(),
+    ],
+)
+def test_numbers_of_the_moment_are_refused_with_the_line(draw: Any) -> None:
+    class Moment(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.line(x).sum() * draw()
+
+    with pytest.raises(CaptureError) as caught:
+        sw.capture(Moment(), BATCH)
+    assert str(caught.value.where).startswith("test_python_state.py:")
