@@ -92,11 +92,11 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         place, text = describe_failure(error)
         raise VerifyError(
-            f"{type(model).__name__} cannot be verified: it does not run in float64\n"
+            f"{type(model).__name__} cannot be verified, as a copy of it in float64\n"
             f"  because: {text}",
             where=place,
-            hint="use operators that take float64 (for Mixture-of-Experts of transformers: "
-            'config._experts_implementation = "batched_mm")',
+            hint="check that copy.deepcopy(model).double() runs on the batch (Mixture-of-Experts "
+            'of transformers: config._experts_implementation = "batched_mm")',
         ) from error
 
 

@@ -117,14 +117,23 @@ def plan(
 def verify(
     target: Target,
     wanted: Wanted,
+    program: Annotated[
+        Path | None,
+        typer.Option("--program", help="Check the code in this folder, with the plan beside it."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that the parallel program equals the model; exit 1 if it does not."""
+    """Check by execution that the parallel program equals the model; exit 1 if it does not."""
     import shardwise
 
-    loaded, graph = _capture(target, wanted)
-    made = wanted.plan(graph)
-    certificate = shardwise.verify(loaded.model, loaded.batch, made, loaded.loss_fn)
+    if program is not None:
+        loaded, made = load_target(target), wanted.loaded_plan() or load_plan(program / "plan.json")
+    else:
+        loaded, graph = _capture(target, wanted)
+        made = wanted.plan(graph)
+    certificate = shardwise.verify(
+        loaded.model, loaded.batch, made, loaded.loss_fn, program=program
+    )
     _print(certificate_json(certificate) if as_json else certificate)
     if not certificate.ok:
         raise typer.Exit(FAILURE)
@@ -240,6 +249,8 @@ def certificate_json(certificate: Certificate) -> dict[str, Any]:
         "failures": [c.what for c in certificate.failures],
         "first_difference": certificate.first_difference,
         "scaled": list(certificate.scaled),
+        "trials": list(certificate.trials),
+        "not_exercised": list(certificate.not_exercised),
     }
 
 

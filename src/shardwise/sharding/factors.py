@@ -17,7 +17,7 @@ from shardwise.ir import Graph, Node
 from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
 from shardwise.sharding.candidates import axis_structures, compose
 from shardwise.sharding.dims import Structure, refine, replace_section, whole
-from shardwise.sharding.registry import rule_for
+from shardwise.sharding.registry import require_operators, rule_for
 from shardwise.sharding.rule import Call, Dim, NodeRule, Part, whole_rule
 
 
@@ -34,6 +34,7 @@ class Facts:
 
 def analyze(graph: Graph) -> Facts:
     """Rules and the fixed point of factorizations."""
+    require_operators()
     calls = {node.name: Call.of(node, graph.values) for node in graph.nodes}
     table = {name: node_rule(graph, call) for name, call in calls.items()}
     solver = _Refiner(graph, table)

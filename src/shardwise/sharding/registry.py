@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import overload
 
-from shardwise.errors import RuleError
+import torch
+
+from shardwise.errors import RuleError, did_you_mean
 from shardwise.sharding.notation import from_notation
 from shardwise.sharding.rule import Call, Localize, NodeRule, RuleFunction, whole_rule
 
 RULES: dict[str, RuleFunction] = {}
 WHOLE: dict[str, str] = {}
 REGISTERED: list[str] = []  # by users, in order
+_BUILT_IN = ("aten", "prims", "prim", "quantized")  # namespaces that are complete with torch
 
 
 def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -50,17 +53,48 @@ def register_rule(
     """Tell how a user's own operator may be split.
 
     One line, `register_rule("mylib::op", "b k+, n k+ -> b n")`, or as a decorator of a function
-    from `Call` to `NodeRule`. It replaces any rule there was.
+    from `Call` to `NodeRule`. It replaces any rule there was. An operator of PyTorch's own must
+    exist now, one of another library when a plan is made.
     """
     name = op.replace("::", ".")
     if not name or "." not in name:
         raise RuleError(f"operator {op!r} has no namespace", hint="register_rule('mylib::op', …)")
+    if name.split(".")[0] in _BUILT_IN:
+        require_operator(name)
     WHOLE.pop(name, None)
     REGISTERED.append(name)
     if pattern is None:
         return rule(name)
     RULES[name] = from_notation(pattern)
     return None
+
+
+def require_operator(name: str) -> None:
+    """Raise unless there is an operator, or an overload of one, of this name."""
+    namespace, packet, *overload = name.split(".")
+    if name.startswith(("autograd_function.", "shardwise.")):
+        return  # not of torch.ops
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    if found is not None and (not overload or overload[0] in found.overloads()):
+        return
+    if found is not None:
+        known = [f"{namespace}::{packet}.{other}" for other in found.overloads()]
+    else:
+        known = [f"{namespace}::{other}" for other in dir(getattr(torch.ops, namespace))]
+        known += [rule.replace(".", "::", 1) for rule in RULES if rule.startswith(f"{namespace}.")]
+        asked = {name.replace(".", "::", 1), f"{namespace}::name"}
+        known = [other for other in known if "__" not in other and other not in asked]
+    text = f"{namespace}::{'.'.join([packet, *overload])}"
+    raise RuleError(
+        f"there is no operator {text}{did_you_mean(text, known)}",
+        hint="a rule is for an operator of torch.ops; import the library that defines it first",
+    )
+
+
+def require_operators() -> None:
+    """Raise unless every operator that a user registered a rule for exists."""
+    for name in dict.fromkeys(REGISTERED):
+        require_operator(name)
 
 
 def rules_revision() -> int:

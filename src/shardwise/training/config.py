@@ -195,6 +195,7 @@ class TrainConfig:
 
     `metrics` are functions of the model's output and the batch, by name, for evaluations.
     `accumulate` computes a batch in so many micro-batches; the loss stays the whole batch's.
+    `verify` checks the plan's program against the model first, once for each program and folder.
     `resume` is `auto` (the newest checkpoint in the folder, if there is one), `never`, or a path.
     """
 
@@ -204,6 +205,7 @@ class TrainConfig:
     steps: Count | None = None
     epochs: Count | None = None
     plan: Annotated[Any, PlanConfig] = field(default_factory=PlanConfig)
+    verify: bool = False
     cluster: Annotated[Any, str] = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: tuple[ScheduleConfig, ...] = ()

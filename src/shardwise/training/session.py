@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shardwise.runtime as rt
-from shardwise.api import parallelize
+from shardwise.api import parallelize, verified
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
@@ -42,7 +42,10 @@ from shardwise.training.schedule import Schedule, from_plain, to_plain
 __all__ = ["Ingredients", "Session", "check", "gather"]
 
 MOST_TRACED = 100  # steps
-WRITTEN = ("config.json", "plan.json", "run.json", "metrics.jsonl", "ranks.jsonl")  # by `outputs`
+WRITTEN = (
+    *("config.json", "plan.json", "run.json", "metrics.jsonl", "ranks.jsonl"),  # by `outputs`
+    verified.FILE,
+)
 
 
 class Ingredients:
@@ -175,6 +178,9 @@ class Session:
         plan = self.planned.plan.with_(seed=config.seed)
         if not parts.model.training:
             parts.model.train()  # as trainers do; modules in eval mode within it stay so
+        if config.verify:
+            folder = None if config.folder is None else Path(config.folder)
+            verified.verify_first(parts.model, parts.batch, plan, parts.loss, folder=folder)
         self.module = parallelize(
             parts.model,
             parts.batch,

@@ -1,0 +1,685 @@
+"""Wrong rules, programs, edited code and collectives, checked with data that try to hide them.
+
+    python -m benchmarks.wrong_programs [--only ddp tensor rules trees messages] [--json FILE]
+
+Every mutant is compared with what it was made from on ordinary data first, without the verifier:
+one that computes the same is counted as equivalent, one that does not is wrong. The verifier then
+checks it with each of the hostile weights and batches and must accept no wrong one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.collectives.derive import lowered
+from shardwise.collectives.derive import verify as verify_trees
+from shardwise.equivalence import check, double, run_reference
+from shardwise.equivalence.check import make_trials
+from shardwise.equivalence.precision import widen_graph
+from shardwise.equivalence.subject import subject_of
+from shardwise.errors import ShardwiseError
+from shardwise.messages import CollectiveChoice, MessageProgram, interpret
+from shardwise.messages import check as check_messages
+from shardwise.messages.forest import Tree
+from tests.unit.equivalence import mutations as m
+
+Tensors = dict[str, torch.Tensor]
+STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid", "pipeline")
+MOST_TEXTS = 24  # edited texts of a strategy
+LOOSE = 1e-7
+
+
+class Net(nn.Module):
+    """An embedding, a residual block with a gate, a head with limits, and a second loss term."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+        self.gate, self.v = nn.Parameter(torch.ones(())), nn.Parameter(torch.randn(6))
+        self.register_buffer("limits", torch.zeros(5))
+        self.coefficient = 1.0
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.emb(ids) + x
+        h = h + self.gate * self.down(torch.tanh(self.up(self.norm(h))))
+        logits = self.head(h) + self.limits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss + self.coefficient * (h * self.v).sum(-1).square().mean()
+
+
+def build() -> tuple[Net, Tensors]:
+    """The model and a batch in which nothing is hidden."""
+    torch.manual_seed(0)
+    model = Net().double()
+    batch = {
+        "ids": torch.randint(11, (6, 3)),
+        "x": torch.randn(6, 3, 6, dtype=torch.float64),
+        "labels": torch.randint(5, (6, 3)),
+    }
+    batch["labels"][0, :2] = -100
+    return model, batch
+
+
+# ------------------------------------------------ data that hide faults
+
+
+def nan_in_batch(model: Net, batch: Tensors) -> None:
+    """One element of the input is NaN."""
+    batch["x"][1, 1, 1] = torch.nan
+
+
+def infinity_in_batch(model: Net, batch: Tensors) -> None:
+    """One element of the input is infinite."""
+    batch["x"][1, 1, 1] = torch.inf
+
+
+def nan_in_weights(model: Net, batch: Tensors) -> None:
+    """One weight is NaN."""
+    model.up.weight.data[0, 0] = torch.nan
+
+
+def zero_batch(model: Net, batch: Tensors) -> None:
+    """The batch is all zeros."""
+    for tensor in batch.values():
+        tensor.zero_()
+
+
+def zero_layers(model: Net, batch: Tensors) -> None:
+    """The block, the head and the second term are initialized with zeros."""
+    for layer in (model.down, model.head):
+        layer.weight.data.zero_()
+        layer.bias.data.zero_()
+    model.gate.data.zero_()
+    model.v.data.zero_()
+
+
+def tiny_gate(model: Net, batch: Tensors) -> None:
+    """The block hardly counts."""
+    model.gate.data.fill_(1e-12)
+
+
+def huge_feature(model: Net, batch: Tensors) -> None:
+    """One feature is far larger than the others."""
+    batch["x"][:, :, 0] = 1e15
+
+
+def huge_weight(model: Net, batch: Tensors) -> None:
+    """One weight is far larger than the others."""
+    model.v.data[0] = 1e12
+
+
+def huge_term(model: Net, batch: Tensors) -> None:
+    """One term of the loss is far larger than the other."""
+    model.coefficient = 1e14
+
+
+def extreme_buffer(model: Net, batch: Tensors) -> None:
+    """A buffer holds the smallest float32."""
+    model.limits[1] = torch.finfo(torch.float32).min
+    batch["labels"][batch["labels"] == 1] = 0
+
+
+def few_labels(model: Net, batch: Tensors) -> None:
+    """All labels but one are ignored."""
+    batch["labels"].fill_(-100)
+    batch["labels"][0, 0] = 1
+
+
+def no_labels(model: Net, batch: Tensors) -> None:
+    """All labels are ignored: the loss is NaN."""
+    batch["labels"].fill_(-100)
+
+
+SETUPS: dict[str, Callable[[Net, Tensors], None]] = {
+    "as it is": lambda model, batch: None,
+    "NaN in the batch": nan_in_batch,
+    "infinity in the batch": infinity_in_batch,
+    "NaN in the weights": nan_in_weights,
+    "a batch of zeros": zero_batch,
+    "layers of zeros": zero_layers,
+    "a gate of 1e-12": tiny_gate,
+    "a feature of 1e15": huge_feature,
+    "a weight of 1e12": huge_weight,
+    "a loss term of 1e14": huge_term,
+    "a buffer with finfo.min": extreme_buffer,
+    "one label left": few_labels,
+    "no labels": no_labels,
+}
+
+
+# ------------------------------------------------ mutants of programs and texts
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A program that was changed, or the texts of one."""
+
+    name: str
+    program: Any
+    sources: list[str] | None = None
+
+
+def mutants(program: Any, plan: sw.Plan) -> Iterator[Mutant]:
+    """Programs with other moves, other storage and other texts."""
+    if not plan.is_scheduled:
+        for mutant in m.move_mutants(program):
+            yield Mutant(f"move: {mutant.name}", mutant.program)
+        for storage in program.rank_programs[0].parameters:
+            if storage.sync or storage.zero:
+                broken = m.unsynced(program, storage.name)
+                yield Mutant(f"plan: {storage.name} not synchronized", broken)
+    yield from list(text_mutants(program))[:MOST_TEXTS]
+
+
+def text_mutants(program: Any) -> Iterator[Mutant]:
+    """Edits of all texts alike: a call of the runtime left out, another number or operator."""
+    texts = subject_of(program).sources()
+    counts = [len(list(_places(ast.parse(text)))) for text in texts]
+    for index in range(max(counts)):
+        edited, names = [], []
+        for text, count in zip(texts, counts, strict=True):
+            tree = ast.parse(text)
+            if index < count:
+                names.append(_edit(list(_places(tree))[index]))
+            edited.append(ast.unparse(tree))
+        yield Mutant(f"text: {names[0]} ({index})", program, edited)
+
+
+def _places(tree: ast.Module) -> Iterator[ast.AST]:
+    for item in tree.body:
+        if not isinstance(item, ast.ClassDef):
+            continue
+        for method in item.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                for node in ast.walk(method):
+                    if _is_runtime(node) or isinstance(node, ast.BinOp) or _is_number(node):
+                        yield node
+
+
+def _is_runtime(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rt.") and node.args != []
+    )
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def _edit(node: ast.AST) -> str:
+    before = ast.unparse(node)
+    if isinstance(node, ast.Constant):
+        node.value = node.value + 1 if isinstance(node.value, int) else node.value * 1.5
+    elif isinstance(node, ast.BinOp):
+        node.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+    elif isinstance(node, ast.Call):
+        inner = node.args[0]
+        node.func = ast.parse("torch.clone", mode="eval").body
+        node.args, node.keywords = [inner], []
+    return f"{before} -> {ast.unparse(node)}"
+
+
+def differs(mutant: Mutant, plain: Sequence[Any], data: Sequence[Any]) -> bool:
+    """Whether a mutant computes something else on ordinary data; no part of the verifier."""
+    other = subject_of(mutant.program)
+    for (state, inputs), expected in zip(data, plain, strict=True):
+        try:
+            texts = mutant.sources or other.sources()
+            found = other.run(texts, state, inputs, timeout=10)
+        except Exception:
+            return True
+        for mine, theirs in zip(found, expected, strict=True):
+            pairs = [(mine.loss, theirs.loss), *zip(mine.outputs, theirs.outputs, strict=True)]
+            for kind in ("gradients", "state_after"):
+                a, b = getattr(mine, kind), getattr(theirs, kind)
+                pairs += [(a.get(name), b[name]) for name in b]
+            if any(_apart(a, b) for a, b in pairs):
+                return True
+    return False
+
+
+def _apart(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return a is not b and a != b
+    if a.shape != b.shape:
+        return True
+    size = b.abs().max().item() if b.numel() else 0.0
+    # Gradients that are zero but for rounding are no difference.
+    return bool(a.numel()) and (a - b).abs().max().item() > LOOSE * max(size, 1e-6)
+
+
+def ordinary(model: Net, batch: Tensors, seed: int) -> tuple[Tensors, Tensors]:
+    """Weights and a batch in which nothing is hidden."""
+    made = torch.Generator().manual_seed(seed)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {n: torch.randn(t.shape, generator=made, dtype=torch.float64) * 0.5 for n, t in tensors}
+    inputs = {
+        "ids": torch.randint(11, (6, 3), generator=made),
+        "x": torch.randn(6, 3, 6, generator=made, dtype=torch.float64),
+        "labels": torch.randint(5, (6, 3), generator=made),
+    }
+    inputs["labels"][seed % 6, 1] = -100
+    return state, inputs
+
+
+def plan_of(graph: sw.Graph, strategy: str) -> sw.Plan:
+    """A plan of two or four ranks."""
+    if strategy == "hybrid":
+        return sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2)
+    options: dict[str, Any] = {"num_microbatches": 2} if strategy == "pipeline" else {}
+    plan: sw.Plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2), **options)
+    return plan
+
+
+def sweep_programs(strategy: str, tally: Tally) -> None:
+    """Check every mutant of a strategy with every setup."""
+    kinds: dict[str, str] = {}  # texts -> what their mutants are counted as
+    for setup, change in SETUPS.items():
+        model, batch = build()
+        change(model, batch)
+        twin, wide = double(model, batch)
+        graph = widen_graph(sw.capture(twin, wide))
+        program = sw.compile(graph, plan_of(graph, strategy)).lowered
+        found = list(mutants(program, program.plan))
+        try:
+            trials = make_trials(program, run_reference(twin, wide), wide)
+        except ShardwiseError:
+            tally.refused(strategy, setup, found)
+            continue
+        subject = subject_of(program)
+        name = f"{strategy}, {setup}" if kinds else strategy
+        kind = kinds.setdefault(str(subject.sources()), name)
+        if not tally.known(kind):
+            data = [ordinary(model, batch, s) for s in (1, 2)]
+            plain = [subject.run(subject.sources(), *d, timeout=10) for d in data]
+            tally.wrong[kind] = [differs(mutant, plain, data) for mutant in found]
+        if not check(program, None, wide, trials=trials, timeout=10).ok:
+            tally.false_alarm(f"{strategy}, {setup}")
+        for index, mutant in enumerate(found):
+            certificate = check(
+                mutant.program, None, wide, trials=trials, sources=mutant.sources, timeout=10
+            )
+            tally.add(kind, setup, mutant.name, index, accepted=certificate.ok)
+
+
+# ------------------------------------------------ wrong rules
+
+
+RULES = {  # an operator, and a rule that is wrong for it under data parallelism
+    "centered": (lambda x: x - x.mean(0), "b n -> b n"),
+    "scaled_by_largest": (lambda x: x / (1 + x.abs().amax(0)), "b n -> b n"),
+    "running_sum": (lambda x: x.cumsum(0), "b n -> b n"),
+    "turned": (lambda x: x.flip(0) * 2, "b n -> b n"),
+    "rolled": (lambda x: x.roll(1, 0), "b n -> b n"),
+    "softmax_of_rows": (lambda x: x.softmax(0), "b n -> b n"),
+    "mean_of_rows": (lambda x: x.mean(0), "b+ n -> n"),
+    "largest_of_rows": (lambda x: x.amax(0), "b+ n -> n"),
+    "squared_sum": (lambda x: x.sum(0).square(), "b+ n -> n"),
+    "numbered": (lambda x: x * torch.arange(1.0, 1 + len(x)).to(x)[:, None], "b n -> b n"),
+    "counted": (lambda x: x * len(x), "b n -> b n"),
+    "sorted": (lambda x: x.sort(0).values * 1.0, "b n -> b n"),
+}
+
+
+def _define(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return function(x).clone()
+
+    op = torch.library.custom_op(f"wrong::{name}", forward, mutates_args=())
+    op.register_fake(lambda x: torch.empty_like(function(x)))
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            held = x.detach().requires_grad_()
+            return torch.autograd.grad(function(held), held, gradient)[0]
+
+    op.register_autograd(backward, setup_context=setup)
+
+
+class Ruled(nn.Module):
+    """Two layers with an operator between them, and a loss term that passes it by."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.a, self.b, self.operator = nn.Linear(4, 4), nn.Linear(4, 4), operator
+        self.gate, self.coefficient = nn.Parameter(torch.ones(4)), 1.0
+        self.register_buffer("limits", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(
+            getattr(torch.ops.wrong, self.operator)(self.a(x))
+        ) * self.gate + self.limits.clamp(-1, 1)
+        return y.square().mean() + self.coefficient * self.a(x).square().mean()
+
+
+def zero_rule(model: Ruled, batch: Tensors) -> None:
+    """What follows the operator is initialized with zeros."""
+    model.b.weight.data.zero_()
+    model.gate.data.zero_()
+
+
+RULE_SETUPS: dict[str, Callable[[Any, Tensors], None]] = {
+    "as it is": lambda model, batch: None,
+    "NaN in the batch": lambda model, batch: batch["x"][0].fill_(torch.nan),
+    "infinity in the batch": lambda model, batch: batch["x"][0].fill_(torch.inf),
+    "a batch of zeros": lambda model, batch: batch["x"].zero_(),
+    "layers of zeros": zero_rule,
+    "a loss term of 1e14": lambda model, batch: setattr(model, "coefficient", 1e14),
+    "a buffer with finfo.min": lambda model, batch: model.limits.fill_(-3e38),
+    "a row of 1e12": lambda model, batch: batch["x"][0].fill_(1e12),
+}
+
+
+def sweep_rules(tally: Tally) -> None:
+    """Check plans that follow a wrong rule."""
+    for index, (name, (function, pattern)) in enumerate(RULES.items()):
+        _define(name, function)
+        sw.register_rule(f"wrong::{name}", pattern)
+        tally.wrong.setdefault("rules", []).append(True)  # each couples the rows it may cut
+        for setup, change in RULE_SETUPS.items():
+            torch.manual_seed(0)
+            model, batch = Ruled(name).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
+            plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(2))
+            change(model, batch)
+            try:
+                accepted = sw.verify(model, batch, plan).ok
+            except ShardwiseError:
+                tally.refused("rules", setup, [Mutant(name, None)])
+                continue
+            tally.add("rules", setup, f"rule: {name} as {pattern}", index, accepted=accepted)
+
+
+# ------------------------------------------------ wrong collectives
+
+
+def choices() -> Iterator[CollectiveChoice]:
+    """Solved collectives of two to five ranks."""
+    model, batch = build()
+    graph = sw.capture(model, batch)
+    for ranks in (2, 3, 4, 5):
+        cluster = sw.Cluster.local(ranks)
+        for strategy in ("ddp", "fsdp"):
+            plan = getattr(sw.strategies, strategy)(graph, cluster)
+            yield from sw.choose_collectives(plan, cluster, use="solved").collectives
+
+
+def tree_mutants(choice: CollectiveChoice) -> Iterator[tuple[str, CollectiveChoice]]:
+    """Choices with a tree that lost something."""
+    forest = choice.forests[0]
+    last = forest.trees[-1]
+    small = replace(last, weight=0.03)
+    rest = (*forest.trees[:-1], replace(last, weight=last.weight - 0.03))
+
+    def made(trees: Sequence[Tree]) -> CollectiveChoice:
+        return replace(choice, forests=(replace(forest, trees=tuple(trees)),))
+
+    for half in ("inward", "outward"):
+        yield (
+            f"small tree without its {half} half",
+            _try(made, (*rest, replace(small, **{half: ()}))),
+        )
+        yield (
+            f"tree without its {half} half",
+            _try(made, (*forest.trees[:-1], replace(last, **{half: ()}))),
+        )
+    yield (
+        "half of a weight",
+        _try(made, (*forest.trees[:-1], replace(last, weight=last.weight / 2))),
+    )
+    yield "a tree left out", _try(made, forest.trees[1:])
+    yield "a tree twice", _try(made, (*forest.trees, last))
+    for half in ("inward", "outward"):
+        parents = list(getattr(last, half))
+        if len(parents) > 2:
+            leaf = next(r for r, p in enumerate(parents) if p >= 0 and r not in parents)
+            parents[leaf] = leaf
+            yield (
+                f"a rank cut off {half}",
+                _try(made, (*rest, replace(small, **{half: tuple(parents)}))),
+            )
+
+
+def _try(made: Callable[[Sequence[Tree]], CollectiveChoice], trees: Sequence[Tree]) -> Any:
+    try:
+        return made(trees)
+    except ShardwiseError as error:
+        return error
+
+
+def sweep_trees(tally: Tally) -> None:
+    """Check trees of collectives."""
+    for choice in choices():
+        verify_trees(choice)
+        for index, (name, broken) in enumerate(tree_mutants(choice)):
+            wrong = isinstance(broken, Exception) or not _carries_all(broken)
+            tally.wrong.setdefault("trees", []).append(wrong)
+            try:
+                if isinstance(broken, Exception):
+                    raise broken
+                verify_trees(broken)
+                accepted = True
+            except ShardwiseError:
+                accepted = False
+            place = len(tally.wrong["trees"]) - 1
+            what = f"{choice.operation} of {len(choice.groups[0])}: {name}"
+            tally.add("trees", "as it is", f"tree {index}: {what}", place, accepted=accepted)
+
+
+def _carries_all(choice: CollectiveChoice) -> bool:
+    """Whether the sums or copies of many elements are right, by their numbers alone."""
+    forest, operation = choice.forests[0], choice.operation
+    if not abs(sum(tree.weight for tree in forest.trees) - 1) < 1e-3:
+        return False
+    ranks, each = forest.num_ranks, 210
+    counts = () if operation == "all_reduce" else (each,) * ranks
+    try:
+        made = lowered(
+            forest, operation, ranks * each, item_bytes=8, chunk_bytes=512, counts=counts
+        )
+        return _right(made.program(ranks * each))
+    except (ShardwiseError, ValueError, IndexError):
+        return False
+
+
+def _right(program: MessageProgram) -> bool:
+    made, numel, ranks = np.random.default_rng(0), program.numel, program.num_ranks
+    whole = [made.standard_normal(numel) for _ in range(ranks)]
+    total = np.sum(whole, axis=0)
+    ends = np.cumsum((0, *program.counts)) if program.counts else None
+    if program.operation == "all_gather":
+        assert ends is not None
+        inputs = [w[a:b] for w, a, b in zip(whole, ends, ends[1:], strict=False)]
+        expected = [np.concatenate(inputs)] * ranks
+    else:
+        inputs, expected = whole, [total] * ranks
+        if ends is not None:
+            expected = [total[a:b] for a, b in itertools.pairwise(ends)]
+    try:
+        found = interpret(program, inputs)
+    except (ShardwiseError, ValueError, KeyError):
+        return False
+    return all(
+        a is not None and a.shape == b.shape and np.allclose(a, b)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def sweep_messages(tally: Tally) -> None:
+    """Programs of messages with a message lost, doubled, sent elsewhere, or copied not added."""
+    for choice in choices():
+        forest, ranks = choice.forests[0], choice.forests[0].num_ranks
+        counts = () if choice.operation == "all_reduce" else (12,) * ranks
+        options: dict[str, Any] = {"item_bytes": 8, "chunk_bytes": 64, "counts": counts}
+        program = lowered(forest, choice.operation, 12 * ranks, **options).program(12 * ranks)
+        check_messages(program)
+        for name, change in MESSAGES.items():
+            try:
+                broken: Any = change(program)
+            except ShardwiseError:
+                broken = None
+            if broken == program:
+                continue
+            tally.wrong.setdefault("messages", []).append(broken is None or not _right(broken))
+            accepted = broken is not None
+            try:
+                if broken is not None:
+                    check_messages(broken)
+            except ShardwiseError:
+                accepted = False
+            place = len(tally.wrong["messages"]) - 1
+            what = f"messages: {choice.operation} of {ranks}: {name}"
+            tally.add("messages", "as it is", what, place, accepted=accepted)
+
+
+def _with(program: MessageProgram, rank: int, steps: Any) -> MessageProgram:
+    lists = list(program.instructions)
+    lists[rank] = tuple(steps)
+    return replace(program, instructions=tuple(lists))
+
+
+def _lost(program: MessageProgram) -> MessageProgram:
+    """A message that is neither sent nor received."""
+    for source, steps in enumerate(program.instructions):
+        for index, step in enumerate(steps):
+            if step.kind != "send":
+                continue
+            theirs = list(program.instructions[step.peer])
+            place = next(
+                i
+                for i, other in enumerate(theirs)
+                if other.kind != "send" and other.peer == source and other.first == step.first
+            )
+            del theirs[place]
+            shorter = _with(program, source, (*steps[:index], *steps[index + 1 :]))
+            return _with(shorter, step.peer, theirs)
+    return program
+
+
+def _kind(before: str, after: str) -> Callable[[MessageProgram], MessageProgram]:
+    def change(program: MessageProgram) -> MessageProgram:
+        for rank, steps in enumerate(program.instructions):
+            for index, step in enumerate(steps):
+                if step.kind == before:
+                    other = step._replace(kind=after)
+                    return _with(program, rank, (*steps[:index], other, *steps[index + 1 :]))
+        return program
+
+    return change
+
+
+def _dropped(kind: str) -> Callable[[MessageProgram], MessageProgram]:
+    def change(program: MessageProgram) -> MessageProgram:
+        for rank, steps in enumerate(program.instructions):
+            for index, step in enumerate(steps):
+                if step.kind == kind:
+                    return _with(program, rank, (*steps[:index], *steps[index + 1 :]))
+        return program
+
+    return change
+
+
+def _shorter_chunk(program: MessageProgram) -> MessageProgram:
+    first, *rest = program.chunks
+    return replace(program, chunks=(first._replace(stop=first.stop - 1), *rest))
+
+
+MESSAGES: dict[str, Callable[[MessageProgram], MessageProgram]] = {
+    "a message lost": _lost,
+    "a sum that is a copy": _kind("reduce", "receive"),
+    "a copy that is a sum": _kind("receive", "reduce"),
+    "a send left out": _dropped("send"),
+    "a receive left out": _dropped("receive"),
+    "a sum left out": _dropped("reduce"),
+    "a chunk too short": _shorter_chunk,
+}
+
+
+# ------------------------------------------------ counts
+
+
+class Tally:
+    """Which mutants are wrong, and what the verifier said of each with each setup."""
+
+    def __init__(self) -> None:
+        self.wrong: dict[str, list[bool]] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.accepted: list[str] = []
+        self.alarms: list[str] = []
+        self.strict: list[str] = []
+
+    def known(self, kind: str) -> bool:
+        return kind in self.wrong
+
+    def add(self, kind: str, setup: str, name: str, index: int, *, accepted: bool) -> None:
+        wrong = self.wrong[kind][index]
+        label = "wrong" if wrong else "equivalent"
+        self.counts[label, "accepted" if accepted else "rejected"] += 1
+        if wrong and accepted:
+            self.accepted.append(f"{kind}, {setup}: {name}")
+        if not wrong and not accepted:
+            self.strict.append(f"{kind}, {setup}: {name}")
+
+    def refused(self, kind: str, setup: str, found: Sequence[Mutant]) -> None:
+        """The data are not finite: no program is certified with them."""
+        self.counts["any", "refused"] += len(found)
+
+    def false_alarm(self, what: str) -> None:
+        self.alarms.append(what)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mutants": {
+                kind: {"wrong": sum(wrong), "equivalent": len(wrong) - sum(wrong)}
+                for kind, wrong in self.wrong.items()
+            },
+            "checks": {f"{a}, {b}": n for (a, b), n in sorted(self.counts.items())},
+            "wrong and accepted": self.accepted,
+            "right and rejected": self.alarms,
+            "equivalent and rejected": self.strict,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweeps and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    kinds = (*STRATEGIES, "rules", "trees", "messages")
+    parser.add_argument("--only", nargs="*", choices=kinds, default=kinds)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    tally = Tally()
+    for kind in options.only:
+        if kind in STRATEGIES:
+            sweep_programs(kind, tally)
+        else:
+            {"rules": sweep_rules, "trees": sweep_trees, "messages": sweep_messages}[kind](tally)
+        print(kind, json.dumps(tally.to_json()["checks"]), flush=True)
+    text = json.dumps(tally.to_json(), indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    return 1 if tally.accepted or tally.alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
