@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.api.captured import capture_for_plan, microbatch
-from shardwise.api.compiled import compile, read_sources
+from shardwise.api.compiled import compile, read_sources, widen_sources
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.precision import KeepDouble, double_by_default, widen_graph
 from shardwise.equivalence.randomness import draws, run_graph_reference
@@ -130,7 +130,10 @@ def _verify(
         _require_no_edits(folder)
         return _certify_twin(graph, twin, wide_batch, wide.with_(collectives=()), timeout, limit)
     compiled = compile(graph, wide)
-    sources = None if folder is None else read_sources(folder, compiled)
+    sources = emitted = None
+    if folder is not None:
+        written = compile(capture_for_plan(model, batch, plan, loss_fn), plan)
+        sources, emitted = read_sources(folder, written), widen_sources(written.sources)
     run = _Model(twin, graph, plan, wide_batch, loss_fn)
     reference = run.step(wide_batch)
     return check(
@@ -139,6 +142,7 @@ def _verify(
         wide_batch,
         rerun=run.rerun,
         sources=sources,
+        emitted=emitted,
         timeout=timeout,
     )
 

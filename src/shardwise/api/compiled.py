@@ -142,7 +142,7 @@ class PipelineProgram:
 def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list[str]:
     """Return the code in a folder that `save` wrote, in the order of the program's sources.
 
-    Number types become float64, as in the program, which is compiled for a check.
+    Number types become float64, for a check.
     """
     if isinstance(program, PipelineProgram):
         names = list(program.text.files())
@@ -160,8 +160,13 @@ def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list
                 where=str(path),
                 hint="shardwise compile MODEL.py:FUNCTION --out FOLDER writes a whole program",
             ) from None
-        texts.append(_NARROW.sub(lambda found: WIDE[found[0]], text))
-    return texts
+        texts.append(text)
+    return widen_sources(texts)
+
+
+def widen_sources(texts: Iterable[str]) -> list[str]:
+    """Return code with float64 for every narrower floating type."""
+    return [_NARROW.sub(lambda found: WIDE[found[0]], text) for text in texts]
 
 
 def _fingerprint(plan: Plan, sources: Iterable[str]) -> str:

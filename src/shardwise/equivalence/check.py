@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.equivalence.certificate import Certificate, Comparison, compare
-from shardwise.equivalence.edits import differing_statements, locate_edit
+from shardwise.equivalence.edits import Edit, differing_statements, locate_edit
 from shardwise.equivalence.exercised import not_exercised
 from shardwise.equivalence.locate import locate
 from shardwise.equivalence.perturb import perturbed
@@ -44,6 +44,7 @@ def check(
     rerun: Rerun | None = None,
     trials: Sequence[Trial] | None = None,
     sources: Sequence[str] | None = None,
+    emitted: Sequence[str] | None = None,
     timeout: float = TIMEOUT_S,
     scaled: tuple[str, ...] = (),
 ) -> Certificate:
@@ -52,11 +53,13 @@ def check(
     `rerun` takes the model through a step with other weights and another batch; without it the
     captured graph does. `trials` are those of `make_trials`, where several programs of one plan are
     checked. `sources` replaces the emitted text of each rank program, for code that was edited by
-    hand. `scaled` says what was made smaller before; it is only passed on.
+    hand; `emitted` is that text before it was edited, if that is not the program's own. `scaled`
+    says what was made smaller before; it is only passed on.
     """
     subject = subject_of(program)
     trials = trials or make_trials(program, reference, batch, rerun)
-    run = _Check(subject, list(sources or subject.sources()), trials, timeout)
+    texts = list(emitted or subject.sources())
+    run = _Check(subject, Edit(texts, list(sources or texts)), trials, timeout)
     difference = run.first_difference()
     return Certificate(
         plan=subject.plan.name,
@@ -85,10 +88,10 @@ class _Check:
     """The comparisons of all trials, up to the first trial that shows a difference."""
 
     def __init__(
-        self, subject: Subject, texts: list[str], trials: Sequence[Trial], timeout: float
+        self, subject: Subject, edit: Edit, trials: Sequence[Trial], timeout: float
     ) -> None:
-        self.subject, self.texts, self.timeout = subject, texts, timeout
-        self.edited = texts != subject.sources()
+        self.subject, self.edit, self.timeout = subject, edit, timeout
+        self.edited = edit.edited != edit.emitted
         self.found: list[Comparison] = []
         self.failed: _Failed | None = None
         for trial in trials:
@@ -107,7 +110,7 @@ class _Check:
         reference = trial.reference
         try:
             outcomes = self.subject.run(
-                self.texts, reference.state, trial.inputs, timeout=self.timeout
+                self.edit.edited, reference.state, trial.inputs, timeout=self.timeout
             )
         except Exception as error:
             known = isinstance(error, ShardwiseError)
@@ -131,7 +134,7 @@ class _Check:
 
     def _edited(self, trial: Trial) -> tuple[list[Comparison], None]:
         """Statements of edited code whose effect the results are too coarse to show."""
-        return differing_statements(self.subject, self.texts, trial, self.timeout), None
+        return differing_statements(self.subject, self.edit, trial, self.timeout), None
 
     def comparisons(self) -> tuple[Comparison, ...]:
         """Each thing that was compared once, with its largest error.
@@ -158,7 +161,7 @@ class _Check:
             return None
         trial, failure, probed = self.failed.trial, self.failed.raised, self.failed.probed
         if self.edited:
-            text = locate_edit(self.subject, self.texts, trial, self.timeout, failure)
+            text = locate_edit(self.subject, self.edit, trial, self.timeout, failure)
             if text is not None:
                 return text
         probed = probed or run_probed(self.subject, trial, self.timeout)

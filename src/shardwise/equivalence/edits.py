@@ -39,14 +39,23 @@ class _Statements:
                     break
 
 
-def _run_both(
-    subject: Subject, edited: Sequence[str], trial: Trial, timeout: float
-) -> _Statements | None:
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The texts of all rank programs, as they were written and as they are now."""
+
+    emitted: Sequence[str]
+    edited: Sequence[str]
+
+    def __str__(self) -> str:
+        return _changed_lines(self.emitted, self.edited)
+
+
+def _run_both(subject: Subject, edit: Edit, trial: Trial, timeout: float) -> _Statements | None:
     """Run both codes with probes; None where the emitted code does not agree with the model."""
     reference, inputs = trial.reference, trial.inputs
     right, wrong = (tuple(rt.Records() for _ in range(subject.num_ranks)) for _ in range(2))
     try:
-        texts = [instrument(text) for text in subject.sources()]
+        texts = [instrument(text) for text in edit.emitted]
         outcomes = subject.run(texts, reference.state, inputs, timeout=timeout, records=right)
     except Exception:
         return None
@@ -55,7 +64,7 @@ def _run_both(
         return None
     raised: Exception | None = None
     try:
-        texts = [instrument(text) for text in edited]
+        texts = [instrument(text) for text in edit.edited]
         subject.run(texts, reference.state, inputs, timeout=timeout, records=wrong)
     except Exception as error:
         raised = error
@@ -63,7 +72,7 @@ def _run_both(
 
 
 def differing_statements(
-    subject: Subject, edited: Sequence[str], trial: Trial, timeout: float
+    subject: Subject, edit: Edit, trial: Trial, timeout: float
 ) -> list[Comparison]:
     """Compare assignments of edited code that agrees in its results.
 
@@ -71,27 +80,23 @@ def differing_statements(
     on it and would show an error. One that the results hardly depend on is refused: changing its
     value on purpose (by a tenth) must change a result.
     """
-    statements = _run_both(subject, edited, trial, timeout)
-    if statements is None:
-        return []
-    for name, rank in statements.differing():
-        if not _matters(subject, name, trial, timeout):
+    statements = _run_both(subject, edit, trial, timeout)
+    for name, rank in statements.differing() if statements is not None else ():
+        if not _matters(subject, edit, name, trial, timeout):
             text = (
                 f"has another value than in the emitted code on rank {rank}, and no result is "
-                f"large enough to show whether that is right; "
-                f"{_changed_lines(subject.sources(), edited)}"
+                f"large enough to show whether that is right; {edit}"
             )
             return [Comparison(f"statement of {name}", float("inf"), text, trial.about)]
-        break  # later ones follow from the first
     return []
 
 
-def _matters(subject: Subject, name: str, trial: Trial, timeout: float) -> bool:
+def _matters(subject: Subject, edit: Edit, name: str, trial: Trial, timeout: float) -> bool:
     """Whether results show a change of one assignment of the emitted code."""
-    from shardwise.equivalence.check import compare_outcome
+    from shardwise.equivalence.check import compare_outcome  # which imports this module
 
     try:
-        texts = [instrument(text, change=name) for text in subject.sources()]
+        texts = [instrument(text, change=name) for text in edit.emitted]
         outcomes = subject.run(texts, trial.reference.state, trial.inputs, timeout=timeout)
     except Exception:
         return True
@@ -99,17 +104,13 @@ def _matters(subject: Subject, name: str, trial: Trial, timeout: float) -> bool:
 
 
 def locate_edit(
-    subject: Subject,
-    edited: Sequence[str],
-    trial: Trial,
-    timeout: float,
-    failure: Exception | None,
+    subject: Subject, edit: Edit, trial: Trial, timeout: float, failure: Exception | None
 ) -> str | None:
     """The first statement of the edited code that gives another value than the emitted one."""
-    statements = _run_both(subject, edited, trial, timeout)
+    statements = _run_both(subject, edit, trial, timeout)
     if statements is None:
         return None
-    changed = _changed_lines(subject.sources(), edited)
+    changed = str(edit)
     for name, rank in statements.differing():
         return f"the edited code: {name} has another value on rank {rank}; {changed}"
     failure = statements.raised or failure

@@ -61,7 +61,10 @@ def compare_gradients(
         parts = view.gradients(records, name)
         if parts is None:
             continue
-        what, noise = f"flow of %{held.value}", trial.noise.value_gradients.get(held.value)
+        what, noise = (
+            f"arriving gradient of %{held.value}",
+            trial.noise.value_gradients.get(held.value),
+        )
         layout = gradient_layout(held.layout)
         yield Compared(
             step, held, _compare(what, view, parts, layout, expected, noise, trial.about)
