@@ -14,7 +14,7 @@ import torch
 import shardwise as sw
 from shardwise.equivalence.certificate import TOLERANCE, Comparison
 from shardwise.equivalence.certificate import compare as compare_tensors
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.precision import KeepDouble, TraceDouble
 from tests.support import zoo
 
 STEPS, LEARNING_RATE = 2, 1e-3
@@ -32,7 +32,7 @@ class Training:
 
 def captured(name: str, dropout: float = 0.0) -> sw.Graph:
     """The model's graph in float64, for making plans."""
-    return sw.capture(*zoo.build(name, dropout=dropout), around=KeepDouble)
+    return sw.capture(*zoo.build(name, dropout=dropout), around=TraceDouble)
 
 
 def reference(name: str) -> Training:

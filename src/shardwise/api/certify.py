@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.api.captured import capture_for_plan, microbatch
 from shardwise.api.compiled import compile, read_sources, widen_sources
 from shardwise.equivalence import Certificate, check, double, run_reference
-from shardwise.equivalence.precision import KeepDouble, double_by_default, widen_graph
+from shardwise.equivalence.precision import TraceDouble, double_by_default, widen_graph
 from shardwise.equivalence.randomness import draws, run_graph_reference
 from shardwise.equivalence.reference import Reference
 from shardwise.equivalence.twin import (
@@ -124,7 +124,7 @@ def _verify(
     twin, wide_batch = double(model, batch)
     accumulates = plan.per_microbatch and plan.microbatches > 1
     first = microbatch(wide_batch, plan, 0) if accumulates else wide_batch
-    graph = widen_graph(capture(twin, first, loss_fn, around=KeepDouble))
+    graph = widen_graph(capture(twin, first, loss_fn, around=TraceDouble))
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
         _require_no_edits(folder)

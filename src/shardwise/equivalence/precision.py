@@ -69,13 +69,40 @@ class KeepDouble(TorchFunctionMode):
         return func(*args, **wide)
 
 
-def _widen_operands(arg: Any) -> Any:
-    """The arguments with tensors that are not of the model or the batch in float64."""
+class TraceDouble(TorchFunctionMode):
+    """While a float64 model is traced: widen the operands of calls that refuse to mix types.
+
+    Casts to narrower types stay in the graph, which then has every node that the plan may speak of;
+    `widen_graph` widens them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            if not _any_narrow((args, kwargs)):
+                raise
+            return func(*_widen_operands(args), **_widen_operands(kwargs))
+
+
+def _any_narrow(arg: Any) -> bool:
     if isinstance(arg, torch.Tensor):
-        if arg.dtype not in WIDE or type(arg) not in (torch.Tensor, torch.nn.Parameter):
-            return arg
+        return arg.dtype in WIDE
+    if type(arg) in (tuple, list):
+        return any(_any_narrow(a) for a in arg)
+    return type(arg) is dict and any(_any_narrow(a) for a in arg.values())
+
+
+def _widen_operands(arg: Any) -> Any:
+    """The arguments with all floating-point tensors in float64."""
+    if isinstance(arg, torch.Tensor):
+        if type(arg) not in (torch.Tensor, torch.nn.Parameter) or arg.requires_grad:
+            return widen_tensor(arg)
         with _disable_current_modes():  # while tracing: a constant, not a computed value
-            return widen_tensor(arg.detach())
+            return widen_tensor(arg)
     if type(arg) in (tuple, list):
         return type(arg)(_widen_operands(a) for a in arg)
     return {k: _widen_operands(a) for k, a in arg.items()} if type(arg) is dict else arg
