@@ -20,10 +20,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.calibration.rows import read_entries
+from shardwise.cli import main
 from shardwise.collectives import Network, solve
 from shardwise.cost import OpTable
 from shardwise.emit.load import load
-from shardwise.errors import PlanMismatch
+from shardwise.errors import PlanMismatch, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.messages.check import check as check_messages
@@ -36,6 +37,7 @@ from shardwise.training.checkpoint.convert import convert_checkpoint
 from shardwise.training.reading import load_config
 from shardwise.watch.run import Run
 
+VERBS = ("explain", "simulate", "diff")  # of plans alone
 CONFIG = """\
 model: {name: tests.support.trainer:Net, args: {dropout: 0.1}}
 data: {train: {name: tests.support.trainer:Samples, args: {size: 23}}, batch_size: 4, workers: 0}
@@ -125,6 +127,20 @@ def _plan(path: Path) -> Any:
     for source in program.sources:
         load(source, graph().functions)
     return program
+
+
+def _verb(verb: str) -> Callable[[Path], Any]:
+    """Read a plan as a command does; it ends without a traceback."""
+
+    def read(path: Path) -> None:
+        words = [str(path)] * (2 if verb == "diff" else 1)
+        try:
+            main([verb, *words])
+        except SystemExit as ended:
+            if ended.code:
+                raise ShardwiseError(f"exit code {ended.code}") from None
+
+    return read
 
 
 def _report(path: Path) -> Any:
@@ -240,6 +256,7 @@ def all_formats(base: Path) -> list[Format]:
         *plain_formats(base),
         _json("searched plan", "plan.json", value, _plan),
         _json("report", "plan.json", value, _report),
+        *(_json(f"shardwise {verb}", "plan.json", value, _verb(verb)) for verb in VERBS),
         *_checkpoints(base),
     ]
 

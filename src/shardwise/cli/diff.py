@@ -34,17 +34,22 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two plans, and what it costs."""
+    from shardwise.reporting.build import reading
     from shardwise.reporting.diff import diff as compare
 
     require_own(trace, "trace", option="--trace")
     plans = [load_plan(path) for path in (before, after)]
-    found = compare(*plans)
-    if trace is not None:
-        _write_trace(trace, [before, after], plans)
+    with reading(plans[1]):
+        found = compare(*plans)
+        if trace is not None:
+            _write_trace(trace, [before, after], plans)
+        if as_json:
+            text = json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2)
+        else:
+            text = difference_text(found, before.stem, after.stem, terminal_width())
+    typer.echo(text)
     if as_json:
-        typer.echo(json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2))
         return
-    typer.echo(difference_text(found, before.stem, after.stem, terminal_width()))
     if trace is not None:
         typer.echo(f"\n{trace}: open it at https://ui.perfetto.dev")
 

@@ -50,17 +50,21 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's step: time, exposed communication, bubbles, memory."""
+    from shardwise.reporting.build import reading
+
     require_own(trace, "trace", option="--trace")
     plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
-    if trace is not None:
-        write_trace(trace, estimate, plan)
-    if as_json:
-        typer.echo(json.dumps(estimate_json(plan, estimate), indent=2))
-    else:
-        typer.echo(estimate_text(plan, estimate, terminal_width()))
+    with reading(plan):
         if trace is not None:
-            typer.echo(f"\n{trace}: open it at https://ui.perfetto.dev")
+            write_trace(trace, estimate, plan)
+        if as_json:
+            text = json.dumps(estimate_json(plan, estimate), indent=2)
+        else:
+            text = estimate_text(plan, estimate, terminal_width())
+    typer.echo(text)
+    if not as_json and trace is not None:
+        typer.echo(f"\n{trace}: open it at https://ui.perfetto.dev")
 
 
 def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Estimate:

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 def plan_html(plan: Plan) -> str:
     """The verdict and the report of a plan that was searched for; else its text."""
-    make = import_module("shardwise.reporting.build").report  # made in a layer above this one
+    build = import_module("shardwise.reporting.build")  # in a layer above this one
     try:
-        report = make(plan)
-        verdict = report.verdict
-        told = (
-            f"{report.title}: {verdict.plan}; a step takes {verdict.step_time_s * 1e3:,.2f} ms, "
-            f"{verdict.rows_per_s:,.1f} samples/s; {verdict.limit['text']}"
-        )
-        return f"<p>{html.escape(told)}</p>{report._repr_html_()}"
+        with build.reading(plan):
+            report = build.report(plan)
+            verdict = report.verdict
+            told = (
+                f"{report.title}: {verdict.plan}; a step takes {verdict.step_time_s * 1e3:,.2f} "
+                f"ms, {verdict.rows_per_s:,.1f} samples/s; {verdict.limit['text']}"
+            )
+            return f"<p>{html.escape(told)}</p>{report._repr_html_()}"
     except ShardwiseError:  # no figures, or those of another plan
         return f"<pre>{html.escape(str(plan))}</pre>"

@@ -6,7 +6,7 @@ Enters: a `Plan`. Leaves: text of at most 100 columns.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardwise.messages.ranks import format_ranks
 from shardwise.plans.plan import Plan
@@ -25,8 +25,9 @@ def format_plan(plan: Plan) -> str:
     """The mesh, what each axis cuts, the order of work, and every parameter entry."""
     on = f"{len(plan.stages)} stages of {plan.num_ranks} ranks" if plan.stages else plan.mesh
     lines = [f"Plan {plan.name} for {plan.model} on {on}"]
-    if left_out := plan.search.get("left_out"):
-        used, total, whole = (left_out[key] for key in ("used", "num_ranks", "cluster"))
+    left_out = plan.search.get("left_out")
+    if isinstance(left_out, Mapping):
+        used, total, whole = (left_out.get(key) for key in ("used", "num_ranks", "cluster"))
         lines.append(
             f"  uses ranks {used} of the {total} of {whole}; the others would slow the step"
         )

@@ -66,7 +66,8 @@ def report(
         made = _build(plan, estimate)
     if trace is not None:
         made = _measured(made, trace, plan, estimate)
-    made.verify()
+    with reading(plan):
+        made.verify()
     return made
 
 
@@ -101,9 +102,7 @@ def reading(plan: Plan) -> Iterator[None]:
         yield
     except ShardwiseError:
         raise
-    except (
-        KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError,
-    ) as error:  # fmt: skip
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PlanError(
             f"the figures of the plan {plan.name!r} are damaged: {type(error).__name__}: {error}",
             where="search",

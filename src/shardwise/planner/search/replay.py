@@ -189,7 +189,7 @@ def replay(plan: Plan) -> Estimate:
         )
     try:
         return _replay(plan, plan.search)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PlanError(
             f"the figures of the plan {plan.name!r} are damaged: {type(error).__name__}: {error}",
             where="search",
