@@ -253,6 +253,7 @@ def lbfgs(strategy: str) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_closures(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(lbfgs, "ddp", timeout=110) == [None, None]
     for strategy in ("fsdp", "pipeline"):
@@ -305,7 +306,7 @@ def refusals(strategy: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_what_would_be_wrong_is_refused(pool: Callable[[int], Pool], strategy: str) -> None:
     for errors in pool(2).run(refusals, strategy, timeout=110):
         for error in errors:
@@ -318,7 +319,9 @@ def precise(strategy: str) -> torch.dtype:
     model, batch = model.float(), {"x": batch["x"].float(), "y": batch["y"]}
     graph = sw.capture(model, batch)
     precision = sw.Precision(compute="bfloat16", master="float32")
-    plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2), precision=precision)
+    options = {"num_microbatches": 2} if strategy == "pipeline" else {}
+    make_plan = getattr(sw.strategies, strategy)
+    plan = make_plan(graph, sw.Cluster.local(2), precision=precision, **options)
     pm = sw.parallelize(model, batch, plan)
     loss = pm.train_step(batch)
     before = pm.gather_state_dict()["head.weight"].clone()
@@ -334,7 +337,8 @@ def precise(strategy: str) -> torch.dtype:
     return loss.dtype  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("strategy", ["zero2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_and_parameters_in_float32_under_bfloat16(
     pool: Callable[[int], Pool], strategy: str
 ) -> None:
