@@ -330,10 +330,10 @@ def precise(strategy: str) -> torch.dtype:
             assert p.dtype is torch.float32
             assert p.grad is not None
             assert p.grad.dtype is torch.float32
-            p.mul_(0.5)  # reaches the values that are stored and those that are computed with
+            p.mul_(8.0)  # reaches the values that are stored and those that are computed with
     after = pm.gather_state_dict()["head.weight"]
-    torch.testing.assert_close(after, before * 0.5)
-    assert abs(pm.eval_loss(batch) - loss) > 1e-4
+    torch.testing.assert_close(after, before * 8.0)
+    assert abs(pm.eval_loss(batch) - loss) > 0.1
     return loss.dtype  # type: ignore[no-any-return]
 
 
