@@ -68,6 +68,7 @@ class PythonState:
         self._variables: list[tuple[Variable, Any]] = []  # those that are compared by identity
         self._others: list[tuple[Callable[[], Any], Any]] = []  # those that need a snapshot
         self._plain: list[tuple[Callable[[], Any], list[tuple[str, Any]], tuple[int, ...]]] = []
+        self._methods: list[tuple[type, str, Any]] = []  # of the classes of modules
         self._no_hooks: list[Any] = []  # where hooks would be registered
         self._some_hooks: list[Any] = []
 
@@ -156,6 +157,9 @@ class PythonState:
                     return False
             if children and tuple(map(id, own["_modules"].values())) != children:
                 return False
+        for cls, name, value in self._methods:
+            if getattr(cls, name, MISSING) is not value:
+                return False
         for variable, value in self._variables:
             if variable.read() is not value:
                 return False
@@ -203,6 +207,10 @@ class PythonState:
         by_path: dict[str, list[str]] = {}
         for path, name in self.reads.attributes:
             by_path.setdefault(path, []).append(name)
+        methods: dict[str, list[str]] = {}
+        for path, name in self.reads.methods:
+            methods.setdefault(path, []).append(name)
+        of_class: dict[tuple[type, str], Any] = {}
         for path, ref in self._modules.items():
             module = ref()
             if module is None:
@@ -215,9 +223,13 @@ class PythonState:
                 else:
                     taken = present[f"the attribute {_dotted(path, name)}"]
                     self._others.append((functools.partial(_get, ref, name), taken))
+            for name in methods.get(path, []):
+                plain.append((name, own.get(name, MISSING)))
+                of_class[type(module), name] = getattr(type(module), name, MISSING)
             children = tuple(map(id, module._modules.values()))
             if plain or children:
                 self._plain.append((ref, plain, children))
+        self._methods = [(cls, name, value) for (cls, name), value in of_class.items()]
 
     # --- snapshots ---------------------------------------------------------------------------
 
@@ -230,6 +242,8 @@ class PythonState:
                 yield f"the attribute {_dotted(path, name)}", module.training == mode
             else:
                 yield f"the attribute {_dotted(path, name)}", _get(self._modules[path], name)
+        for path, name in self.reads.methods:
+            yield f"the method {_dotted(path, name)}", _get(self._modules[path], name)
         for variable in self.reads.reach.variables.values():
             yield _variable_key(variable), variable.read()
         for kind in _GLOBAL_HOOKS:

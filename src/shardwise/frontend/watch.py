@@ -36,11 +36,13 @@ class Reads:
     """The Python state that captures of one model read."""
 
     attributes: dict[Place, None] = field(default_factory=dict)
+    methods: dict[Place, None] = field(default_factory=dict)
     reach: Reach = field(default_factory=Reach)
 
     def add(self, watch: Watch) -> None:
         """Add what one capture read."""
         self.attributes.update(dict.fromkeys(watch.first))
+        self.methods.update(watch.methods)
         self.reach.variables.update(watch.reach.variables)
         self.reach.names |= watch.reach.names
 
@@ -86,6 +88,7 @@ class Watch:
         self._values: dict[Place, Any] = {}  # the same, as values if they are plain
         self._frames: dict[Place, Frame | None] = {}  # of the last use that may have been a write
         self._assigned: dict[Place, Any] = {}  # written before they were read: the value before
+        self.methods: dict[Place, None] = {}  # that were called or otherwise read
         self.changes: list[Change] = []
         self._plain_class: dict[tuple[type, str], bool] = {}
 
@@ -97,11 +100,15 @@ class Watch:
 
         def getattribute(module: nn.Module, name: str) -> Any:
             value = get(module, name)
-            if name not in INTERNAL and not name.startswith("__"):
+            if name == "forward" or (name not in INTERNAL and not name.startswith("__")):
                 owner = get(module, "__dict__")
                 path = self._paths.get(id(owner))
-                if path is not None and (name in owner or self._is_plain(type(module), name)):
+                if path is None:
+                    return value
+                if name != "forward" and (name in owner or self._is_plain(type(module), name)):
                     self._note_read((path, name), value)
+                elif name == "forward" or isinstance(value, types.MethodType):
+                    self.methods[path, name] = None
             return value
 
         def setattr_(module: nn.Module, name: str, value: Any) -> None:

@@ -176,6 +176,7 @@ def test_reads_are_noted() -> None:
     capture(Reader(), BATCH, reads=reads)
     assert {("", "scale"), ("", "length"), ("", "calls")} <= set(reads.attributes)
     assert ("", "unread") not in reads.attributes
+    assert {("", "forward"), ("line", "forward")} <= set(reads.methods)
     assert "BETA" in {variable.name for variable in reads.reach.variables.values()}
 
 
