@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
+from shardwise.planner.search.simplest import NEARLY
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
@@ -101,10 +102,15 @@ def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
 
 
 def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> None:
-    """Nothing is quicker than the plan, within the same memory."""
+    """Nothing is quicker than what the search found, within the same memory.
+
+    The plan itself may be a simpler one that takes up to 1 % longer.
+    """
     assert len(graph.nodes) <= 8
-    plan = sw.plan(graph, cluster, memory_gib=memory_gib, progress=False)
-    ours = sw.simulate(graph, plan, cluster).step_time_s
+    plan = sw.plan(graph, cluster, memory_gib=memory_gib, progress=False, all_devices=True)
+    taken = sw.simulate(graph, plan, cluster).step_time_s
+    ours = min([taken, *(other["step_time_s"] for other in plan.search["runners_up"])])
+    assert taken <= ours * (1 + NEARLY)
     limit = float("inf") if memory_gib is None else memory_gib * 2**30
     best, what = quicker(graph, cluster, ours * (1 - 1e-6), limit)
     assert best >= ours, f"{plan.search['best']} is slower than {what}: {ours / best}"
