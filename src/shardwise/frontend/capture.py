@@ -31,7 +31,7 @@ from shardwise.frontend.builder import Builder, Region
 from shardwise.frontend.convert import Converter
 from shardwise.frontend.cures import cure_for
 from shardwise.frontend.derivatives import refusing_derivatives
-from shardwise.frontend.failures import capture_error
+from shardwise.frontend.failures import capture_error, explained
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.functions import Recorder, recording
 from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
@@ -113,7 +113,7 @@ class Traced:
         """The graph for a call of the sizes that the values of the exported program have."""
         sources = Sources.of(self.model, call, _signature_names(self.model))
         parts = (self.step, sources, self.recorder, self.device)
-        with _drivers_asleep():
+        with _drivers_asleep(), explained(type(self.model).__name__):
             try:
                 graph = _convert(self.program, *parts)
             except NotFunctional as reason:
@@ -143,7 +143,7 @@ def trace_step(
     _check(model, chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    with _drivers_asleep():
+    with _drivers_asleep(), explained(type(model).__name__):
         mode = new_fake_mode()
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:

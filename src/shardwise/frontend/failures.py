@@ -5,7 +5,9 @@ Enters: an exception from `torch.export`. Leaves: the error to raise, with the u
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.cures import cure_for
@@ -32,6 +34,17 @@ def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
         where=place,
         hint=cure.hint if cure is not None else _GENERAL,
     )
+
+
+@contextlib.contextmanager
+def explained(model_name: str) -> Iterator[None]:
+    """Turn any error that is not ours into a `CaptureError` at the user's line."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise capture_error(error, model_name) from error
 
 
 def describe_failure(error: BaseException) -> tuple[str | None, str]:
