@@ -56,7 +56,12 @@ def generate(seed: int) -> Script:
     if PLAN_OPTIONS in call:
         names += (PLAN_OPTIONS,)
     if kind == "gan":  # a plan may have to store a parameter of both steps in two ways
-        places += ("D.first.weight", "D.first.bias", "D.second.weight", "D.second.bias")
+        places += tuple(
+            f"{module}.{layer}.{name}"
+            for module in "GD"
+            for layer in ("first", "second")
+            for name in ("weight", "bias")
+        )
     writer = _Writer(draw, seed, kind, ranks, call, features, options)
     return Script(
         seed=seed,
