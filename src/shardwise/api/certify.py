@@ -169,7 +169,7 @@ class _Model:
             first, *more = [microbatch(batch, plan, k) for k in range(plan.microbatches)]
         if not self.draws:
             return run_reference(self.twin, first, self.loss_fn, more=more)
-        state = {name: tensor.detach() for name, tensor in self._tensors()}
+        state = {name: tensor.detach().clone() for name, tensor in self._tensors()}
         return run_graph_reference(self.graph, plan, state, first, more=more)
 
     def rerun(
