@@ -23,7 +23,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = False  # sources of decorated functions have other parameters
 
 smartquotes = False  # `--cluster` is typed with two dashes
 html_theme = "furo"

@@ -95,7 +95,7 @@ def _signature(name: str, function: Any, wide: bool = False) -> str:
     parameters = [p.replace(annotation=_named(p.annotation)) for p in signature.parameters.values()]
     result = _named(signature.return_annotation)
     made = signature.replace(parameters=parameters, return_annotation=result)
-    text = re.sub(OBJECT, "…", str(made))
+    text = re.sub(OBJECT, "...", str(made))
     word = "" if inspect.isclass(function) else "def "
     line = f"{word}{name}{text}".replace("'", '"')
     line = re.sub(r'(: |-> |= )"([^"]*)"(?=[,)= ]|$)', _unquoted, line)
@@ -119,7 +119,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
     if parameter.annotation is not parameter.empty:
         text += f": {parameter.annotation}"
     if parameter.default is not parameter.empty:
-        shown = re.sub(OBJECT, "…", repr(parameter.default)).replace("'", '"')
+        shown = re.sub(OBJECT, "...", repr(parameter.default)).replace("'", '"')
         text += f" = {shown}"
     return text
 
@@ -138,7 +138,7 @@ def _short(annotation: Any) -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         return f" = {field.default!r}".replace("'", '"')
-    return " = …" if field.default_factory is not dataclasses.MISSING else ""
+    return " = ..." if field.default_factory is not dataclasses.MISSING else ""
 
 
 def _fields(name: str, kind: Any) -> str:

@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     set_proxy_slot,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.functions import Recorder, record_call
@@ -154,12 +155,22 @@ def trace(hook: Hook, like: torch.Tensor, target: str, *, accumulated: bool = Fa
         return value.grad
 
     refuse = functools.partial(_refusal, hook, target)
+    if _is_multi_gradient(hook):
+        raise refuse("it takes the gradients of several tensors (register_multi_grad_hook)")
+    stepping = register_optimizer_step_pre_hook(_refuse_step)
     try:
         module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(grad, value)
     except Exception as error:
         raise refuse(_reason(error)) from error
+    finally:
+        stepping.remove()
     _check(module, grad, refuse, hook)
     return TracedHook(module)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # Without a gradient, the step of an optimizer does nothing, and nothing would be traced.
+    raise CaptureError(f"it steps an optimizer ({type(optimizer).__name__})")
 
 
 def _reason(error: Exception) -> str:
@@ -232,13 +243,27 @@ def _refusal(hook: Hook, target: str, reason: str) -> CaptureError:
 
 def name_of(hook: Hook) -> str:
     """The qualified name of a hook's function."""
-    function = getattr(hook, "func", hook)  # of a functools.partial
+    function = _defined(hook)
     return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _defined(hook: Hook) -> Any:
+    """The user's function behind a `functools.partial` or a wrapper of torch's."""
+    function = inspect.unwrap(getattr(hook, "func", hook))
+    if _is_multi_gradient(function):
+        cells = inspect.getclosurevars(function).nonlocals.values()
+        return next((cell for cell in cells if inspect.isfunction(cell)), function)
+    return function
+
+
+def _is_multi_gradient(hook: Hook) -> bool:
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_filename == torch.autograd.graph.__file__
 
 
 def place_of(hook: Hook) -> str:
     """`file.py:line` where a hook's function is defined."""
-    function = inspect.unwrap(getattr(hook, "func", hook))
+    function = _defined(hook)
     if not hasattr(function, "__code__"):
         function = type(function).__call__
     code = getattr(function, "__code__", None)

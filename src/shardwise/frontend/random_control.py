@@ -58,7 +58,10 @@ class Draw:
         return self
 
     def __float__(self) -> float:
-        raise _undecided(f"a number in [{self._low}, {self._high})")
+        raise CaptureError(
+            "forward makes a Python number of a random draw; the graph would freeze it",
+            hint="draw with torch.rand and keep it a tensor",
+        )
 
     def __lt__(self, other: Any) -> Any:
         return self._compare(other, "lt", self._high, self._low)
@@ -102,7 +105,7 @@ class Comparison:
 
     def __bool__(self) -> bool:
         if self._known is None:
-            raise _undecided(f"a comparison of a random number with {self._bound}")
+            raise _undecided(f"a random number compared with {self._bound}")
         return self._known
 
     def item(self) -> bool:

@@ -120,6 +120,23 @@ def test_updates_inside_of_backward_are_refused(hook: Any) -> None:
         sw.capture(model, BATCH)
 
 
+def test_an_optimizer_in_backward_is_refused() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.a.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    with pytest.raises(CaptureError, match=r"steps an optimizer \(SGD\)"):
+        sw.capture(model, BATCH)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_on_several_gradients_are_refused(mode: Any) -> None:
+    model = Net()
+    torch.autograd.graph.register_multi_grad_hook([*model.parameters()], frees, mode=mode)
+    with pytest.raises(CaptureError, match="hook frees on .* gradients of several tensors") as e:
+        sw.capture(model, BATCH)
+    assert e.value.where == f"test_hooks.py:{frees.__code__.co_firstlineno}"
+
+
 def test_a_hook_that_reads_the_model_is_refused() -> None:
     model = Net()
     model.a.weight.register_hook(model.masked)
