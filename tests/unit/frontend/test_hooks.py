@@ -132,7 +132,7 @@ def test_an_optimizer_in_backward_is_refused() -> None:
 def test_hooks_on_several_gradients_are_refused(mode: Any) -> None:
     model = Net()
     torch.autograd.graph.register_multi_grad_hook([*model.parameters()], frees, mode=mode)
-    with pytest.raises(CaptureError, match="hook frees on .* gradients of several tensors") as e:
+    with pytest.raises(CaptureError, match=r"hook frees on .* gradients of several tensors") as e:
         sw.capture(model, BATCH)
     assert e.value.where == f"test_hooks.py:{frees.__code__.co_firstlineno}"
 
