@@ -338,7 +338,7 @@ class _Factory:
         """Let the next captures be of the model as it is now, with the same parameters frozen."""
         number = self.state.number()
         if number != self._captured:
-            self.skeleton = self.state.skeleton()
+            self.skeleton = self.state.skeleton(self.skeleton)
             self._captured = number
         frozen = self.flags.frozen() if self.flags is not None else ()
         for name, parameter in self.skeleton.named_parameters():

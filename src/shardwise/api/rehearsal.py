@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -112,26 +113,34 @@ def _steps(alone: Alone, meet: Callable[[], object]) -> Samples:
 
 
 def fill(alone: Alone) -> None:
-    """Parameters of usual sizes: memory as it comes may hold numbers that take longer."""
+    """Parameters of usual sizes: memory as it comes may hold numbers that take longer.
+
+    What ranks hold in common gets the same numbers on each of them.
+    """
     store = alone.store
-    held: list[Tensor] = [t for e in store.entries for t in (e.leaf, e.piece)]
-    held += [group.shard for group in store.groups] + list(store.buffers.values())
+    held = [(str(at), group.shard) for at, group in enumerate(store.groups)]
+    held += [(e.spec.name, t) for e in store.entries for t in (e.leaf, e.piece)]
+    held += store.buffers.items()
+    numbers = torch.Generator(alone.device)
     with torch.no_grad():
-        for tensor in held:
+        for name, tensor in held:
             if not tensor.untyped_storage().size():  # gathered when it is used
                 continue
             if tensor.is_floating_point():
-                tensor.normal_(0.0, WEIGHT)
+                numbers.manual_seed(zlib.crc32(name.encode()))
+                tensor.normal_(0.0, WEIGHT, generator=numbers)
             else:
                 tensor.zero_()
 
 
 def batch_of(alone: Alone) -> dict[str, Tensor]:
-    """Random numbers, and zeros for integers: an index that every table has."""
+    """Random numbers, the same on all ranks; zeros for integers: an index that every table has."""
+    numbers = torch.Generator(alone.device).manual_seed(0)
 
     def made(kind: TensorType) -> Tensor:
         if kind.dtype.is_floating_point:
-            return torch.randn(kind.shape, device=alone.device).to(kind.dtype)
+            made = torch.randn(kind.shape, device=alone.device, generator=numbers)
+            return made.to(kind.dtype)
         return torch.zeros(kind.shape, dtype=kind.dtype, device=alone.device)
 
     return {name: made(kind) for name, kind in alone.batch_types().items()}

@@ -66,7 +66,9 @@ def load_weights(
     named = dict((*model.named_parameters(), *model.named_buffers()))
     names = list(named)
     rows = [_described(name, named[name], store) for name in names]
-    sources = _sources(names, rt.gather_rows(everyone, rows, store.device), everyone.ranks)
+    numels = [tensor.numel() for tensor in named.values()]
+    every = rt.gather_rows(everyone, rows, store.device)
+    sources = _sources(names, numels, every, everyone.ranks)
     if everyone.index == 0 and any(source.travels for source in sources):
         differing = [source.name for source in sources if source.travels]
         log.info(
@@ -181,12 +183,12 @@ def _described(name: str, tensor: Tensor, store: rt.ParameterStore) -> list[int]
         return [-1, 0, 0, used]
     alone = store.mesh.everyone.size == 1
     bits = 0 if alone else int(rt.checksum(tensor))
-    undefined = tensor.is_floating_point() and bool(torch.isnan(tensor.detach()).any())
-    return [_DTYPES.index(tensor.dtype), bits, int(undefined), used]
+    undefined = int(torch.isnan(tensor.detach()).sum()) if tensor.is_floating_point() else 0
+    return [_DTYPES.index(tensor.dtype), bits, undefined, used]
 
 
 def _sources(
-    names: list[str], every: list[list[list[int]]], ranks: tuple[int, ...]
+    names: list[str], numels: list[int], every: list[list[list[int]]], ranks: tuple[int, ...]
 ) -> list[Source]:
     """Decide where each tensor comes from, the same on every rank."""
     sources = []
@@ -199,7 +201,8 @@ def _sources(
         dtype, bits, undefined, _ = rows[owner]
         if undefined:
             raise WeightsError(
-                f"parameter or buffer {name} has NaNs on rank {ranks[owner]}",
+                f"{name} has {undefined} of {numels[place]} values that are NaN, on rank "
+                f"{ranks[owner]}",
                 where=name,
                 hint="load or initialize the weights before parallelize",
             )

@@ -85,7 +85,7 @@ class PythonState:
 
     def number(self) -> int:
         """Return the number of the present state; raise if parts of the model were replaced."""
-        if self._is_unchanged():
+        if not self._known or self._is_unchanged():  # without captures, nothing to compare
             return self._number
         self._require_children()
         before, present = self._current, self._take()
@@ -107,8 +107,10 @@ class PythonState:
             )
         return self._number
 
-    def skeleton(self) -> nn.Module:
-        """Return a copy without weights of the model as it is now."""
+    def skeleton(self, last: nn.Module) -> nn.Module:
+        """Return a copy without weights of the model as it is now; `last` is the one before."""
+        if all(ref() is None for ref in self._modules.values()):
+            return last  # nobody can have changed the model; what changed is a variable outside it
         root = self._modules[""]()
         if root is None and self._root_is_made:
             children = {path: ref() for path, ref in self._modules.items() if path.isidentifier()}
@@ -117,8 +119,8 @@ class PythonState:
                 root.training = self._mode()
         if root is None:
             raise ProgramError(
-                "a part of the model has changed, but the model itself is gone",
-                hint="keep a reference to what was given to parallelize",
+                "the state of Python changed, and of the model some parts exist and others do not",
+                hint="keep a reference to the model that was given to parallelize, or to no part",
             )
         return skeleton(root)
 
@@ -145,7 +147,7 @@ class PythonState:
 
     def _is_unchanged(self) -> bool:
         """Compare as little as tells; if in doubt, say no."""
-        if not self._known or any(self._no_hooks):
+        if any(self._no_hooks):
             return False
         for ref, attributes, children in self._plain:
             module = ref()

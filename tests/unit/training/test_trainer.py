@@ -224,7 +224,7 @@ def test_plateaus_and_epochs_step_the_schedule() -> None:
         ({"model": {"name": "tests.support.trainer:Net", "args": {"dropot": 1}}}, "did you mean"),
         ({"optimizer": "adamw"}, "did you mean 'AdamW'?"),
         ({"optimizer": {"name": "SGD", "args": {"learning": 1}}}, "SGD: "),
-        ({"optimizer": {"groups": [{"params": "nothing.*"}]}}, "no parameter that is trained"),
+        ({"optimizer": {"groups": [{"params": "nothing.*"}]}}, "no parameter matches 'nothing.*'"),
         ({"schedule": "CosineAnealingLR"}, "did you mean 'CosineAnnealingLR'?"),
         ({"schedule": ["LinearLR", "ConstantLR"]}, "when does the next one begin?"),
         ({"plan": "fsdpp"}, "did you mean 'fsdp'?"),
