@@ -153,11 +153,24 @@ def _vague(expected: torch.Tensor, noise: torch.Tensor | float | None) -> float:
     """
     if noise is None or not expected.is_floating_point() or not expected.numel():
         return 0.0
-    size = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    moved = torch.as_tensor(noise).max().item()
-    if moved <= VAGUE * size or size <= ROUNDING * moved:
+    size, moved = _sizes(expected, noise)
+    if moved <= VAGUE * size or is_rounding(expected, noise):
         return 0.0
-    return float(moved / size)
+    return moved / size
+
+
+def is_rounding(expected: torch.Tensor, noise: torch.Tensor | float | None) -> bool:
+    """Return whether a tensor is a zero with its rounding, and nothing else."""
+    if noise is None or not expected.is_floating_point() or not expected.numel():
+        return False
+    size, moved = _sizes(expected, noise)
+    return size <= ROUNDING * moved
+
+
+def _sizes(expected: torch.Tensor, noise: torch.Tensor | float) -> tuple[float, float]:
+    """The largest element of a tensor, and the farthest that rounding moves one."""
+    size = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return float(size), float(torch.as_tensor(noise).max().item())
 
 
 def _listed(label: str, items: Sequence[str]) -> list[str]:

@@ -148,6 +148,24 @@ def test_a_certificate_names_what_was_not_exercised() -> None:
     assert "not exercised: input other: nothing reads it" in text
 
 
+class Critic(nn.Module):
+    """A score whose last bias cancels: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+        return self.net(fake).mean() - self.net(real).mean()
+
+
+def test_a_step_of_rounding_alone_is_no_difference() -> None:
+    model, batch = Critic(), {"real": torch.randn(6, 4), "fake": torch.randn(6, 4)}
+    certificate = sw.verify(model, batch, planned(model, batch))
+    assert certificate.ok
+    assert "not exercised: parameter net.2.bias: its gradient is zero" in str(certificate)
+
+
 # ------------------------------------------------ what is verified
 
 
