@@ -13,13 +13,14 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from shardwise.errors import ProgramError
 from shardwise.frontend import skeleton
 from shardwise.frontend.hooks import hooks_of
+from shardwise.frontend.provenance import Frame
 from shardwise.frontend.reach import Variable
 from shardwise.frontend.snapshot import ATOMS, INTERNAL, MISSING, snapshot
 from shardwise.frontend.watch import Reads
@@ -35,6 +36,46 @@ _BY_IDENTITY = (*ATOMS, types.FunctionType, types.BuiltinFunctionType, type, typ
 _GONE = object()  # of a module that nobody holds any more
 
 Snapshots = dict[str, Any]
+
+
+class NotComputed:
+    """Stands for an attribute that forward assigns, on a model whose forward no longer runs.
+
+    Parallel steps do not assign it, and the value from before would be taken for the step's. Every
+    use but the text raises.
+    """
+
+    def __init__(self, name: str, frame: Frame) -> None:
+        vars(self).update(name=name, frame=str(frame))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ProgramError(
+            f"forward assigns the attribute {vars(self)['name']}, which parallel steps do not",
+            where=vars(self)["frame"],
+            hint="return the value from forward: loss, output = pm.train_step(batch, outputs=True)",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols such as copying ask whether there is such a method
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions of torch."""
+        used = [*args, *(kwargs or {}).values()]
+        next(value for value in used if isinstance(value, cls))._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{vars(self)['name']} is not computed by parallel steps ({vars(self)['frame']})>"
+
+    __hash__ = object.__hash__
+    __bool__ = __len__ = __iter__ = __getitem__ = __call__ = __contains__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __float__ = __int__ = __index__ = __array__ = __neg__ = __abs__ = _refuse
+    __format__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __pow__ = __matmul__ = _refuse
 
 
 def attributes_of(model: nn.Module) -> frozenset[str]:
@@ -81,7 +122,24 @@ class PythonState:
                 known.setdefault(key, value)
         if not self._known:
             self._known.append((present, self._number))
+        self._publish()
         self._set(present)
+
+    def _publish(self) -> None:
+        """Give the model the attributes that its forward would have assigned.
+
+        Values that are the same in all programs are set; others would be those of another step. An
+        attribute that the model did not have stays missing: forward may ask whether it has one.
+        """
+        for (path, name), write in self.reads.writes.items():
+            module = self._modules[path]()
+            if module is None or write.frame is None:
+                continue
+            old = vars(module).get(name, MISSING)
+            if write.is_known:
+                vars(module)[name] = write.value
+            elif old is not MISSING:
+                vars(module)[name] = NotComputed(_dotted(path, name), write.frame)
 
     def number(self) -> int:
         """Return the number of the present state; raise if parts of the model were replaced."""

@@ -82,8 +82,8 @@ class Step(nn.Module):
                     raise
         leaves, report.spec = flatten_output(output)
         report.leaves = [_leaf(leaf, results, report) for leaf in leaves]
-        report.warnings += watch.warnings()
         watch.compare()
+        report.warnings += watch.warnings()
         cached = [(change, t) for change in watch.changes for t in change.tensors]
         report.cached = [change for change, _ in cached]
         results.extend(_reassigned(self.model, before, report))

@@ -31,17 +31,39 @@ _HINT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An attribute that forward assigns and does not read.
+
+    `is_known` says that `value` is what every captured step assigns. Tensors and other objects that
+    only exist inside a step are not known.
+    """
+
+    value: Any
+    is_known: bool
+    frame: Frame | None
+
+    def merge(self, other: Write) -> Write:
+        """Return what is known after another capture has assigned the same attribute."""
+        same = snapshot(self.value, frozenset()) == snapshot(other.value, frozenset())
+        return Write(other.value, self.is_known and other.is_known and same, other.frame)
+
+
 @dataclass(slots=True)
 class Reads:
-    """The Python state that captures of one model read."""
+    """The Python state that captures of one model read, and the attributes that they only write."""
 
     attributes: dict[Place, None] = field(default_factory=dict)
     methods: dict[Place, None] = field(default_factory=dict)
+    writes: dict[Place, Write] = field(default_factory=dict)
     reach: Reach = field(default_factory=Reach)
 
     def add(self, watch: Watch) -> None:
-        """Add what one capture read."""
+        """Add what one capture read and wrote."""
         self.attributes.update(dict.fromkeys(watch.first))
+        for place, write in watch.writes.items():
+            known = self.writes.get(place)
+            self.writes[place] = write if known is None else known.merge(write)
         self.methods.update(watch.methods)
         self.reach.variables.update(watch.reach.variables)
         self.reach.names |= watch.reach.names
@@ -90,6 +112,7 @@ class Watch:
         self._assigned: dict[Place, Any] = {}  # written before they were read: the value before
         self.methods: dict[Place, None] = {}  # that were called or otherwise read
         self.changes: list[Change] = []
+        self.writes: dict[Place, Write] = {}
         self._plain_class: dict[tuple[type, str], bool] = {}
 
     @contextlib.contextmanager
@@ -187,17 +210,20 @@ class Watch:
         for place in carried:
             del self.first[place]
 
+        for place, old in self._assigned.items():
+            now = self._now(place)
+            if now is not old and now is not MISSING:
+                known = all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves(now))
+                self.writes[place] = Write(now if known else None, known, self._frames[place])
+
     def warnings(self) -> list[str]:
-        """A line for each attribute that forward writes and does not read."""
-        found = []
-        for place, before in self._assigned.items():
-            if self._now(place) is not before and self._now(place) is not MISSING:
-                at = f" ({self._frames[place]})" if self._frames[place] else ""
-                found.append(
-                    f"forward assigns the attribute {'.'.join(filter(None, place))}{at}; parallel "
-                    "steps leave it as it is: return the value to see it"
-                )
-        return found
+        """Return a line for each attribute that forward only writes and steps leave unset."""
+        return [
+            f"forward assigns the attribute {'.'.join(filter(None, place))} ({write.frame}), which "
+            "parallel steps do not: return the value from forward to see it"
+            for place, write in self.writes.items()
+            if not write.is_known
+        ]
 
     # --- global variables and closures ---------------------------------------------------
 
