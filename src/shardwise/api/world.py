@@ -12,9 +12,10 @@ import itertools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from shardwise.errors import ProgramError
@@ -22,7 +23,7 @@ from shardwise.frontend import skeleton
 from shardwise.frontend.hooks import hooks_of
 from shardwise.frontend.provenance import Frame
 from shardwise.frontend.reach import Variable
-from shardwise.frontend.snapshot import ATOMS, INTERNAL, MISSING, snapshot
+from shardwise.frontend.snapshot import ATOMS, INTERNAL, MISSING, Same, snapshot
 from shardwise.frontend.watch import Reads
 
 STATES = 64  # whose numbers are remembered
@@ -106,7 +107,9 @@ class PythonState:
         self._current: Snapshots = {}
         self._hooks: list[int] = []
         self._known: list[tuple[Snapshots, int]] = []
-        self._variables: list[tuple[Variable, Any]] = []  # those that are compared by identity
+        self._variables: list[tuple[Variable, Any]] = []  # cells that are compared by identity
+        self._members: list[tuple[Mapping[str, Any], list[tuple[str, Any]]]] = []  # of one home
+        self._default_dtype = torch.get_default_dtype()
         self._others: list[tuple[Callable[[], Any], Any]] = []  # those that need a snapshot
         self._plain: list[tuple[Callable[[], Any], list[tuple[str, Any]], tuple[int, ...]]] = []
         self._methods: list[tuple[type, str, Any]] = []  # of the classes of modules
@@ -220,9 +223,15 @@ class PythonState:
         for cls, name, value in self._methods:
             if getattr(cls, name, MISSING) is not value:
                 return False
+        if torch.get_default_dtype() is not self._default_dtype:
+            return False
         for variable, value in self._variables:
             if variable.read() is not value:
                 return False
+        for members, values in self._members:
+            for name, value in values:
+                if members.get(name, MISSING) is not value:
+                    return False
         names = self.reads.reach.names
         memo: dict[int, Any] = {}
         for get, taken in self._others:
@@ -258,12 +267,18 @@ class PythonState:
         self._no_hooks = [hooks for hooks in registered if not hooks]
         self._some_hooks = [hooks for hooks in registered if hooks]
         self._hooks = self._hook_keys()
+        self._default_dtype = torch.get_default_dtype()
+        members: dict[int, tuple[Mapping[str, Any], list[tuple[str, Any]]]] = {}
         for variable in self.reads.reach.variables.values():
-            value = variable.read()
-            if _is_constant(value):
+            value, home = variable.read(), variable.home
+            if self._is_constant(value) and isinstance(home, types.CellType):
                 self._variables.append((variable, value))
+            elif self._is_constant(value):
+                mapping = home if isinstance(home, dict) else vars(home)
+                members.setdefault(id(home), (mapping, []))[1].append((variable.name, value))
             else:
                 self._others.append((variable.read, present[_variable_key(variable)]))
+        self._members = list(members.values())
         by_path: dict[str, list[str]] = {}
         for path, name in self.reads.attributes:
             by_path.setdefault(path, []).append(name)
@@ -305,7 +320,9 @@ class PythonState:
         for path, name in self.reads.methods:
             yield f"the method {_dotted(path, name)}", _get(self._modules[path], name)
         for variable in self.reads.reach.variables.values():
-            yield _variable_key(variable), variable.read()
+            value = variable.read()
+            yield _variable_key(variable), Same(value) if self._is_part(value) else value
+        yield "torch's default dtype", torch.get_default_dtype()
         for kind in _GLOBAL_HOOKS:
             yield f"the global {kind}", list(_GLOBAL[kind].values())
         for path, held in self._modules.items():
@@ -315,6 +332,14 @@ class PythonState:
         for name, ref in self._parameters:
             parameter = ref()
             yield f"a hook of {name}", _GONE if parameter is None else hooks_of(parameter)
+
+    def _is_part(self, value: Any) -> bool:
+        """Whether a value is the model or a part of it, which is compared by itself."""
+        return isinstance(value, nn.Module) and any(ref() is value for ref in self._modules.values())
+
+    def _is_constant(self, value: Any) -> bool:
+        """Whether the same object always means the same value."""
+        return _is_constant(value) or self._is_part(value)
 
     def _take(self) -> Snapshots:
         names = self.reads.reach.names

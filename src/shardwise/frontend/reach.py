@@ -1,4 +1,4 @@
-"""Global variables and closure cells that a model's code may read.
+"""Global variables, closure cells, class attributes and defaults that a model's code may read.
 
 Enters: the model and the functions that run with it. Leaves: `Reach`. Code is not run to find out:
 starting from the methods of the model's classes, functions are followed through the names that
@@ -23,30 +23,44 @@ from shardwise.frontend.provenance import is_user_code
 from shardwise.frontend.snapshot import ATOMS, DEPTH, INTERNAL, LARGEST, MISSING, attributes_of
 
 _ALWAYS = frozenset({"forward", "__call__", "__getitem__", "__getattr__", "__iter__", "__len__"})
+_BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields"})
+_BUILTIN = (types.BuiltinFunctionType, type, types.MethodDescriptorType)
 _WRAPPERS = (functools.partial, staticmethod, classmethod, property, functools.cached_property)
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A global variable, or a cell of a closure, and the function that reads it."""
+    """A global variable, a cell of a closure or a class attribute, and what reads it."""
 
     name: str
     place: str  # "train.py:12"
-    home: Any = field(repr=False)  # the dict of globals, or the cell
+    home: Any = field(repr=False)  # the dict of globals, the cell, or the class
+
+    @property
+    def kind(self) -> str:
+        """What the user calls it."""
+        if isinstance(self.home, type):
+            return "class attribute"
+        return "global variable" if isinstance(self.home, dict) else "enclosing variable"
 
     def read(self) -> Any:
         """Return the value, or `MISSING`."""
-        if isinstance(self.home, dict):
-            return self.home.get(self.name, MISSING)
-        try:
-            return self.home.cell_contents
-        except ValueError:
-            return MISSING
+        if isinstance(self.home, types.CellType):
+            try:
+                return self.home.cell_contents
+            except ValueError:
+                return MISSING
+        home = self.home if isinstance(self.home, dict) else vars(self.home)
+        return home.get(self.name, MISSING)
 
     def write(self, value: Any) -> None:
         """Set the value, for what a capture must undo."""
-        if not isinstance(self.home, dict):
+        if isinstance(self.home, types.CellType):
             self.home.cell_contents = value
+        elif isinstance(self.home, type):
+            delattr(self.home, self.name) if value is MISSING else setattr(
+                self.home, self.name, value
+            )
         elif value is MISSING:
             self.home.pop(self.name, None)
         else:
@@ -85,6 +99,9 @@ class _Walk:
         self.reach = Reach()
         self.classes: dict[type, None] = {}
         self.modules: dict[int, types.ModuleType] = {}
+        self.libraries: dict[int, types.ModuleType] = {}  # whose functions may be replaced
+        self._attributes: set[str] = set()  # of objects
+        self._is_dynamic = False  # whether code reads attributes by names that it computes
         self._is_user: dict[type, bool] = {}
         self._codes: set[types.CodeType] = set()
         self._values: dict[int, Any] = {}  # holds them, so that ids stay theirs
@@ -99,13 +116,13 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             self.value(value.__self__, depth)
             self.value(value.__func__, depth)
-        elif isinstance(value, _WRAPPERS) or hasattr(value, "__wrapped__"):
+        elif isinstance(value, (*_WRAPPERS, functools._lru_cache_wrapper)):
             inner = ("func", "args", "keywords", "__func__", "fget", "__wrapped__")
             for name in inner:
                 self.value(getattr(value, name, None), depth)
         elif isinstance(value, types.ModuleType):
-            if "site-packages" not in (getattr(value, "__file__", None) or "") and _is_user(value):
-                self.modules[id(value)] = value
+            own = "site-packages" not in (getattr(value, "__file__", None) or "")
+            (self.modules if own and _is_user(value) else self.libraries)[id(value)] = value
         elif isinstance(value, type):
             self.classes.setdefault(value)
         elif isinstance(value, dict | list | tuple | set | frozenset):
@@ -114,7 +131,8 @@ class _Walk:
                     self.value(item, depth)
         elif not isinstance(value, nn.Module) and _is_user_class(type(value)):
             self.classes.setdefault(type(value))
-            for item in attributes_of(value).values():
+            for name, item in attributes_of(value).items():
+                self._attributes.add(name)
                 self.value(item, depth - 1)
 
     def close(self) -> None:
@@ -132,6 +150,14 @@ class _Walk:
                         self._members(base, names, done)
             for module in list(self.modules.values()):
                 self._members(module, names, done)
+        if self._is_dynamic:
+            self.reach.names |= self._attributes
+        for library in self.libraries.values():
+            members = vars(library)
+            for name in sorted(self.reach.names & members.keys()):
+                if isinstance(members[name], (*ATOMS, types.FunctionType, *_BUILTIN)):
+                    found = Variable(name, library.__name__, members)
+                    self.reach.variables.setdefault((id(members), name), found)
 
     def _members(self, owner: Any, names: set[str], done: set[tuple[int, str]]) -> None:
         members = vars(owner)
@@ -141,6 +167,9 @@ class _Walk:
             done.add((id(owner), name))
             if isinstance(owner, types.ModuleType):
                 self._variable(name, owner.__name__, members)
+            elif not hasattr(type(members[name]), "__get__") and _is_own(owner, members[name]):
+                found = Variable(name, f"class {owner.__name__}", owner)
+                self.reach.variables.setdefault((id(owner), name), found)
             self.value(members[name], DEPTH)
 
     def _function(self, function: types.FunctionType) -> None:
@@ -152,8 +181,19 @@ class _Walk:
             if user and watched and name != "__class__":
                 self.reach.variables[id(cell), name] = found
             self.value(found.read(), DEPTH)
-        for default in function.__defaults__ or ():
+        own = user and "site-packages" not in code.co_filename
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for number, default in enumerate(defaults):
+            if own and not isinstance(default, ATOMS):
+                name = f"default {number} of {function.__name__}"
+                holder = {name: default}
+                self.reach.variables[id(default), name] = Variable(name, _place(code), holder)
             self.value(default, DEPTH)
+        for name in vars(function):
+            if own and name != "__wrapped__":
+                found = Variable(name, _place(code), vars(function))
+                self.reach.variables[id(vars(function)), name] = found
+            self.value(vars(function)[name], DEPTH)
         if user:
             self._code(code, function.__globals__)
 
@@ -163,6 +203,7 @@ class _Walk:
         self._codes.add(code)
         used, attributes, written = names_in(code)
         self.reach.names |= attributes
+        self._is_dynamic = self._is_dynamic or _reads_any_name(code)
         for name, line in written.items():
             self.reach.writes.setdefault(name, f"{Path(code.co_filename).name}:{line}")
         for name in used:
@@ -196,6 +237,38 @@ def names_in(
             written.setdefault(instruction.argval, line)
     texts = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
     return tuple(used), frozenset(code.co_names) | texts, written
+
+
+@functools.lru_cache(maxsize=65536)
+def _reads_any_name(code: types.CodeType) -> bool:
+    """Whether code reads attributes by names that it computes: `vars(x)`, `getattr(x, name)`."""
+    if not _BY_ANY_NAME.isdisjoint(code.co_names):
+        return True
+    if "getattr" not in code.co_names:
+        return False
+    plain: bool | None = None  # of the call of getattr that is being read
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        if name == "LOAD_GLOBAL" and value == "getattr":
+            plain = False
+        elif plain is None:
+            continue
+        elif name == "LOAD_CONST" and isinstance(value, str) and value.isidentifier():
+            plain = True
+        elif name.startswith(("FORMAT_", "BINARY_OP", "BUILD_STRING")):
+            return True
+        elif name.startswith("CALL") and value in (2, 3):
+            if not plain:
+                return True
+            plain = None
+    return False
+
+
+def _is_own(cls: type, value: Any) -> bool:
+    """Whether to compare a class attribute: in libraries, only plain ones change."""
+    module = sys.modules.get(cls.__module__)
+    library = "site-packages" in (getattr(module, "__file__", None) or "")
+    return not library or isinstance(value, ATOMS)
 
 
 def _line(instruction: Any) -> int:

@@ -9,6 +9,7 @@ next step would see is refused with the line that makes it.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.frontend.provenance import Frame, running_frame
+from shardwise.frontend.provenance import Frame, is_user_code, running_frame
 from shardwise.frontend.reach import Reach, reachable
 from shardwise.frontend.snapshot import ATOMS, INTERNAL, MISSING, snapshot
 
+_MODULE_FILE = nn.modules.module.__file__
 Place = tuple[str, str]  # path of a module, name of an attribute
 _HINT = (
     "state that forward changes belongs in a buffer: self.register_buffer({name!r}, tensor), "
@@ -123,7 +125,9 @@ class Watch:
 
         def getattribute(module: nn.Module, name: str) -> Any:
             value = get(module, name)
-            if name == "forward" or (name not in INTERNAL and not name.startswith("__")):
+            if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
+                self._note_all(value)
+            elif name == "forward" or (name not in INTERNAL and not name.startswith("__")):
                 owner = get(module, "__dict__")
                 path = self._paths.get(id(owner))
                 if path is None:
@@ -167,7 +171,8 @@ class Watch:
     def _note_read(self, place: Place, value: Any) -> None:
         if place in self._assigned:
             return
-        if self._is_torchs(place) and not isinstance(value, (*ATOMS, tuple)):
+        plain = (*ATOMS, tuple, types.FunctionType, types.BuiltinFunctionType)
+        if self._is_torchs(place) and not isinstance(value, plain):
             return
         if type(value).__module__.startswith("shardwise."):  # an integration's own
             return
@@ -176,6 +181,13 @@ class Watch:
             self._values[place] = value
         if not isinstance(value, (*ATOMS, torch.Tensor, nn.Module, types.FunctionType)):
             self._frames[place] = running_frame()  # it may be changed in place
+
+    def _note_all(self, owner: dict[str, Any]) -> None:
+        """Note that code has taken the whole `__dict__` of a module."""
+        path = self._paths.get(id(owner))
+        if path is not None and is_user_code(sys._getframe(2).f_code.co_filename):
+            for name in owner.keys() - INTERNAL - {"training"}:
+                self._note_read((path, name), owner[name])
 
     def _note_write(self, place: Place, before: Any) -> None:
         if self._is_torchs(place):
@@ -251,10 +263,9 @@ class Watch:
             elif isinstance(value, dict | set) and kept is not None:
                 value.clear()
                 value.update(kept)
-            kind = "global variable" if isinstance(variable.home, dict) else "enclosing variable"
             errors.append(
                 CaptureError(
-                    f"forward changes the {kind} {variable.name}, which a captured step does not "
+                    f"forward changes the {variable.kind} {variable.name}, which a captured step does not "
                     "do again",
                     where=self.reach.writes.get(variable.name, variable.place) or None,
                     hint="return the value from forward (train_step(batch, outputs=True)), or "
