@@ -2,7 +2,8 @@
 
 Enters: the model and the `ParallelModule` made of it. Leaves: nothing; while that module lives,
 another `parallelize` of the same parameters is refused, and the model warns once when it is used
-for training. Everything here is held by weak references and goes with the parallel module.
+for training or when its tensors are changed. Everything here is held by weak references and goes
+with the parallel module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import ShardwiseError
 from shardwise.runtime import ParallelModule
 
-__all__ = ["claim", "refuse_shared"]
+__all__ = ["Notice", "claim", "refuse_shared", "user_level"]
 
 # id of a parameter -> the parameter, its name and the parallel module that trains its copy
 _CLAIMS: dict[int, tuple[weakref.ref[Any], str, weakref.ref[ParallelModule]]] = {}
@@ -54,8 +55,11 @@ def _claim(parameter: torch.Tensor) -> str | None:
     return held[1]
 
 
-def claim(model: nn.Module, pm: ParallelModule) -> None:
-    """Note that `pm` trains a copy of this model's parameters, and let the model say so."""
+def claim(model: nn.Module, pm: ParallelModule) -> Notice:
+    """Note that `pm` trains a copy of this model's parameters, and let the model say so.
+
+    The result is to be called now and then.
+    """
     owner = weakref.ref(pm)
     pm.store.original_name = _claim
     keys = []
@@ -63,8 +67,9 @@ def claim(model: nn.Module, pm: ParallelModule) -> None:
         keys.append(id(parameter))
         _CLAIMS[id(parameter)] = (weakref.ref(parameter), name, owner)
     roots = model.values() if isinstance(model, nn.ModuleDict) else [model]
-    handles = [root.register_forward_pre_hook(_Notice(root)) for root in roots]
+    handles = [root.register_forward_pre_hook(_Called(root)) for root in roots]
     weakref.finalize(pm, _release, keys, handles)
+    return Notice(model, pm)
 
 
 def _release(keys: list[int], handles: list[Any]) -> None:
@@ -89,14 +94,72 @@ def _warn_of_originals(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     f"torch.optim.{type(optimizer).__name__} steps {name} of a model that was "
                     "given to sw.parallelize, which is not what is being trained: use "
                     "sw.optimizer(pm, cls, …)",
-                    stacklevel=_user_level(),
+                    stacklevel=user_level(),
                 )
 
 
 register_optimizer_step_pre_hook(_warn_of_originals)
 
 
-class _Notice:
+class Notice:
+    """Warns once when a tensor of the original is changed or replaced after `parallelize`.
+
+    Called at every step, it looks at steps 1, 2, 4, 8, … 64, 128, 192, …: loops repeat themselves.
+    """
+
+    def __init__(self, model: nn.Module, pm: ParallelModule) -> None:
+        self._modules = [(path, weakref.ref(m)) for path, m in model.named_modules()]
+        self._kind, self._pm = type(model).__name__, weakref.ref(pm)
+        self._calls, self._copies = 0, pm.copies
+        self._before = self._take()
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._calls % 64 and self._calls & (self._calls - 1):
+            return
+        pm = self._pm()
+        if pm is None or pm.copies != self._copies:  # what we have changed ourselves
+            self._copies, self._before = pm.copies if pm is not None else 0, self._take()
+            return
+        for name, (tensor, version, sample) in self._take().items():
+            original, known, values = self._before.get(name, (_nothing, version, sample))
+            same = original() is tensor() and version == known
+            if same and (values is None or sample is None or _equal(values, sample)):
+                continue
+            self._calls, self._modules = 0, []  # once
+            warnings.warn(
+                f"{name} of the {self._kind} that was given to sw.parallelize was changed, which "
+                "changes nothing in what is being trained: pm.named_parameters() and "
+                "pm.named_buffers() are what is, pm.load_state_dict(model.state_dict()) takes "
+                "everything from the model",
+                stacklevel=user_level(),
+            )
+            return
+
+    def _take(self) -> dict[str, tuple[Callable[[], Any], int, torch.Tensor | None]]:
+        """Every tensor with its version and a few of its values."""
+        found: dict[str, tuple[Callable[[], Any], int, torch.Tensor | None]] = {}
+        for path, ref in self._modules:
+            module = ref()
+            if module is None:
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or tensor.is_meta or tensor.is_inference():
+                    continue
+                sample = None
+                if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+                    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else None
+                    sample = flat[:: max(1, len(flat) // 64)].clone() if flat is not None else None
+                key = f"{path}.{name}" if path else name
+                found[key] = (weakref.ref(tensor), tensor._version, sample)
+        return found
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and bool(a.isnan().any()))
+
+
+class _Called:
     """A hook that warns once when the original is called for training; copies of it are silent."""
 
     def __init__(self, original: nn.Module) -> None:
@@ -110,21 +173,21 @@ class _Notice:
             f"this {type(module).__name__} was given to sw.parallelize and is not what is being "
             "trained: its weights stay as they were. Train with pm.train_step(batch); "
             "pm.copy_to(model) brings the trained weights here",
-            stacklevel=_user_level(),
+            stacklevel=user_level(),
         )
 
-    def __deepcopy__(self, memo: Any) -> _Notice:
+    def __deepcopy__(self, memo: Any) -> _Called:
         return _silent()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _silent, ()
 
 
-def _user_level() -> int:
-    """The `stacklevel` of the first frame that is not torch's, seen from the caller."""
+def user_level() -> int:
+    """The `stacklevel` of the first frame that is not torch's or ours, seen from the caller."""
     level, frame = 1, inspect.currentframe()
     frame = frame.f_back if frame is not None else None
-    inside = (str(Path(torch.__file__).parent), __file__)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         level, frame = level + 1, frame.f_back
     return level
@@ -134,7 +197,7 @@ def _nothing() -> None:
     return None
 
 
-def _silent() -> _Notice:
-    notice = _Notice.__new__(_Notice)
+def _silent() -> _Called:
+    notice = _Called.__new__(_Called)
     notice.original = _nothing
     return notice

@@ -21,7 +21,7 @@ from shardwise import runtime as rt
 from shardwise.api.captured import capture_for_plan
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.indices import BatchIndices
-from shardwise.api.originals import claim, refuse_shared
+from shardwise.api.originals import Notice, claim, refuse_shared
 from shardwise.api.other_batches import (
     LayoutsBySize,
     plan_for_first,
@@ -30,7 +30,7 @@ from shardwise.api.other_batches import (
     same_storage,
     stored_specs,
 )
-from shardwise.api.scheduled import ScheduledStep, input_dtypes, offloading
+from shardwise.api.scheduled import ScheduledStep, input_dtypes, not_trained, offloading
 from shardwise.api.steps import (
     Plans,
     StepSpec,
@@ -42,7 +42,7 @@ from shardwise.api.steps import (
 from shardwise.api.weights import Init, constants_of, load_weights
 from shardwise.api.world import PythonState, attributes_of
 from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
-from shardwise.errors import LossError, ProgramError
+from shardwise.errors import LossError
 from shardwise.frontend import flatten_batch, rebuild_output, skeleton
 from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.objective import Model, StepFn, as_module
@@ -155,7 +155,7 @@ def parallelize(
         about=trace_labels(first_plan),
         title=_title(root, first_plan),
     )
-    claim(root, pm)
+    factory.notice = claim(root, pm)
     return pm
 
 
@@ -211,6 +211,7 @@ class _Factory:
 
     steps: dict[str, StepSpec]
     flags: rt.TrainedFlags | None = None  # once there are parameters to train
+    notice: Notice | None = None  # once there is a parallel module
 
     def __init__(self, model: nn.Module, device: Any, timeout: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
@@ -232,6 +233,8 @@ class _Factory:
 
     def world(self) -> Hashable:
         """Everything outside the batch that captured programs depend on, in a form to compare."""
+        if self.notice is not None:
+            self.notice()
         frozen = self.flags.frozen() if self.flags is not None else ()
         return (frozen, self.state.number())
 
@@ -404,7 +407,7 @@ class _Step:
         with store.forward(), offloading(self.plan), self.recorder.span("compute", "0F0"):
             loss, out = self._forward(batch, outputs, local)
         if loss is None or not loss.requires_grad:
-            raise ProgramError("the loss depends on no parameter that is trained")
+            raise not_trained()
         with store.backward(last=True), self.recorder.span("compute", "0B0"):
             store.scaled(loss).backward()  # type: ignore[no-untyped-call]
         return loss, out

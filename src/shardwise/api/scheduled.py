@@ -48,7 +48,7 @@ class ScheduledStep:
         self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor, Any]:
         if not self.trains:
-            raise ProgramError("the loss depends on no parameter that is trained")
+            raise not_trained()
         tensors = self._tensors(batch, local)
         with offloading(self.plan), naming_places():
             loss, leaves = self.executor.train(
@@ -108,3 +108,17 @@ def input_dtypes(graph: Graph, plan: Plan) -> dict[str, torch.dtype]:
 def offloading(plan: Plan) -> contextlib.AbstractContextManager[object]:
     """Where the plan keeps activations on the host."""
     return rt.offload_activations() if "activations" in plan.offload else contextlib.nullcontext()
+
+
+def not_trained() -> ProgramError:
+    """The error of a training step that has nothing to train."""
+    if not torch.is_grad_enabled():
+        return ProgramError(
+            "train_step computes gradients, and they are switched off here",
+            hint="call it outside of torch.no_grad() and torch.inference_mode(); "
+            "pm.eval_loss(batch) is the loss without gradients",
+        )
+    return ProgramError(
+        "the loss depends on no parameter that is trained",
+        hint="parameter.requires_grad_(True) for what is to be trained",
+    )

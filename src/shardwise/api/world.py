@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from shardwise.api.originals import user_level
 from shardwise.errors import ProgramError
 from shardwise.frontend import skeleton
 from shardwise.frontend.hooks import hooks_of
@@ -26,6 +27,7 @@ from shardwise.frontend.reach import Variable
 from shardwise.frontend.snapshot import ATOMS, INTERNAL, MISSING, Same, snapshot
 from shardwise.frontend.watch import Reads
 
+_ID = " #"  # before what tells variables of one name apart
 STATES = 64  # whose numbers are remembered
 MANY = (8, 64, 512)  # numbers of states at which to warn
 _CURE = "pass a value that changes often in the batch, as a tensor"
@@ -161,10 +163,11 @@ class PythonState:
         self._known = [*self._known[-STATES + 1 :], (present, self._number)]
         if self._number in MANY:
             changed = [k for k in {**before, **present} if before.get(k) != present.get(k)]
+            name = changed[0].split(_ID)[0]
             warnings.warn(
-                f"the model is captured for the {self._number + 1}th time because {changed[0]} "
+                f"the model is captured for the {self._number + 1}th time because {name} "
                 f"changed; each capture costs as much as a first step. {_CURE}",
-                stacklevel=4,
+                stacklevel=user_level(),
             )
         return self._number
 
@@ -203,6 +206,17 @@ class PythonState:
                     where=_dotted(path, name),
                     hint="parallelize again, or give its values to pm.load_state_dict",
                 )
+        known = {(path, name) for path, name, _ in self._children}
+        for path, ref in self._modules.items():
+            module = ref()
+            for name, child in (module._modules if module is not None else {}).items():
+                if child is not None and (path, name) not in known:
+                    raise ProgramError(
+                        "this part was added to the model after parallelize, and is no part of "
+                        "what is being trained",
+                        where=_dotted(path, name),
+                        hint="parallelize again",
+                    )
 
     # --- every step --------------------------------------------------------------------------
 
@@ -335,7 +349,9 @@ class PythonState:
 
     def _is_part(self, value: Any) -> bool:
         """Whether a value is the model or a part of it, which is compared by itself."""
-        return isinstance(value, nn.Module) and any(ref() is value for ref in self._modules.values())
+        return isinstance(value, nn.Module) and any(
+            ref() is value for ref in self._modules.values()
+        )
 
     def _is_constant(self, value: Any) -> bool:
         """Whether the same object always means the same value."""
@@ -378,4 +394,4 @@ def _dotted(path: str, name: str) -> str:
 
 
 def _variable_key(variable: Variable) -> str:
-    return f"the variable {variable.name} ({variable.place}) {id(variable.home)}"
+    return f"the variable {variable.name} ({variable.place}){_ID}{id(variable.home)}"

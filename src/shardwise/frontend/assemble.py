@@ -5,7 +5,7 @@ Enters: the user's model and call before conversion; the filled builder after it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,11 @@ from shardwise.frontend.step import TENSOR, Step
 from shardwise.frontend.watch import Change
 from shardwise.ir import Buffer, Constant, Graph, Input, Parameter, Ref, TensorType, iter_refs
 
+_AS_STEP = (
+    "give all modules to sw.parallelize, which gives them to a function of yours: "
+    'steps={"main": lambda modules, batch: …}'
+)
+
 
 @dataclass(slots=True)
 class Sources:
@@ -37,6 +42,7 @@ class Sources:
     input_constants: tuple[tuple[str, Any], ...]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     requires_grad_inputs: set[str] = field(default_factory=set)
+    trained_outside: Mapping[int, tuple[str, str]] = field(default_factory=dict)  # by address
 
     @classmethod
     def of(cls, model: nn.Module, call: Call, argument_names: list[str]) -> Sources:
@@ -102,7 +108,15 @@ class Sources:
         if owner:
             raise CaptureError(
                 f"forward reaches {owner} past the module that holds it (a closure or a global?)",
-                hint="read it as an attribute of self, so that a copy of the model uses the copy's",
+                hint=f"read it as an attribute of self; in a loss function: {_AS_STEP}",
+            )
+        variable = self.trained_outside.get(data.data_ptr()) if data.numel() else None
+        if variable is not None:
+            raise CaptureError(
+                f"{variable[0]} wants a gradient, and is reached through a variable, not through "
+                "the model that is captured: nothing would train it",
+                where=variable[1] or None,
+                hint=f"{_AS_STEP}; requires_grad_(False) if it is not to be trained",
             )
         value = f"constant:{len(self.constants)}"
         self.constants[value] = builder.constants[value] = data.detach()

@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -51,6 +52,8 @@ from shardwise.frontend.regions import check_regions_can_go
 from shardwise.frontend.step import Around, Step
 from shardwise.frontend.watch import Change, Place, Reads, Watch
 from shardwise.ir import GradientHook, Graph
+
+_FRAMES = 4000  # of Python's stack while a model is traced
 
 
 def capture(
@@ -112,6 +115,7 @@ class Traced:
     def graph(self, call: Call) -> Graph:
         """The graph for a call of the sizes that the values of the exported program have."""
         sources = Sources.of(self.model, call, _signature_names(self.model))
+        sources.trained_outside = self.watch.reach.trained_tensors()
         parts = (self.step, sources, self.recorder, self.device)
         with _drivers_asleep(), explained(type(self.model).__name__):
             try:
@@ -143,7 +147,7 @@ def trace_step(
     _check(model, chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    with _drivers_asleep(), explained(type(model).__name__):
+    with _drivers_asleep(), explained(type(model).__name__), _deep_stack():
         mode = new_fake_mode()
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
@@ -170,6 +174,17 @@ def trace_step(
         program=program,
         device=logical,
     )
+
+
+@contextlib.contextmanager
+def _deep_stack() -> Iterator[None]:
+    """Allow for the frames that tracing adds to each call of a module in a module."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _FRAMES))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[..., Traced]) -> None:

@@ -12,13 +12,15 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from shardwise.frontend.fake import has_data
 from shardwise.frontend.provenance import is_user_code
 from shardwise.frontend.snapshot import ATOMS, DEPTH, INTERNAL, LARGEST, MISSING, attributes_of
 
@@ -74,6 +76,28 @@ class Reach:
     variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     writes: dict[str, str] = field(default_factory=dict)  # global name -> place of an assignment
+
+    def trained_tensors(self) -> dict[int, tuple[str, str]]:
+        """Return the addresses of tensors in variables that want a gradient: name and place."""
+        found: dict[int, tuple[str, str]] = {}
+        for variable in self.variables.values():
+            for name, tensor in _tensors(variable.read()):
+                if tensor.requires_grad and has_data(tensor):
+                    full = ".".join(filter(None, (variable.name, name)))
+                    found[tensor.data_ptr()] = (full, variable.place)
+        return found
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module, or of a container of modules and tensors, with names."""
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, nn.Module):
+        yield from value.named_parameters()
+    elif isinstance(value, dict | list | tuple) and len(value) <= LARGEST:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, nn.Module | torch.Tensor):
+                yield from ((f"{key}.{name}", tensor) for name, tensor in _tensors(item))
 
 
 def reachable(model: nn.Module, functions: Iterable[Any]) -> Reach:

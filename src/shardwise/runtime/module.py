@@ -69,6 +69,7 @@ class ParallelModule(nn.Module):
         self.flags = flags if flags is not None else TrainedFlags(store)
         self.recorder, self.timeout = recorder, timeout
         self.about, self.title = dict(about or {}), title
+        self.copies = 0  # of the weights into the user's model
         if recorder is not None:
             store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
@@ -300,6 +301,7 @@ class ParallelModule(nn.Module):
         """
         with self._naming_failures():
             copy_weights(self, model, strict=strict)
+        self.copies += 1
 
     def __repr__(self) -> str:
         return describe(self)

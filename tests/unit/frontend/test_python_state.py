@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import time
+import warnings
+from collections import UserDict, deque
+from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, ProgramError
 from shardwise.frontend import capture
 from shardwise.frontend.reach import reachable
 from shardwise.frontend.watch import Reads
@@ -218,3 +224,199 @@ def test_numbers_of_the_moment_are_refused_with_the_line(draw: Any) -> None:
     with pytest.raises(CaptureError) as caught:
         sw.capture(Moment(), BATCH)
     assert str(caught.value.where).startswith("test_python_state.py:")
+
+
+# --- state that programs depend on, changed from outside ----------------------------------
+
+
+class Settings:
+    beta = 1.0
+
+
+def scaled(value: float, settings: dict[str, float] = {"beta": 1.0}) -> float:  # noqa: B006
+    return value * settings["beta"] * scaled.beta  # type: ignore[attr-defined]
+
+
+scaled.beta = 1.0  # type: ignore[attr-defined]
+TABLE = [1.0] * 1000
+ARRAY = np.ones(1000)
+QUEUE = deque([1.0, 2.0])
+
+
+class Scaler:
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+    def scale(self) -> float:
+        return self.beta
+
+
+class ReadsAll(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 4).double()
+        self.scaler = Scaler()
+        self.method = self.scaler.scale
+        self.partial = functools.partial(float.__mul__, 1.0)
+        self.options = UserDict(beta=1.0)
+        self.hidden = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = [Settings.beta, scaled(1.0), TABLE[7], float(ARRAY[7]), QUEUE[0], self.method()]
+        numbers += [type(self).factor, self.options["beta"], self.__dict__["hidden"]]
+        numbers += [getattr(self.scaler, "be" + "ta"), *self.partial.keywords.values()]
+        loss = self.line(x.to(torch.get_default_dtype())).mean()
+        for number in numbers:
+            loss = loss * number
+        return torch.tanh(loss)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "class": lambda m: setattr(Settings, "beta", 2.0),
+    "own class": lambda m: setattr(type(m), "factor", 3.0),
+    "default": lambda m: scaled.__defaults__[0].update(beta=2.0),  # type: ignore[index]
+    "function": lambda m: setattr(scaled, "beta", 2.0),
+    "long list": lambda m: TABLE.__setitem__(7, 2.0),
+    "array": lambda m: ARRAY.__setitem__(7, 2.0),
+    "deque": lambda m: QUEUE.appendleft(3.0),
+    "bound method": lambda m: setattr(m.scaler, "beta", 2.0),
+    "keywords of partial": lambda m: m.partial.keywords.update(a=2.0),
+    "user dict": lambda m: m.options.update(beta=2.0),
+    "__dict__": lambda m: setattr(m, "hidden", 2.0),
+}
+
+
+def test_every_change_from_outside_is_noticed() -> None:
+    torch.manual_seed(0)
+    model, batch = ReadsAll(), {"x": torch.randn(5, 3, dtype=torch.float64)}
+    torch.set_default_dtype(torch.float64)
+    try:
+        plan = sw.strategies.fsdp(capture(model, batch), sw.Cluster.local(1))
+        pm = sw.parallelize(model, batch, plan)
+        with pytest.warns(UserWarning, match="9th time because") as caught:  # noqa: PT031
+            for name, change in CHANGES.items():
+                change(model)
+                with torch.no_grad():
+                    want = model(**batch)
+                assert torch.allclose(pm.train_step(batch), want, rtol=1e-12), name
+        assert caught[0].filename == __file__
+        before = torch.tanh
+        torch.tanh = torch.sin
+        try:
+            with torch.no_grad():
+                want = model(**batch)
+            assert torch.allclose(pm.train_step(batch), want, rtol=1e-12)
+        finally:
+            torch.tanh = before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "make", [itertools.count, lambda: itertools.cycle([1, 2]), lambda: (i for i in range(99))]
+)
+def test_iterators_that_forward_advances(make: Callable[[], Any]) -> None:
+    class Advances(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.line(x).sum() * next(self.numbers)
+
+    with pytest.raises(CaptureError, match="numbers") as error:
+        capture(Advances(), BATCH)
+    assert "next(self.numbers)" in str(error.value)
+
+
+def test_objects_that_answer_every_attribute() -> None:
+    class Answers:
+        def __init__(self) -> None:
+            self.values = {"beta": 1.0}
+
+        def __getattr__(self, name: str) -> Any:
+            return self.__dict__["values"][name]
+
+    class Reads(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.log = Answers(), mock.MagicMock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log("called")
+            return self.line(x).sum() * self.config.beta
+
+    assert capture(Reads(), BATCH).nodes
+
+
+def test_parameters_that_are_reached_through_variables() -> None:
+    head, line = nn.Linear(4, 2), nn.Linear(3, 4)
+    with pytest.raises(CaptureError, match=r"head\.weight wants a gradient") as error:
+        capture(line, BATCH, lambda y, batch: head(y).sum())
+    assert "test_python_state.py" in str(error.value.where)
+    with pytest.raises(CaptureError, match="steps="):
+        capture(line, BATCH, lambda y, batch: y.sum() + line.weight.square().sum())
+    head.requires_grad_(False)
+    assert capture(line, BATCH, lambda y, batch: head(y).sum()).nodes
+
+
+def test_modules_in_modules() -> None:
+    class Wraps(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.inner = Wraps(depth - 1) if depth else nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    assert capture(Wraps(100), BATCH, lambda y, batch: y.sum()).nodes
+
+
+def test_a_module_that_is_added() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        return y.sum()
+
+    plan = sw.strategies.ddp(capture(model, BATCH, loss), sw.Cluster.local(1))
+    pm = sw.parallelize(model, BATCH, plan, loss)
+    pm.train_step(BATCH)
+    with torch.no_grad(), pytest.raises(ProgramError, match="switched off"):
+        pm.train_step(BATCH)
+    model.append(nn.ReLU())
+    with pytest.raises(ProgramError, match="was added") as error:
+        pm.train_step(BATCH)
+    assert error.value.where == "1"
+
+
+@pytest.mark.parametrize("how", ["data", "in place", "buffer"])
+def test_the_original_warns_of_changed_weights_once(how: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        return y.square().sum()
+
+    plan = sw.strategies.ddp(capture(model, BATCH, loss), sw.Cluster.local(1))
+    pm = sw.parallelize(model, BATCH, plan, loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm.train_step(BATCH)
+        pm.copy_to(model)
+        pm.train_step(BATCH)
+        pm.train_step(BATCH)
+    with torch.no_grad():
+        if how == "data":
+            model[0].weight.data.clamp_(-0.01, 0.01)
+        elif how == "in place":
+            model[0].weight.mul_(2.0)
+        else:
+            model[1].running_mean = torch.ones(4)
+    with pytest.warns(UserWarning, match=r"(0.weight|1.running_mean) of the Sequential") as caught:
+        pm.train_step(BATCH)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            pm.train_step(BATCH)

@@ -26,6 +26,7 @@ def pull(parallel: ParallelModule, model: nn.Module) -> None:
     for name, found in whole_tensors(parallel, frozen=parallel.store.received_weights):
         if not tensors[name].is_meta:
             tensors[name].copy_(found)
+    parallel.copies += 1
 
 
 @torch.no_grad()
