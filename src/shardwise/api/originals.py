@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ProgramError
 from shardwise.runtime import ParallelModule
 
 __all__ = ["Notice", "claim", "refuse_shared", "user_level"]
@@ -40,7 +40,7 @@ def refuse_shared(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         found = _claim(parameter)
         if found is not None:
-            raise ShardwiseError(
+            raise ProgramError(
                 f"a parallel module already trains a copy of this parameter, there named "
                 f"{found!r}: two copies would be trained apart",
                 where=name,
