@@ -92,7 +92,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         place, text = describe_failure(error)
         raise VerifyError(
-            f"{type(model).__name__} cannot be verified, as a copy of it in float64\n"
+            f"{type(model).__name__} cannot be verified: a float64 copy of it fails\n"
             f"  because: {text}",
             where=place,
             hint="check that copy.deepcopy(model).double() runs on the batch (Mixture-of-Experts "

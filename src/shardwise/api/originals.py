@@ -29,7 +29,7 @@ __all__ = ["Notice", "claim", "refuse_shared", "user_level"]
 _CLAIMS: dict[int, tuple[weakref.ref[Any], str, weakref.ref[ParallelModule]]] = {}
 _HINT = (
     "one parallelize for all: sw.parallelize({name: module, …}, batch, plan, steps={name: step, …})"
-    "; or let go of the first parallel module (del pm) before the next"
+    "; or delete the first parallel module (del pm) before you make the next"
 )
 
 
@@ -41,8 +41,8 @@ def refuse_shared(model: nn.Module) -> None:
         found = _claim(parameter)
         if found is not None:
             raise ProgramError(
-                f"a parallel module already trains a copy of this parameter, there named "
-                f"{found!r}: two copies would be trained apart",
+                f"another parallel module already trains a copy of this parameter, under the name "
+                f"{found!r}: the two copies would drift apart",
                 where=name,
                 hint=_HINT,
             )
@@ -92,7 +92,7 @@ def _warn_of_originals(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                 _stepped.add(pm)
                 warnings.warn(
                     f"torch.optim.{type(optimizer).__name__} steps {name} of a model that was "
-                    "given to sw.parallelize, which is not what is being trained: use "
+                    "given to sw.parallelize, which trains a copy of it: use "
                     "sw.optimizer(pm, cls, …)",
                     stacklevel=user_level(),
                 )
@@ -129,9 +129,8 @@ class Notice:
             self._calls, self._modules = 0, []  # once
             warnings.warn(
                 f"{name} of the {self._kind} that was given to sw.parallelize was changed, which "
-                "changes nothing in what is being trained: pm.named_parameters() and "
-                "pm.named_buffers() are what is, pm.load_state_dict(model.state_dict()) takes "
-                "everything from the model",
+                "has no effect on training: change pm.named_parameters() or pm.named_buffers(), "
+                "or take all values from the model: pm.load_state_dict(model.state_dict())",
                 stacklevel=user_level(),
             )
             return
@@ -170,9 +169,9 @@ class _Called:
             return
         self.original = _nothing
         warnings.warn(
-            f"this {type(module).__name__} was given to sw.parallelize and is not what is being "
-            "trained: its weights stay as they were. Train with pm.train_step(batch); "
-            "pm.copy_to(model) brings the trained weights here",
+            f"this {type(module).__name__} was given to sw.parallelize, which trains a copy of it: "
+            "the weights of this one stay as they were. Train with pm.train_step(batch); "
+            "pm.copy_to(model) copies the trained weights back",
             stacklevel=user_level(),
         )
 

@@ -165,14 +165,14 @@ def _build(
 
 def _require_like(name: str, built: Tensor | None, wanted: Tensor) -> None:
     if built is None or built.shape != wanted.shape or built.is_meta:
-        what = "no data" if built is not None and built.is_meta else "none"
+        what = "no data" if built is not None and built.is_meta else "no counterpart"
         if built is not None and not built.is_meta:
             what = f"shape {tuple(built.shape)}"
         raise WeightsError(
-            f"the model of parallelize has {name} of shape {tuple(wanted.shape)}; that which init "
-            f"builds has {what}",
+            f"{name} has shape {tuple(wanted.shape)} in the model that was given to parallelize; "
+            f"in the model that init builds it has {what}",
             where=name,
-            hint="init builds the same model, not on meta",
+            hint="let init build the same model, with data (not on meta)",
         )
 
 

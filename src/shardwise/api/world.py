@@ -183,8 +183,8 @@ class PythonState:
                 root.training = self._mode()
         if root is None:
             raise ProgramError(
-                "the state of Python changed, and of the model some parts exist and others do not",
-                hint="keep a reference to the model that was given to parallelize, or to no part",
+                "Python state has changed, and only some parts of the model still exist",
+                hint="keep a reference to the whole model that was given to parallelize",
             )
         return skeleton(root)
 
@@ -202,9 +202,9 @@ class PythonState:
             if module is not None and module._modules.get(name) is not ref():
                 raise ProgramError(
                     "this part of the model was replaced after parallelize, and the new one is "
-                    "not what is being trained",
+                    "not being trained",
                     where=_dotted(path, name),
-                    hint="parallelize again, or give its values to pm.load_state_dict",
+                    hint="call parallelize again, or load its values with pm.load_state_dict",
                 )
         known = {(path, name) for path, name, _ in self._children}
         for path, ref in self._modules.items():
@@ -212,10 +212,10 @@ class PythonState:
             for name, child in (module._modules if module is not None else {}).items():
                 if child is not None and (path, name) not in known:
                     raise ProgramError(
-                        "this part was added to the model after parallelize, and is no part of "
-                        "what is being trained",
+                        "this part was added to the model after parallelize, and is not being "
+                        "trained",
                         where=_dotted(path, name),
-                        hint="parallelize again",
+                        hint="call parallelize again",
                     )
 
     # --- every step --------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def literal(value: Any) -> str:
         return "..."
     raise ProgramError(
         f"a constant of type {type(value).__name__} cannot be written as Python code",
-        hint="numbers, texts, None, tuples and dicts of them; tensors as inputs or buffers",
+        hint="numbers, strings, None, tuples and dicts of them; tensors as inputs or buffers",
     )
 
 

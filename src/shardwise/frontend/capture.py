@@ -196,10 +196,10 @@ def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[...,
     traced = run(attributes={change.place: change.after for change in changes})
     for change in traced.changes:
         before, after = repr(change.before)[:40], repr(change.after)[:40]
-        raise change.refusal(f"each step would see another value ({before}, then {after})")
+        raise change.refusal(f"each step would see a different value ({before}, then {after})")
     following = traced.graph(traced.call)
     if following.fingerprint != graph.fingerprint:
-        raise changes[0].refusal("the second step computes something else than the first")
+        raise changes[0].refusal("the second step would compute something else")
 
 
 def _check(model: nn.Module, chosen: Objective) -> None:

@@ -28,12 +28,12 @@ DATA_DEPENDENT = Cure("", "the result's shape depends on the data", f"{_LOADER};
 _OPERATORS = (  # whose results have a size that depends on the data
     Cure(
         r"unique",
-        "torch.unique's result has as many entries as the data has different values",
-        f"{_LOADER}; or work on all n values that there may be: F.one_hot(ids, n).amax(0)",
+        "the result of torch.unique has as many entries as the data has distinct values",
+        f"{_LOADER}; or work on all n possible values: F.one_hot(ids, n).amax(0)",
     ),
     Cure(
         r"bincount|histc",
-        "the result has as many entries as the largest value of the data",
+        "the result has as many entries as the largest value in the data",
         "torch.zeros(n).scatter_add(0, ids, weights), with a fixed n",
     ),
     Cure(
@@ -43,7 +43,7 @@ _OPERATORS = (  # whose results have a size that depends on the data
     ),
     Cure(
         r"nonzero|masked_select|aten\.index\b|argwhere",
-        "a mask picks as many elements as the data says",
+        "a mask selects a number of elements that depends on the data",
         "keep all elements and count with the mask: torch.where(mask, x, 0).sum() / mask.sum()",
     ),
     Cure(
@@ -54,8 +54,8 @@ _OPERATORS = (  # whose results have a size that depends on the data
     ),
     Cure(
         r"item|_local_scalar_dense|tolist",
-        "a Python number is made of a tensor's value",
-        f"keep it a tensor; a number that decides on sizes: {_LOADER}",
+        "a tensor's value becomes a Python number",
+        f"keep it a tensor; if it decides a size: {_LOADER}",
     ),
 )
 _CAUSES = (
@@ -74,7 +74,8 @@ _CAUSES = (
     Cure(
         r"higher-order operator (cond|while_loop|scan|map|associative_scan)",
         "the operator chooses what runs by a tensor's value, and cannot be split",
-        f"{_WHERE}; a loop of a fixed number of turns; or a Python value of the configuration",
+        f"{_WHERE}; a loop with a fixed number of iterations; or a Python value of the "
+        "configuration",
     ),
     Cure(
         r"higher-order operator",
@@ -104,7 +105,7 @@ _CAUSES = (
     ),
     Cure(
         r"were assigned during export",
-        "forward assigns a tensor attribute that is kept for the next step",
+        "forward assigns a tensor to an attribute, which would be kept for the next step",
         'self.register_buffer("name", tensor) makes it part of the state',
     ),
     Cure(
@@ -126,7 +127,7 @@ def cure_for(message: str, line: str = "", *, experts: bool = False) -> Cure | N
     if found is None and re.search(r"data-dependent|[Uu]nbacked", message):
         found = DATA_DEPENDENT
     if found is not None and experts:
-        return found._replace(hint=f"for a mixture of experts, {EXPERTS}; else {found.hint}")
+        return found._replace(hint=f"for a mixture of experts, {EXPERTS}; otherwise, {found.hint}")
     return found
 
 

@@ -36,7 +36,7 @@ def as_module(model: Model) -> nn.Module:
     if not isinstance(model, Mapping) or isinstance(model, nn.Module):
         return model
     if not model:
-        raise CaptureError("no modules are given", hint='{"G": generator, "D": discriminator}')
+        raise CaptureError("no modules were given", hint='{"G": generator, "D": discriminator}')
     for name, module in model.items():
         if not isinstance(module, nn.Module):
             raise CaptureError(f"{name!r} is an nn.Module, not a {type(module).__name__}")
@@ -56,7 +56,7 @@ def objective(loss_fn: Objective, step: StepFn | None) -> Objective:
         return loss_fn
     if loss_fn is not None:
         raise CaptureError(
-            "loss_fn and a step function are given; a step computes its loss itself",
+            "both loss_fn and a step were given, but a step computes its own loss",
             hint="leave loss_fn out",
         )
     if not callable(step):

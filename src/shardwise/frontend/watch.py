@@ -265,8 +265,8 @@ class Watch:
                 value.update(kept)
             errors.append(
                 CaptureError(
-                    f"forward changes the {variable.kind} {variable.name}, which a captured step "
-                    "does not do again",
+                    f"forward changes the {variable.kind} {variable.name}; a captured step would "
+                    "not repeat the change",
                     where=self.reach.writes.get(variable.name, variable.place) or None,
                     hint="return the value from forward (train_step(batch, outputs=True)), or "
                     "keep it in a buffer of the model",

@@ -54,7 +54,8 @@ class CollectiveChoice:
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or min(sizes) < 2 or any(len(set(g)) != len(g) for g in self.groups):
             raise PlanError(
-                f"groups {format_groups(self.groups)} are not all of as many ranks, two or more"
+                f"groups {format_groups(self.groups)} do not all have the same number of ranks, "
+                "two or more"
             )
         for backend in self.predicted_s:
             if backend not in WAYS:

@@ -375,10 +375,10 @@ def _returned(loss: Tensor) -> Tensor:
 
 def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
     raise ProgramError(
-        "backward has already run: pm.train_step gives the loss after its gradients, and the loss "
-        "has no history for a second one (retain_graph, create_graph)",
-        hint="leave loss.backward() out; train_step(batch, scale=…) scales the loss; gradients of "
-        "gradients belong into the step's own loss",
+        "backward has already run: pm.train_step computes the gradients and returns the loss "
+        "without its graph",
+        hint="remove loss.backward(); train_step(batch, scale=…) scales the loss; gradients of "
+        "gradients (create_graph) belong in the step's own loss",
     )
 
 

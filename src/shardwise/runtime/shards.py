@@ -168,8 +168,8 @@ def _plain(value: Any) -> Any:
 def _refuse(name: str, tensor: ShardTensor) -> NoReturn:
     kind = "norm" if "norm" in name else "random" if "rand" in name or name in _RANDOM else "other"
     raise OptimizerError(
-        f"{name} of a tensor of shape {tuple(tensor.shape)}, which is spread over ranks (here: "
-        f"{tensor.local.numel()} of {tensor.numel()} elements), would be that of a part alone",
+        f"{name} of a tensor of shape {tuple(tensor.shape)}, which is spread over ranks, would "
+        f"only see this rank's part ({tensor.local.numel()} of {tensor.numel()} elements)",
         where=tensor.place.entry.spec.name,
         hint=_HINTS[kind],
     )

@@ -80,7 +80,7 @@ class _Mean:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise TrainingError(
                 f"metric {self.name!r} returned a {type(value).__name__}{shape} for {rows} "
-                "samples: a mean over all batches cannot be made of it",
+                "samples, which gives no exact mean over all batches",
                 where=f"metrics.{self.name}",
                 hint=_HINT,
             )
@@ -140,7 +140,7 @@ def make_metrics(config: TrainConfig, base: Path | None) -> dict[str, Metric]:
             found[name] = _Mean(name, made)
         else:
             raise ConfigError(
-                f"a {type(made).__name__} is no metric",
+                f"a {type(made).__name__} is not a metric",
                 where=key,
                 hint="a function (output, batch), or an object with update, compute and reset",
             )

@@ -54,6 +54,6 @@ def test_attributes_that_steps_do_not_assign_are_refused_when_used() -> None:
         print(model.length + 1)
 
     assert not hasattr(model, "table")
-    with pytest.warns(UserWarning, match="not what is being trained"):
+    with pytest.warns(UserWarning, match="trains a copy of it"):
         model(**batch)
     assert model.last.shape == ()  # the model's own forward assigns them as ever
