@@ -1,4 +1,4 @@
-"""The user's own model after `parallelize`: whose copy is trained, and who says so.
+"""The user's model after `parallelize`, which trains a copy of it: claims and warnings.
 
 Enters: the model and the `ParallelModule` made of it. Leaves: nothing; while that module lives,
 another `parallelize` of the same parameters is refused, and the model warns once when it is used

@@ -177,7 +177,7 @@ def _require_like(name: str, built: Tensor | None, wanted: Tensor) -> None:
 
 
 def _described(name: str, tensor: Tensor, store: rt.ParameterStore) -> list[int]:
-    """What the other ranks must know: number type (-1: no data), bits, NaNs, whether it is used."""
+    """What other ranks must know: dtype (-1: no data), checksum, NaNs, whether it is used."""
     used = int(store.holds(name))
     if tensor.is_meta:
         return [-1, 0, 0, used]

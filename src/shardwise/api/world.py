@@ -36,7 +36,7 @@ _GLOBAL = vars(nn.modules.module)  # where hooks of all modules are
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
 _BY_IDENTITY = (*ATOMS, types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 
-_GONE = object()  # of a module that nobody holds any more
+_GONE = object()  # stands for a module that no longer exists
 
 Snapshots = dict[str, Any]
 
@@ -221,7 +221,7 @@ class PythonState:
     # --- every step --------------------------------------------------------------------------
 
     def _is_unchanged(self) -> bool:
-        """Compare as little as tells; if in doubt, say no."""
+        """Return whether cheap comparisons show that nothing changed; False if in doubt."""
         if any(self._no_hooks):
             return False
         for ref, attributes, children in self._plain:

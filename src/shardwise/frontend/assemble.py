@@ -113,10 +113,10 @@ class Sources:
         variable = self.trained_outside.get(data.data_ptr()) if data.numel() else None
         if variable is not None:
             raise CaptureError(
-                f"{variable[0]} wants a gradient, and is reached through a variable, not through "
-                "the model that is captured: nothing would train it",
+                f"{variable[0]} requires a gradient, but forward reaches it through a variable, "
+                "not through the captured model: nothing would train it",
                 where=variable[1] or None,
-                hint=f"{_AS_STEP}; requires_grad_(False) if it is not to be trained",
+                hint=f"{_AS_STEP}; requires_grad_(False) if it should not be trained",
             )
         value = f"constant:{len(self.constants)}"
         self.constants[value] = builder.constants[value] = data.detach()

@@ -129,7 +129,7 @@ class Units:
             target.register_forward_hook(self._after(unit))
 
     def forget(self, key: Hashable) -> None:
-        """Let go of the orders of a program that is gone."""
+        """Forget what was requested for a program that no longer exists."""
         for known in [k for k in self._orders if _of_program(k, key)]:
             del self._orders[known]
 

@@ -287,7 +287,7 @@ class ParallelModule(nn.Module):
         if name in own.get("_model_attributes", ()) and name not in own:
             raise ProgramError(
                 f"{name} is an attribute of the model, not of the parallel module",
-                hint=f"model.{name} = ...: the next step notices it",
+                hint=f"model.{name} = ...; the next step uses it",
             )
         super().__setattr__(name, value)
 
@@ -315,7 +315,7 @@ class ParallelModule(nn.Module):
                 raise ProgramError(
                     f"a parallel module stays in {before.dtype} on {before.device}; it cannot "
                     f"become {after.dtype} on {after.device}",
-                    hint="sw.strategies.…(graph, cluster, precision=…) for number types, "
+                    hint="sw.strategies.…(graph, cluster, precision=…) for dtypes, "
                     "sw.parallelize(…, device=…) for the device",
                 )
         return self

@@ -1,4 +1,4 @@
-"""Whole weights into the user's own model, and what a parallel module says of itself."""
+"""Copy trained weights into the user's model; describe a parallel module as text."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class PretendRng(Rng):
 
 
 class _AloneReducer(Reducer):
-    """Takes this rank's gradients for everyone's."""
+    """Treats this rank's gradients as those of all ranks."""
 
     def _agree(self, entries: list[Entry]) -> None:
         wanted = set(entries)

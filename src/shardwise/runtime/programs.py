@@ -22,7 +22,7 @@ from shardwise.runtime.store import ParameterStore
 __all__ = ["ProgramKey", "Programs", "StepProgram"]
 
 KEPT_PROGRAMS = 60  # as many as `local_batch` can tell apart in one integer
-MANY_PROGRAMS = 25  # after so many, and every doubling, it is said what they cost
+MANY_PROGRAMS = 25  # after so many, and after every doubling, warn about their cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StepProgram(Protocol):
         ...
 
     def finish(self) -> None:
-        """What is left to do once the gradients of a step are complete."""
+        """Finish a step once its gradients are complete."""
         ...
 
     def local_batch(self, batch: Any) -> Any:
@@ -73,7 +73,7 @@ class StepProgram(Protocol):
         ...
 
     def takes(self, batch: Any) -> bool:
-        """Whether a local batch has the shapes of this program's parts."""
+        """Whether a local batch has the shapes that this program expects."""
         ...
 
     def generated(self) -> list[nn.Module]:
@@ -128,9 +128,9 @@ class Programs:
         self._limit *= 2
         if self._tell:
             warnings.warn(
-                f"{self._made} programs were made for batches of other sizes or plain values, in "
-                f"{self._seconds:.1f} s in all; the last {KEPT_PROGRAMS} used are kept. Pad "
-                "batches to a few lengths (multiples of 64), pass numbers that change as tensors",
+                f"{self._made} programs were made for batches of different sizes or values, in "
+                f"{self._seconds:.1f} s in all; the {KEPT_PROGRAMS} used last are kept. Pad "
+                "batches to a few lengths (multiples of 64), and pass changing numbers as tensors",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -238,7 +238,7 @@ class Reducer:
         }
 
     def forget(self, key: Hashable) -> None:
-        """Let go of what was agreed for a program that is gone."""
+        """Forget what was agreed for a program that no longer exists."""
         self.plans.pop(key, None)
 
     def begin(self, key: Hashable, scale: float = 1.0) -> None:

@@ -26,7 +26,7 @@ def host_store(
     num_hosts: int = 1,
     timeout: datetime.timedelta = datetime.timedelta(minutes=5),
 ) -> TCPStore:
-    """Host a store at `host`, and be its first guest."""
+    """Host a store at `host`, and connect to it."""
     listener = listening_socket(host, port, num_hosts=num_hosts)
     return TCPStore(
         host_name=host,

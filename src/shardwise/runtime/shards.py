@@ -306,7 +306,7 @@ class ShardParameter(ShardTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained."""
+        """Whether the parameter is trained."""
         return self.place.entry.shown.requires_grad
 
     @requires_grad.setter
@@ -314,7 +314,7 @@ class ShardParameter(ShardTensor):
         self.place.entry.shown.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardParameter:
-        """Freeze or train it."""
+        """Freeze or unfreeze the parameter."""
         self.requires_grad = requires_grad
         return self
 

@@ -131,8 +131,8 @@ class ParameterStore:
         summed_over = math.prod(self.mesh.axes[name] for name in spec.sync)
         if entry.group is not None and summed_over > 1:
             raise ProgramError(
-                f"{spec.name} was frozen when it was given to parallelize, and its place in host "
-                "memory is not one for a parameter that several ranks train",
+                f"{spec.name} was frozen when it was given to parallelize, and host memory "
+                "was reserved for it as for a frozen parameter, which several ranks cannot train",
                 where=spec.name,
                 hint="parallelize with requires_grad=True, then freeze it before the first step",
             )
@@ -165,7 +165,7 @@ class ParameterStore:
         self.units.attach(module, part, spread)
 
     def detach(self, key: Hashable, modules: Iterable[nn.Module]) -> None:
-        """Let go of generated modules that will not run again, and of their program's state."""
+        """Release generated modules that will not run again, and their program's state."""
         gone = {id(inner) for module in modules for inner in module.modules()}
         for entry in self.entries:
             entry.slots = [slot for slot in entry.slots if id(slot[0]) not in gone]

@@ -125,7 +125,7 @@ class Schedule:
 
 
 def require_size(stages: int, microbatches: int) -> None:
-    """Refuse schedules that could only be listed in minutes and gigabytes."""
+    """Refuse schedules so long that listing them takes minutes and gigabytes."""
     if stages * microbatches > MAX_ACTIONS:
         raise ScheduleError(
             f"{microbatches:,} micro-batches of {stages:,} stages are {stages * microbatches:,} "

@@ -1,8 +1,8 @@
 """How a rank ends after an error: the message is printed once, and without a traceback.
 
 All ranks usually meet the same error. Rank 0 prints it; another rank prints its own only if rank 0
-has met none, or another one. A rank that leaves the message to rank 0 stays until that one has
-ended: torchrun ends all others as soon as one has failed, and the message would be lost.
+has met none, or another one. A rank that leaves the message to rank 0 waits until rank 0 has
+ended: torchrun kills all others as soon as one has failed, and the message would be lost.
 
 torchrun prints a report of its own, with the stack of its own process. It takes the cause from a
 file for each rank, which gets the message.

@@ -169,7 +169,7 @@ def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
         raise ConfigError(f"no file {name} in {places}", where=key)
     if not is_file and name.startswith("."):
         raise ConfigError(
-            f"{name!r} is relative to no package",
+            f"{name!r} is a relative import without a package",
             where=key,
             hint="package.module:function, with the package's name",
         )

@@ -353,7 +353,7 @@ def test_objects_that_answer_every_attribute() -> None:
 
 def test_parameters_that_are_reached_through_variables() -> None:
     head, line = nn.Linear(4, 2), nn.Linear(3, 4)
-    with pytest.raises(CaptureError, match=r"head\.weight wants a gradient") as error:
+    with pytest.raises(CaptureError, match=r"head\.weight requires a gradient") as error:
         capture(line, BATCH, lambda y, batch: head(y).sum())
     assert "test_python_state.py" in str(error.value.where)
     with pytest.raises(CaptureError, match="steps="):

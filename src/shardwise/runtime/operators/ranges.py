@@ -42,7 +42,7 @@ def require_in_range(
     if outside.numel():
         raise BatchError(
             _message(what, f"the index {outside[0].item()}", size, low, ignored),
-            hint="compare the batch with the size of the table: the vocabulary, or the classes",
+            hint="compare the batch with the size of the table (the vocabulary, the classes)",
         )
 
 
