@@ -88,3 +88,43 @@ def test_the_users_arguments_stay_and_are_what_is_saved(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.args.train_batch_size == 2 * given
     assert type(pickle.loads(pickle.dumps(trainer.args))) is TrainingArguments
+
+
+class Scaled(hf.Classifier):
+    """Its forward reads a plain attribute."""
+
+    scale = 1.0
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        found = super().forward(x, labels)
+        return {**found, "loss": found["loss"] * self.scale}
+
+
+class Anneal(TrainerCallback):  # type: ignore[misc]
+    """Changes an attribute of the model, freezes a part of it, and leaves it in eval mode."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        model = given["model"]
+        model.scale = 1.0 / (1 + state.global_step)
+        model.up.weight.requires_grad_(state.global_step != 2)
+        model.eval()
+
+
+def test_callbacks_may_change_attributes_flags_and_modes(tmp_path: Path) -> None:
+    found = []
+    for kind in (Trainer, ShardwiseTrainer):
+        torch.manual_seed(3)
+        model, args = Scaled(), {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+        trainer = make(tmp_path, kind, model=model, callbacks=[Anneal()], args=args)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        found.append((losses, model.state_dict()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_saving_leaves_the_config_of_the_model_as_it_was(tmp_path: Path) -> None:
+    model = hf.gpt2()
+    trainer = make(tmp_path, model=model)
+    before = str(vars(model.config))
+    trainer.save_model(str(tmp_path / "saved"))
+    assert str(vars(model.config)) == before

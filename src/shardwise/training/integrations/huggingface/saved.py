@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.errors import BatchError, ShardwiseError
 from shardwise.training.random_state import load_random_state, random_state
@@ -28,6 +29,22 @@ def preserved_random() -> Iterator[None]:
         yield
     finally:
         load_random_state(state)
+
+
+@contextlib.contextmanager
+def unchanged_config(model: nn.Module) -> Iterator[None]:
+    """Leave the config as it was: `save_pretrained` sets its dtype, on the rank that writes alone.
+
+    Captured steps may depend on it, and ranks would no longer agree on their programs.
+    """
+    config = getattr(model, "config", None)
+    attributes = getattr(config, "__dict__", {})
+    before = dict(attributes)
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
 
 
 def schedule_state(schedule: Any) -> Any:

@@ -7,7 +7,6 @@ of items over all accumulated batches), which is what gets captured; and `Parall
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,9 +37,10 @@ def loss_batch(inputs: Mapping[str, Any], items: Any, steps: int | None) -> dict
 
 
 def as_step(model: nn.Module, loss_of: LossOf) -> nn.Module:
-    """A shallow twin of `model`, with its class's name, whose forward is the step.
+    """A twin of `model`, with its class's name, whose forward is the step.
 
-    Names of modules and parameters stay as they are, so plans and checkpoints are the model's.
+    Both have the same attributes, also those that are set later. Names of modules and parameters
+    stay as they are, so plans and checkpoints are the model's.
     """
     kind = type(model)
 
@@ -57,8 +57,8 @@ def as_step(model: nn.Module, loss_of: LossOf) -> nn.Module:
             self.__class__ = step
 
     step = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    twin = copy.copy(model)
-    twin.__class__ = step
+    twin: nn.Module = object.__new__(step)
+    object.__setattr__(twin, "__dict__", vars(model))
     return twin
 
 

@@ -42,6 +42,7 @@ from shardwise.training.integrations.huggingface.saved import (
     preserved_random,
     require_batch_size,
     schedule_state,
+    unchanged_config,
 )
 from shardwise.training.integrations.huggingface.step import ParallelModel, as_step, loss_batch
 from shardwise.training.integrations.huggingface.weights import on_meta, pull, push
@@ -226,6 +227,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """Forward and backward of one whole batch, by all ranks: its loss."""
         assert isinstance(model, ParallelModel)
+        model.train()  # as ever, whatever a callback has done
         batch = self._loss_batch(self._prepare_inputs(inputs), num_items_in_batch)
         self._note_shapes(batch)
         loss: Tensor = model.parallel.train_step(batch)
@@ -281,10 +283,12 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             found = whole_tensors(parallel.parallel)
             state = {name: tensor.cpu() for name, tensor in found if rank() == 0}
             if rank() == 0:
-                self._save(output_dir, state_dict=state)
+                with unchanged_config(self.model):
+                    self._save(output_dir, state_dict=state)
         else:
             self.sync_model()
-            super().save_model(output_dir, _internal_call)
+            with unchanged_config(self.model):
+                super().save_model(output_dir, _internal_call)
         if dist.is_initialized():
             dist.barrier()
 
