@@ -62,7 +62,6 @@ _BY_SUFFIX = {
     ".csv": "a table",
     ".safetensors": "a file of tensors",
     ".pt": "a file of tensors",
-    ".pt2": "an exported program",
 }
 
 
