@@ -290,10 +290,10 @@ def mistakes() -> list[str]:
 
 def test_mistakes_are_named(pool: Callable[[int], Pool]) -> None:
     expected = [
-        "which step is not said", "did you mean 'd'", "G.layers.0.weight",
+        "no step was named", "did you mean 'd'", "G.layers.0.weight",
         "the step function takes", "steps is a mapping", "the plans are for steps",
         "store the parameter differently",
-        "cannot be the name of a module", "a step computes its loss itself",
+        "cannot be the name of a module", "a step computes its own loss",
     ]  # fmt: skip
     for errors in pool(2).run(mistakes, timeout=110):
         for error, text in zip(errors, expected, strict=True):

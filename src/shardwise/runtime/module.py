@@ -166,7 +166,7 @@ class ParallelModule(nn.Module):
                 raise ProgramError(
                     f"there is no step {step!r}", hint="parallelize(…, steps={name: function})"
                 )
-            what = f"there is no step {step!r}" if step else "which step is not said"
+            what = f"there is no step {step!r}" if step else "no step was named"
             raise ProgramError(
                 f"{what}{did_you_mean(step, named)}; the steps are {named}",
                 hint=f"pm.train_step(batch, step={named[0]!r})",
