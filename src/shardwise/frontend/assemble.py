@@ -17,7 +17,7 @@ from shardwise.frontend.aliasing import Alias
 from shardwise.frontend.batch import Call, path_name
 from shardwise.frontend.builder import Builder, tensor_type
 from shardwise.frontend.fake import has_data
-from shardwise.frontend.finish import Namer, check_static, finish_nodes, live_nodes
+from shardwise.frontend.finish import Namer, check_dtypes, check_static, finish_nodes, live_nodes
 from shardwise.frontend.functions import Recorder
 from shardwise.frontend.step import TENSOR, Step
 from shardwise.frontend.watch import Change
@@ -155,6 +155,7 @@ def assemble(
     wanted = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
     raw = live_nodes(builder.nodes, wanted)
     check_static(raw, builder.types)
+    check_dtypes(raw, builder.types)
 
     names = {value: value for value in sources.types}
     namer = sources.namer

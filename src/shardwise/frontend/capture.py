@@ -255,7 +255,8 @@ def _drivers_asleep() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without export's warnings, logs and prints: what matters is in the graph or an error."""
-    loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
+    names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

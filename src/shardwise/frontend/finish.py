@@ -16,6 +16,10 @@ from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, RawNode
 from shardwise.frontend.cures import DATA_DEPENDENT, EXPERTS, cure_for_operator
 from shardwise.ir import Node, Ref, TensorType, iter_refs, map_refs
 
+_OF_ONE_TYPE = re.compile(
+    r"aten\.(linear|mm|addmm|bmm|baddbmm|matmul|conv(_transpose)?[123]d|convolution)\."
+)
+
 
 class Namer:
     """Gives each value a Python identifier once: `linear`, `linear_1`, `sum_1`."""
@@ -76,6 +80,22 @@ def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
                 f"{cure.reason} ({what})",
                 where=f"{origin.source}: {origin.source_text}" if origin.source else None,
                 hint=f"{EXPERTS} in transformers; else {cure.hint}" if experts else cure.hint,
+            )
+
+
+def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
+    """Refuse products of different number types, which tracing lets pass and devices do not."""
+    for node in nodes:
+        autocast, origin = node.region.autocast, node.region.origin
+        if not _OF_ONE_TYPE.match(node.op) or (autocast is not None and autocast[2]):
+            continue
+        used = dict.fromkeys(types[ref.name].dtype for ref in iter_refs(node.args))
+        if len(used) > 1:
+            raise CaptureError(
+                f"{_short(node.op)} gets {' and '.join(map(str, used))}; it computes with one type",
+                where=f"{origin.source}: {origin.source_text}" if origin.source else origin.module,
+                hint="give the batch in the type of the model's parameters (tensor.to(dtype)), or "
+                "convert it in forward",
             )
 
 

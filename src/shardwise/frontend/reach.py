@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -176,6 +177,9 @@ class _Walk:
                 self._members(module, names, done)
         if self._is_dynamic:
             self.reach.names |= self._attributes
+        if not {"environ", "getenv"}.isdisjoint(self.reach.names):  # a mapping without identity
+            held = vars(os.environ)
+            self.reach.variables[id(held), "_data"] = Variable("_data", "os.environ", held)
         for library in self.libraries.values():
             members = vars(library)
             for name in sorted(self.reach.names & members.keys()):

@@ -7,6 +7,7 @@ it is given a function that makes a program for a batch, and keeps one per signa
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -105,6 +106,10 @@ class ParallelModule(nn.Module):
                 "the parallel module is in eval mode, and train_step computes in training mode",
                 hint="pm.train(). To train without dropout or with frozen batch statistics, put "
                 "those modules of the model into eval mode before sw.parallelize",
+            )
+        if not (isinstance(scale, int | float) and math.isfinite(scale)):
+            raise ProgramError(
+                f"scale is {scale!r}, not a finite number", hint="pm.train_step(batch, scale=1 / n)"
             )
         with self._naming_failures():
             refuse_hooks_on_parts(self.store)

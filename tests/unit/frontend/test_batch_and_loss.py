@@ -232,3 +232,18 @@ def test_a_loss_function_of_other_arguments_is_told(loss_fn):
 @pytest.mark.parametrize("loss_fn", [lambda *args: args[0].mean(), lambda y, b, k=1: k * y.mean()])
 def test_a_loss_function_may_take_more(loss_fn):
     assert capture(nn.Linear(2, 1), (torch.zeros(3, 2),), loss_fn).nodes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_products_of_two_number_types(
+    dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 3)).double()
+    with pytest.raises(CaptureError, match=rf"linear gets {dtype} and torch.float64") as error:
+        capture(model, (torch.ones(4, 5, dtype=dtype),), lambda y, batch: y.sum())
+    assert error.value.where == "0"
+    with pytest.raises(CaptureError, match="reduction dim"):
+        capture(model, (torch.ones(4, 6).double(),), lambda y, batch: y.sum())
+    assert capfd.readouterr().err == ""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert capture(nn.Linear(5, 3), (torch.ones(4, 5),), lambda y, batch: y.sum()).nodes

@@ -383,6 +383,9 @@ def test_a_module_that_is_added() -> None:
     plan = sw.strategies.ddp(capture(model, BATCH, loss), sw.Cluster.local(1))
     pm = sw.parallelize(model, BATCH, plan, loss)
     pm.train_step(BATCH)
+    for scale in ("x", float("nan")):
+        with pytest.raises(ProgramError, match="not a finite number"):
+            pm.train_step(BATCH, scale=scale)  # type: ignore[arg-type]
     with torch.no_grad(), pytest.raises(ProgramError, match="switched off"):
         pm.train_step(BATCH)
     model.append(nn.ReLU())
