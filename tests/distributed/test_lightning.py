@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from shardwise.training.integrations.lightning import ShardwiseStrategy
 from tests.support.lightning import Classifier, Run, assert_same, fit
@@ -104,3 +104,52 @@ def test_ranks_begin_with_the_weights_and_shuffles_of_rank_0(
     one, two = pool(2).run(other_weights, tmp_path, timeout=110)
     assert one.losses == two.losses
     assert all(torch.equal(one.state[name], two.state[name]) for name in one.state)
+
+
+class Scaled(Classifier):
+    """Its step reads an attribute, and hooks change an activation and a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.downs[0].register_forward_hook(halved)
+        self.embed.weight.register_hook(doubled)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def halved(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
+def doubled(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2.0
+
+
+class Changes(Callback):  # type: ignore[misc]
+    """Anneals the attribute, freezes and unfreezes a weight, and adds a hook to another."""
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module.scale = 1.0 if batch_idx < 2 else 1.0 / batch_idx
+        module.embed.bias.requires_grad_(not 3 <= batch_idx < 6)
+        if batch_idx == 4:
+            module.head.weight.register_hook(doubled)
+
+
+def changing(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
+    changes: dict[str, Any] = {"rows": 61, "max_epochs": 1}
+    return [
+        fit(ShardwiseStrategy(name, **options), Scaled, callbacks=[Changes()], **changes)
+        for name, options in plans
+    ]
+
+
+@pytest.mark.slow
+def test_callbacks_may_change_attributes_flags_and_hooks(pool: Callable[[int], Pool]) -> None:
+    expected = fit("auto", Scaled, callbacks=[Changes()], rows=61, max_epochs=1)
+    for runs in pool(2).run(changing, [*TWO, ("zero2", {})], timeout=240):
+        for run in runs:
+            assert_same(run, expected)

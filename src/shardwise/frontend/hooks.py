@@ -79,6 +79,14 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
             setattr(target, kind, OrderedDict(hooks))
 
 
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let two parameters have the same hooks, also those registered or removed from now on."""
+    for kind in _KEPT:
+        if getattr(source, kind) is None:
+            setattr(source, kind, OrderedDict())
+        setattr(target, kind, getattr(source, kind))
+
+
 def check_module_hooks(model: nn.Module) -> None:
     """Refuse backward hooks of modules: they see gradients of one device's whole activations."""
     registered = [

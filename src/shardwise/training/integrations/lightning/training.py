@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise import runtime as rt
 from shardwise.api import parallelize
 from shardwise.errors import CaptureError, ProgramError
+from shardwise.frontend.hooks import share_hooks
 from shardwise.plans import Plan
 from shardwise.training.integrations.lightning.library import LightningModule
 from shardwise.training.integrations.lightning.step import follow, step_model
@@ -163,9 +164,9 @@ class Weights:
             if id(tensor) not in stand_ins:
                 meta = torch.empty_like(tensor, device="meta", requires_grad=False)
                 if isinstance(tensor, nn.Parameter):
-                    stand_ins[id(tensor)] = nn.Parameter(meta, tensor.requires_grad)
-                else:
-                    stand_ins[id(tensor)] = meta
+                    meta = nn.Parameter(meta, tensor.requires_grad)
+                    share_hooks(tensor, meta)
+                stand_ins[id(tensor)] = meta
             place[key] = stand_ins[id(tensor)]
         for _, _, _, tensor in self._home:
             tensor.grad = None
