@@ -84,7 +84,7 @@ def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
 
 
 def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
-    """Refuse products of different number types, which tracing lets pass and devices do not."""
+    """Refuse products of different dtypes, which tracing allows and devices do not."""
     for node in nodes:
         autocast, origin = node.region.autocast, node.region.origin
         if not _OF_ONE_TYPE.match(node.op) or (autocast is not None and autocast[2]):
@@ -92,9 +92,9 @@ def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
         used = dict.fromkeys(types[ref.name].dtype for ref in iter_refs(node.args))
         if len(used) > 1:
             raise CaptureError(
-                f"{_short(node.op)} gets {' and '.join(map(str, used))}; it computes with one type",
+                f"{_short(node.op)} gets {' and '.join(map(str, used))}, but computes in one dtype",
                 where=f"{origin.source}: {origin.source_text}" if origin.source else origin.module,
-                hint="give the batch in the type of the model's parameters (tensor.to(dtype)), or "
+                hint="give the batch in the dtype of the model's parameters (tensor.to(dtype)), or "
                 "convert it in forward",
             )
 
