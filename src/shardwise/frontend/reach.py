@@ -76,7 +76,7 @@ class Reach:
 
     variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-    writes: dict[str, str] = field(default_factory=dict)  # global name -> place of an assignment
+    writes: dict[str, str] = field(default_factory=dict)  # "name" or ".attribute" -> assignment
 
     def trained_tensors(self) -> dict[int, tuple[str, str]]:
         """Return the addresses of tensors in variables that want a gradient: name and place."""
@@ -252,7 +252,7 @@ class _Walk:
 def names_in(
     code: types.CodeType,
 ) -> tuple[tuple[str, ...], frozenset[str], dict[str, int]]:
-    """Return global names, attribute names and lines that assign globals, of one code object."""
+    """Return global names, attribute names and lines that assign either, of one code object."""
     used: dict[str, None] = {}
     written: dict[str, int] = {}
     line = code.co_firstlineno
@@ -263,6 +263,8 @@ def names_in(
         elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             used[instruction.argval] = None
             written.setdefault(instruction.argval, line)
+        elif instruction.opname == "STORE_ATTR":
+            written.setdefault(f".{instruction.argval}", line)
     texts = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
     return tuple(used), frozenset(code.co_names) | texts, written
 

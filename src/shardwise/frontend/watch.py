@@ -263,11 +263,12 @@ class Watch:
             elif isinstance(value, dict | set) and kept is not None:
                 value.clear()
                 value.update(kept)
+            name = f".{variable.name}" if isinstance(variable.home, type) else variable.name
             errors.append(
                 CaptureError(
                     f"forward changes the {variable.kind} {variable.name}; a captured step would "
                     "not repeat the change",
-                    where=self.reach.writes.get(variable.name, variable.place) or None,
+                    where=self.reach.writes.get(name, variable.place) or None,
                     hint="return the value from forward (train_step(batch, outputs=True)), or "
                     "keep it in a buffer of the model",
                 )

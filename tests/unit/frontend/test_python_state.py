@@ -423,3 +423,19 @@ def test_the_original_warns_of_changed_weights_once(how: str) -> None:
         warnings.simplefilter("error")
         for _ in range(8):
             pm.train_step(BATCH)
+
+
+class CountsInClass(Base):
+    calls_of_all: ClassVar[int] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls_of_all += 1
+        return self.line(x).sum() * self.calls_of_all
+
+
+def test_a_class_attribute_that_forward_changes() -> None:
+    with pytest.raises(CaptureError, match="class attribute calls_of_all") as error:
+        capture(CountsInClass(), BATCH)
+    line = CountsInClass.forward.__code__.co_firstlineno + 1
+    assert error.value.where == f"test_python_state.py:{line}"
+    assert CountsInClass.calls_of_all == 0
