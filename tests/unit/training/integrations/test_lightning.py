@@ -249,8 +249,8 @@ def test_parameters_without_an_optimizer_stay_as_they_are() -> None:
 
 def test_a_plan_can_be_made_beforehand(tmp_path: Path, plain: Run) -> None:
     module = Classifier().double()
-    batch = next(iter(loader()))
-    graph = sw.capture(step_model(module), step_batch("training", batch))
+    x, y = next(iter(loader()))
+    graph = sw.capture(step_model(module), step_batch("training", [x.double(), y]))
     assert [p.name for p in graph.parameters] == [name for name, _ in module.named_parameters()]
     made = sw.strategies.zero1(graph, sw.Cluster.local(1))
     made.save(tmp_path / "plan.json")
