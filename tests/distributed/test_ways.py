@@ -14,6 +14,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.equivalence.precision import KeepDouble
 from shardwise.runtime import flat
+from shardwise.runtime.reducer import Reducer
 from shardwise.runtime.shared import SharedBuckets
 from tests.support import training
 from tests.support.clusters import measured, uneven
@@ -133,8 +134,17 @@ def interrupted() -> list[dict[str, torch.Tensor | None]]:
         gate.set()
         at_once(self, *call)
 
-    def fails(_: torch.Tensor) -> None:
-        raise ValueError("a user's own hook")
+    arrives = Reducer._on_arrival
+
+    def fails(self: Reducer, entry: flat.Entry) -> None:
+        if entry.spec.name == "embed.weight":
+            raise ValueError("a gradient that does not arrive")
+        arrives(self, entry)
+
+    def opens(self: Reducer, entry: flat.Entry) -> None:
+        if entry.spec.name == "embed.weight":
+            gate.set()
+        arrives(self, entry)
 
     with KeepDouble(), pytest.MonkeyPatch.context() as patch:
         for name in ("FIRST_BUCKET_BYTES", "BUCKET_BYTES"):
@@ -145,13 +155,11 @@ def interrupted() -> list[dict[str, torch.Tensor | None]]:
         pm.train_step(inputs)
         found = [pm.gather_gradients()]
         pm.zero_grad()
-        last = next(e for e in pm.store.entries if e.spec.name == "embed.weight")
-        hook = last.leaf.register_hook(fails)
+        patch.setattr(Reducer, "_on_arrival", fails)
         patch.setattr(SharedBuckets, "_do", later)
-        with pytest.raises(ValueError, match="own hook"):
+        with pytest.raises(ValueError, match="does not arrive"):
             pm.train_step(inputs)
-        hook.remove()
-        last.leaf.register_hook(lambda _: gate.set())
+        patch.setattr(Reducer, "_on_arrival", opens)
         pm.train_step(inputs)
         found.append(pm.gather_gradients())
     return found

@@ -154,7 +154,7 @@ def test_a_difference_exits_with_1(
 
     bad = (Comparison("loss", float("inf"), "is missing"),)
     certificate = Certificate(plan="ddp", model="Tiny", mesh="dp=2", comparisons=bad)
-    monkeypatch.setattr("shardwise.verify", lambda *_: certificate)
+    monkeypatch.setattr("shardwise.verify", lambda *_, **__: certificate)
     code, out, _ = run(capsys, "verify", target, "--json")
     assert code == 1
     assert json.loads(out)["max_relative_error"] is None

@@ -149,14 +149,14 @@ def compile_(
 ) -> None:
     """Write the parallel program as Python files."""
     import shardwise
-    from shardwise.reporting.files import writing
+    from shardwise.files import require_writable
 
     require_own_folder(out)
+    require_writable(out / "plan.json", hint="-o FOLDER, in a place that you may write to")
     _, graph = _capture(target, wanted)
     made = wanted.plan(graph)
     program = shardwise.compile(graph, made)
-    with writing(out):
-        files = {str(out / name): ranks for name, ranks in program.save(out).items()}
+    files = {str(out / name): ranks for name, ranks in program.save(out).items()}
     if as_json:
         _print({"files": files, "plan": str(out / "plan.json"), "fingerprint": program.fingerprint})
     else:

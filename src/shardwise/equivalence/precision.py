@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,12 +81,23 @@ class TraceDouble(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        narrow = _any_narrow((args, kwargs))
+        if narrow and _PRODUCT.fullmatch(getattr(func, "__name__", "")) and _is_mixed(args):
+            return func(*_widen_operands(args), **_widen_operands(kwargs))
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError):
-            if not _any_narrow((args, kwargs)):
+            if not narrow:
                 raise
             return func(*_widen_operands(args), **_widen_operands(kwargs))
+
+
+# Products refuse to mix dtypes on devices, but not on the tensors without data of a trace.
+_PRODUCT = re.compile(r"linear|(__r?)?matmul(__)?|mm|addmm|bmm|baddbmm|conv(_transpose)?[123]d")
+
+
+def _is_mixed(args: tuple[Any, ...]) -> bool:
+    return len({arg.dtype for arg in args if isinstance(arg, torch.Tensor)}) > 1
 
 
 def _any_narrow(arg: Any) -> bool:

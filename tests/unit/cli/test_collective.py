@@ -73,7 +73,7 @@ def test_solve_in_json(capsys, cluster):
         (["--bytes", "1.5"], "is 1.5 bytes, which is no whole number"),
         (["--bytes", "99999999999GB"], "is more than 1 EiB"),
         (["--ranks", "0-99999999999"], "there is no rank 99999999999"),
-        (["-o", "none/p.json"], "cannot write none/p.json"),
+        (["-o", "/dev/null/p.json"], "cannot write /dev/null/p.json"),
         (["--dtype", "float23"], "--dtype 'float23'"),
         (["--ranks", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
         (["--ranks", "a"], "no list of ranks"),

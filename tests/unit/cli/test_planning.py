@@ -212,7 +212,7 @@ def test_advice_tells_what_does_not_fit() -> None:
     [
         (["-c", "h10:1x4"], 1, "did you mean 'h100'?"),
         (["-c", "h100:4y"], 1, "no sizes of a cluster"),
-        (["-c", "missing.yaml"], 1, "cannot read missing.yaml"),
+        (["-c", "missing.yaml"], 1, "there is no cluster file missing.yaml"),
         (["-c", "h100", "--recompute", "ful"], 2, "did you mean 'full'?"),
         (["-c", "h100", "--schedule", "1f1"], 2, "did you mean '1f1b'?"),
         (["-c", "h100", "--offload", "optimiser"], 2, "did you mean 'optimizer'?"),

@@ -148,7 +148,7 @@ def test_files_and_text(tmp_path: Path):
         MessageProgram.from_json(data)
     with pytest.raises(ProgramError, match="no program of version 1"):
         MessageProgram.from_json({"version": 9})
-    with pytest.raises(ProgramError, match="cannot read"):
+    with pytest.raises(ProgramError, match="there is no program"):
         MessageProgram.load(tmp_path / "none.json")
 
 

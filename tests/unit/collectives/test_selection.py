@@ -150,7 +150,7 @@ def test_errors_name_what_is_wrong() -> None:
     for change, words in (
         ({"uses": "magic"}, "uses 'magic'"),
         ({"color": 1}, "unknown field 'color'"),
-        ({"groups": ["0-2", "3"]}, "as many ranks"),
+        ({"groups": ["0-2", "3"]}, "same number of ranks"),
         ({"groups": ["0"], "uses": "shared", "forests": []}, "two or more"),
         ({"chunk_bytes": 0}, "chunks of 0 bytes"),
         ({"forests": []}, "0 forests"),
