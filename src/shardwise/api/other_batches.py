@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ from shardwise.sharding.placements import Shard, format_shard
 
 __all__ = [
     "LayoutsBySize",
+    "is_stored_as",
     "plan_for_first",
     "plan_for_graph",
     "plan_for_others",
@@ -47,33 +49,40 @@ def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
     return fitting
 
 
+SEARCHED = 2  # sizes whose layouts are searched, of graphs that differ in sizes alone
+
+
 class LayoutsBySize:
-    """Compiles graphs that differ in sizes alone with the layouts of the first of them.
+    """Compiles graphs that differ in sizes alone, from the third on in the layouts of the first.
 
     Searching layouts takes most of the time of a program for another length. What was found for one
-    length is right for every other, and as quick for those of its order.
+    length is right for every other, and as quick for those of its order. The first two are searched
+    each by itself, so that their programs do not depend on which came first: data of one size with
+    a smaller last batch resume bit by bit.
     """
 
     def __init__(self) -> None:
         self._choices: dict[Hashable, Mapping[str, Mapping[str, str]]] = {}
+        self._searched: defaultdict[Hashable, set[tuple[int, ...]]] = defaultdict(set)
 
     def compile(self, graph: Graph, plan: Plan) -> Program | PipelineProgram:
         """Compile the graph under the plan, in the layouts of an earlier graph like it."""
-        sizes = [size for i in graph.inputs for size in graph.values[i.value].shape]
+        sizes = tuple(size for i in graph.inputs for size in graph.values[i.value].shape)
         if plan.is_scheduled or min(sizes, default=0) < 2:  # a size of 1 may leave nothing to cut
             return compile(graph, plan)
         like = (tuple((node.name, node.op) for node in graph.nodes), _decisions(plan))
-        if like in self._choices:
+        if sizes not in self._searched[like] and len(self._searched[like]) >= SEARCHED:
             with contextlib.suppress(PlanError, InfeasiblePlan):
                 return compile(graph, plan.with_(nodes={**self._choices[like], **plan.nodes}))
         program = compile(graph, plan)
         if isinstance(program, Program):
-            self._choices[like] = program.choices
+            self._choices.setdefault(like, program.choices)
+            self._searched[like].add(sizes)
         return program
 
 
 def _decisions(plan: Plan) -> Hashable:
-    return tuple(plan.inputs.items()), plan.fingerprint
+    return tuple(plan.inputs.items()), repr(plan.parameters), plan.fingerprint
 
 
 def _is_tiny(graph: Graph, plan: Plan) -> bool:
@@ -126,19 +135,32 @@ def plan_for_others(
 
     `homes` names for every parameter the step whose program says how it is stored.
     """
-    entries: dict[str, ParameterEntry] = {}
-    for step, program in programs.items():
-        for storage in sorted(_storages(program), key=lambda s: s.borrowed):
-            if homes[storage.name] != step:
-                continue
-            layout = {
-                axis: format_shard(placement) if isinstance(placement, Shard) else "whole"
-                for axis, placement in storage.layout.axes
-                if plan.roles.get(axis) == "parameters" or isinstance(placement, Shard)
-            }
-            known = entries.get(storage.name, ParameterEntry()).layout
-            entries[storage.name] = ParameterEntry(layout={**layout, **known})
+    entries = {
+        name: ParameterEntry(layout=layout)
+        for step, program in programs.items()
+        for name, layout in _layouts(program, plan).items()
+        if homes[name] == step
+    }
     return plan.with_(parameters={**plan.parameters, **entries})
+
+
+def is_stored_as(program: Program | PipelineProgram, fixed: Plan) -> bool:
+    """Whether a program takes every parameter in the layout that a plan for others fixes."""
+    layouts = _layouts(program, fixed).items()
+    return all(fixed.parameters[name].layout == layout for name, layout in layouts)
+
+
+def _layouts(program: Program | PipelineProgram, plan: Plan) -> dict[str, dict[str, str]]:
+    """The layout in which a program takes each parameter, as entries of a plan write it."""
+    layouts: dict[str, dict[str, str]] = {}
+    for storage in sorted(_storages(program), key=lambda s: s.borrowed):
+        layout = {
+            axis: format_shard(placement) if isinstance(placement, Shard) else "whole"
+            for axis, placement in storage.layout.axes
+            if plan.roles.get(axis) == "parameters" or isinstance(placement, Shard)
+        }
+        layouts[storage.name] = {**layout, **layouts.get(storage.name, {})}
+    return layouts
 
 
 def _storages(program: Program | PipelineProgram) -> Iterator[Storage]:

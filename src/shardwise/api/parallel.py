@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from shardwise.api.indices import BatchIndices
 from shardwise.api.originals import Notice, claim, refuse_shared
 from shardwise.api.other_batches import (
     LayoutsBySize,
+    is_stored_as,
     plan_for_first,
     plan_for_graph,
     plan_for_others,
@@ -225,6 +225,7 @@ class _Factory:
         self.recorder: rt.Recorder | None = None
         self.graphs: dict[Hashable, GraphsBySize] = {}
         self.layouts: defaultdict[str, LayoutsBySize] = defaultdict(LayoutsBySize)
+        self.fixed: dict[str, Plan] = {}  # the plan of each step with every parameter's layout
 
     @property
     def plan(self) -> Plan:
@@ -253,11 +254,20 @@ class _Factory:
             graphs=self._graphs_of(step.name),
         )
         self.state.add(self.reads)
-        if not first:  # other parameters may be frozen than when the plan was made
-            plan = plan.with_(fingerprint=model_fingerprint(graph))
+        layouts = self.layouts[step.name]
         if first and len(self.steps) == 1:
             return graph, compile(graph, plan_for_first(graph, plan, self.skeleton))
-        return graph, self.layouts[step.name].compile(graph, plan_for_graph(graph, plan))
+        if first:
+            return graph, layouts.compile(graph, plan_for_graph(graph, plan))
+        # Other parameters may be frozen than when the plan was made.
+        named = {"fingerprint": model_fingerprint(graph)}
+        fixed = self.fixed[step.name].with_(**named)
+        # What the plan leaves open is searched for this batch alone where parameters come out as
+        # they are stored, so that a program does not depend on which batch was the first.
+        program = layouts.compile(graph, plan_for_graph(graph, plan.with_(**named)))
+        if not is_stored_as(program, fixed):
+            program = layouts.compile(graph, plan_for_graph(graph, fixed))
+        return graph, program
 
     def _graphs_of(self, step: str) -> GraphsBySize | None:
         """The traces of a step in the present world, unless its effects depend on sizes."""
@@ -270,7 +280,7 @@ class _Factory:
     ) -> None:
         """Let programs for other batches take parameters as the first programs store them."""
         for name, step in self.steps.items():
-            self.steps[name] = replace(step, plan=plan_for_others(step.plan, programs, homes))
+            self.fixed[name] = plan_for_others(step.plan, programs, homes)
 
     def mesh(self) -> rt.ProcessMesh:
         """This rank's mesh, with a process group for every combination of axes that may talk."""

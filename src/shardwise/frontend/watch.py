@@ -100,13 +100,25 @@ class Change:
         )
 
 
+def _is_ours(frame: types.FrameType) -> bool:
+    """Whether code that looks at all attributes is that of `nn.Module` or of an integration."""
+    name = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename == _MODULE_FILE or str(name).startswith("shardwise.")
+
+
 class Watch:
     """Notes reads and writes of a model's Python state while it runs."""
 
     def __init__(self, model: nn.Module, functions: Iterable[Any]) -> None:
         self.modules = dict(model.named_modules())
         self._carries_growth = getattr(type(model), "carries_growth", False)
-        self._paths = {id(vars(module)): path for path, module in self.modules.items()}
+        # An integration calls metrics after the step: their state is no part of what is captured.
+        is_carried = getattr(type(model), "carries_state_of", lambda module: False)
+        self._paths = {
+            id(vars(module)): path
+            for path, module in self.modules.items()
+            if not is_carried(module)
+        }
         self.reach = reachable(model, functions)
         self.first: dict[Place, Any] = {}  # snapshots of attributes when they were first read
         self._values: dict[Place, Any] = {}  # the same, as values if they are plain
@@ -125,7 +137,7 @@ class Watch:
 
         def getattribute(module: nn.Module, name: str) -> Any:
             value = get(module, name)
-            if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
+            if name == "__dict__" and not _is_ours(sys._getframe(1)):
                 self._note_all(value)
             elif name == "forward" or (name not in INTERNAL and not name.startswith("__")):
                 owner = get(module, "__dict__")

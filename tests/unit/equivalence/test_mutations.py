@@ -109,7 +109,7 @@ def test_a_stale_buffer_is_caught() -> None:
 
 
 BROKEN: dict[str, tuple[str, str, Callable[[Program], Program], str]] = {
-    "offsets": ("fused_gpt", "tensor", m.wrong_rows, "node embedding"),
+    "offsets": ("fused_gpt", "tensor", m.wrong_rows, "rt.embedding_rows"),
     "sync": ("biased_mlp", "ddp", lambda p: m.unsynced(p, "up.weight"), "not synchronized"),
     "zero": ("biased_mlp", "fsdp", lambda p: m.unsynced(p, "up.weight"), "not synchronized"),
     "count": (

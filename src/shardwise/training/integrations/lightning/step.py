@@ -122,6 +122,10 @@ def _refuse_trainer(what: str) -> NoReturn:
     )
 
 
+def _is_metric(module: nn.Module) -> bool:
+    return any(c.__name__ in ("Metric", "MetricCollection") for c in type(module).__mro__)
+
+
 def _twin_class(base: type[Any]) -> type[Any]:
     """A subclass of the user's class whose `forward` is a step."""
     own = {
@@ -140,6 +144,7 @@ class _Twin:
     """The members of a twin's class; `self` is a LightningModule."""
 
     carries_growth = True  # lists that grow in a step are in its recording
+    carries_state_of = staticmethod(_is_metric)  # calls of metrics are in it, too
     captured_for_every_size = True  # a tape may hold sizes: self.log(…, batch_size=len(x))
     _base: type[Any]
     _tape: Tape
@@ -221,7 +226,3 @@ class _Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Deferred | None:
         what = f"self.{self.path}" if self.name in ("forward", "compute") else ""
         return self.tape.add((self.path,), self.name, args, kwargs, what)
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return any(c.__name__ in ("Metric", "MetricCollection") for c in type(module).__mro__)
