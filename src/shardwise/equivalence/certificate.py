@@ -115,7 +115,7 @@ def compare(
         shapes = f"has shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
         return Comparison(what, float("inf"), shapes, trial)
     return Comparison(
-        what, relative_error(found, expected, noise), "", trial, _vague(expected, noise)
+        what, relative_error(found, expected, noise), "", trial, vagueness(expected, noise)
     )
 
 
@@ -145,7 +145,7 @@ def relative_error(
     return float(torch.where(same, 0.0, errors).max().item())
 
 
-def _vague(expected: torch.Tensor, noise: torch.Tensor | float | None) -> float:
+def vagueness(expected: torch.Tensor, noise: torch.Tensor | float | None) -> float:
     """Return how much of its size rounding alone moves a tensor, where that hides errors.
 
     Zero where the comparison is sharp, and where the tensor is nothing but rounding: it then
@@ -157,6 +157,14 @@ def _vague(expected: torch.Tensor, noise: torch.Tensor | float | None) -> float:
     if moved <= VAGUE * size or is_rounding(expected, noise):
         return 0.0
     return moved / size
+
+
+def rounding_elements(expected: torch.Tensor, noise: torch.Tensor | float | None) -> torch.Tensor:
+    """Return which elements of a tensor are zeros with their rounding, and nothing else."""
+    size = expected.detach().abs().cpu()
+    if noise is None:
+        return torch.zeros_like(size, dtype=torch.bool)
+    return size <= ROUNDING * torch.as_tensor(noise).cpu()
 
 
 def is_rounding(expected: torch.Tensor, noise: torch.Tensor | float | None) -> bool:

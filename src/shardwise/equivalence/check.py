@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from shardwise.equivalence.certificate import Certificate, Comparison, compare, is_rounding
+from shardwise.equivalence.certificate import (
+    Certificate,
+    Comparison,
+    compare,
+    rounding_elements,
+    vagueness,
+)
 from shardwise.equivalence.edits import Edit, differing_statements, locate_edit
 from shardwise.equivalence.exercised import not_exercised
 from shardwise.equivalence.locate import locate
@@ -206,9 +212,12 @@ def compare_outcome(found: Outcome, trial: Trial) -> list[Comparison]:
         what = f"{kind} of {name} after a step"
         compared = compare(what, mine, tensor, noise=moved, trial=about)
         gradient = expected.gradients.get(name)
-        if gradient is not None and is_rounding(gradient, noise.gradients.get(name)):
-            # AdamW divides by the gradient's own size: what is rounding there is a step here.
-            compared = replace(compared, vague=0.0)
+        if compared.vague and moved is not None and gradient is not None:
+            # AdamW divides by the gradient's own size: what is rounding there is a step here, as
+            # for the keys' part of a bias in attention, whose gradient is zero.
+            zeros = rounding_elements(gradient, noise.gradients.get(name))
+            sharp = torch.as_tensor(moved).expand(tensor.shape).masked_fill(zeros, 0.0)
+            compared = replace(compared, vague=vagueness(tensor, sharp))
         result.append(compared)
     return result
 

@@ -84,7 +84,7 @@ def test_every_comment_says_whose_lines_follow() -> None:
     graph = sw.capture(Blocks(), batch, lambda out, _: out.square().mean())
     source = sw.compile(graph, sw.strategies.tensor(graph, sw.Cluster.local(2))).source()
     assert "# blocks.0  (test_programs.py:" in source
-    assert "# outside the model\n" in source
+    assert "# outside the model  (test_programs.py:" in source
     source = sw.compile(*planned_alone(Clashing())).source()
     assert re.search(r"def forward\(.*\):\n +# Clashing  \(test_programs.py:\d+\)\n", source)
 
