@@ -74,6 +74,7 @@ def test_no_dim_to_split(strategy: str) -> None:
     assert "Scalar" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_row_gives_a_plan_for_larger_ones() -> None:
     graph = sw.capture(*make("odd", batch=1))
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2))

@@ -50,6 +50,7 @@ def test_products_are_kept() -> None:
     assert "backward recomputes blocks.* with products kept (2)" in found.lowered.notes
 
 
+@pytest.mark.slow
 def test_parts_of_a_block_are_functions() -> None:
     found = program("llama", "fsdp", ("model.layers.*.mlp",))
     text = found.source()

@@ -210,6 +210,7 @@ def test_a_listed_schedule_keeps_its_list() -> None:
     assert sw.verify(model, batch, plan).ok
 
 
+@pytest.mark.slow
 def test_stages_of_different_meshes_are_each_made_smaller() -> None:
     model, batch = gpt_on_meta(layers=4)
     plan = sw.strategies.pipeline(

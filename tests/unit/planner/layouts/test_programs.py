@@ -34,7 +34,6 @@ EVERYDAY = (
     ("mlp", "tp4"),
     ("resnet", "dp2tp2"),
     ("unet", "tp4"),
-    ("fused_gpt", "tp4"),
     ("fused_gpt", "dp2tp2"),
     ("dlrm", "dp2tp2"),
     ("vit", "dp2tp2"),

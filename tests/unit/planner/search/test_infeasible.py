@@ -47,6 +47,7 @@ def test_changes_that_are_named_do_fit(graph: Graph, options: dict[str, object])
         assert plan.search["best"]["step_time_s"] <= kinds["devices"]["step_time_s"] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_smallest_memory_is_the_same_whatever_there_is() -> None:
     ids = torch.randint(0, 40, (6, 10))
     graph = sw.capture(Tokens(width=24, layers=2, words=40), {"ids": ids, "labels": ids})

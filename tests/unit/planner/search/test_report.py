@@ -163,6 +163,7 @@ def test_relaxations_are_what_a_simulation_gives(graph: Graph) -> None:
         assert free >= plan.search["best"]["step_time_s"] * 0.998
 
 
+@pytest.mark.slow
 def test_constraints_cost_what_a_plan_without_them_gains(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     fixed: dict[str, Any] = {"constraints": {"layers.*.weight": "0"}, "progress": False}
@@ -173,6 +174,7 @@ def test_constraints_cost_what_a_plan_without_them_gains(graph: Graph) -> None:
     assert row["ratio"] < 1
 
 
+@pytest.mark.slow
 def test_more_memory_buys_what_a_larger_device_gives(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=4)
     whole = sw.plan(graph, cluster, progress=False)

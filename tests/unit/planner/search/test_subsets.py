@@ -82,6 +82,7 @@ def test_devices_that_slow_the_step_are_left_out(graph: sw.Graph, tmp_path: Path
     assert " old " not in shown
 
 
+@pytest.mark.slow
 def test_devices_that_help_are_used() -> None:
     graph = captured(rows=256)
     assert sw.plan(graph, mixed(speed=1.0), progress=False).num_ranks == 4

@@ -128,6 +128,7 @@ def test_loggers_callbacks_and_evaluation_go_on_as_ever(tmp_path: Path) -> None:
     assert tested[0]["test_loss"] == pytest.approx(expected[1][0]["test_loss"], abs=1e-10)
 
 
+@pytest.mark.slow
 def test_validation_as_plain_python_sees_the_trained_weights(plain: Run) -> None:
     class Prints(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -222,6 +223,7 @@ def test_wrong_names_and_samplers_are_refused() -> None:
         made.fit(Classifier(), part)
 
 
+@pytest.mark.slow
 def test_freezing_and_unfreezing_in_callbacks_equal_plain_lightning() -> None:
     class Freezes(L.Callback):
         """The embedding rests for some steps; the head begins to be trained later."""
