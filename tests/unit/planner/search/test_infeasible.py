@@ -170,6 +170,7 @@ def test_devices_and_hosts_may_both_be_too_small(graph: Graph) -> None:
     sw.plan(graph, larger, memory_gib=change["memory_gib"], **options)
 
 
+@pytest.mark.slow
 def test_constraints_may_be_what_does_not_fit(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
 

@@ -197,6 +197,7 @@ def test_too_little_memory_says_how_much_is_needed(gpt) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.slow
 def test_what_is_told_of_memory_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would fit does, and little less does not; more memory buys what it is said to buy."""
     monkeypatch.setattr(polish, "MOST_RANKS", 0)  # of its own matter, and no short one

@@ -240,6 +240,7 @@ def test_freezing_and_unfreezing_in_callbacks_equal_plain_lightning() -> None:
     assert_same(found, fit(callbacks=[Freezes()], **options))
 
 
+@pytest.mark.slow
 def test_parameters_without_an_optimizer_stay_as_they_are() -> None:
     class Head(Classifier):
         def configure_optimizers(self) -> Any:
