@@ -98,7 +98,7 @@ def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
         ProcessGroupTransport([g for g in groups if rank in g]),
         ranks=stage.ranks,
         groups=plan.groups,
-        microbatches=plan.microbatches,
+        num_microbatches=plan.num_microbatches,
         timed=plan.splits_time,
     )
 
@@ -205,7 +205,7 @@ def _described(name: str, plan: sw.Plan, use: Any) -> dict[str, Any]:
 def _short(plan: sw.Plan) -> str:
     stages = len(plan.all_stages)
     return (
-        f"{stages} x {plan.mesh}, {plan.microbatches} micro-batches, "
+        f"{stages} x {plan.mesh}, {plan.num_microbatches} micro-batches, "
         f"recompute {plan.recompute}, {plan.schedule or 'one pass'}"
     )
 

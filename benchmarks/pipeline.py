@@ -206,7 +206,9 @@ def memory_of(job: Job) -> int:
 def bubbles(job: Job) -> list[tuple[float, float]]:
     """Of some steps the recorded bubble, and that of the schedule with the times recorded."""
     ours = Ours(job, record=True)
-    schedule = make(job.schedule, groups=job.ranks, microbatches=MICROBATCHES, stages=job.stages)
+    schedule = make(
+        job.schedule, groups=job.ranks, num_microbatches=MICROBATCHES, stages=job.stages
+    )
     found = []
     for step in range(-3, STEPS_RECORDED):
         dist.barrier()

@@ -139,7 +139,7 @@ class Grid:
             cuts=self._cut(stages, size),
             placement=schedule.placement if schedule else (0,),
             schedule=schedule,
-            microbatches=count,
+            num_microbatches=count,
             zero=config.zero,
             recompute=config.recompute,
             precision=Precision.of(PRECISION),

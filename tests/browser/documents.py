@@ -36,13 +36,13 @@ def report(
     operations: int = 6,
     classes: int = 4,
     ranks: int = 8,
-    microbatches: int = 8,
+    num_microbatches: int = 8,
     spans: int = 0,
     lines: int = 120,
     measured: bool = False,
 ) -> Json:
     """A report of a model of `layers` equal layers, each with so many `operations`."""
-    rows = timeline(classes, ranks, microbatches, spans)
+    rows = timeline(classes, ranks, num_microbatches, spans)
     step = rows["step_time_s"]
     return {
         "format": "shardwise-report",
@@ -60,7 +60,7 @@ def report(
         "cluster": cluster(ranks, classes),
         "memory": [memory(i, ranks, classes, step) for i in range(classes)],
         "timeline": rows,
-        "schedule": schedule(classes, ranks, microbatches),
+        "schedule": schedule(classes, ranks, num_microbatches),
         "plans": plans(step),
         "gap": {"layouts": 0.012, "search": 0.0, "points": 468, "simulated": 64},
         "what_if": what_if(step),
@@ -116,7 +116,7 @@ def hostile() -> Json:
 
 def sparse() -> Json:
     """A plan that does not fit, of which little more than the verdict is known."""
-    made = report(classes=1, ranks=1, microbatches=1)
+    made = report(classes=1, ranks=1, num_microbatches=1)
     for key in ("modules", "cluster", "schedule", "plans", "gap", "what_if", "code", "price",
                 "collectives"):  # fmt: skip
         made[key] = None
@@ -137,7 +137,7 @@ def large() -> Json:
         operations=100,
         classes=32,
         ranks=1024,
-        microbatches=128,
+        num_microbatches=128,
         spans=100_000,
         lines=15_000,
     )

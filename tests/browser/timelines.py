@@ -19,9 +19,13 @@ def label(i: int, ranks: int, classes: int) -> str:
     return f"ranks {i * many}-{(i + 1) * many - 1}"
 
 
-def played(classes: int, microbatches: int) -> tuple[list[list[tuple[str, float, float]]], float]:
+def played(
+    classes: int, num_microbatches: int
+) -> tuple[list[list[tuple[str, float, float]]], float]:
     """Actions of a zero-bubble schedule, each a unit long, in the order of what they wait for."""
-    made = make("zb_h1" if classes <= 8 else "1f1b", groups=classes, microbatches=microbatches)
+    made = make(
+        "zb_h1" if classes <= 8 else "1f1b", groups=classes, num_microbatches=num_microbatches
+    )
     unit = 1e-3
     done: dict[tuple[str, int, int], float] = {}
     lists = [list(actions) for actions in made.actions]
@@ -47,8 +51,8 @@ def played(classes: int, microbatches: int) -> tuple[list[list[tuple[str, float,
     return found, max(free)
 
 
-def timeline(classes: int, ranks: int, microbatches: int, spans: int) -> Json:
-    actions, ends = played(classes, microbatches)
+def timeline(classes: int, ranks: int, num_microbatches: int, spans: int) -> Json:
+    actions, ends = played(classes, num_microbatches)
     step = ends * 1.06
     names: list[str] = []
     index: dict[str, int] = {}
@@ -109,8 +113,8 @@ def timeline(classes: int, ranks: int, microbatches: int, spans: int) -> Json:
     }
 
 
-def schedule(classes: int, ranks: int, microbatches: int) -> Json:
-    actions, _ = played(classes, microbatches)
+def schedule(classes: int, ranks: int, num_microbatches: int) -> Json:
+    actions, _ = played(classes, num_microbatches)
     rows = []
     for g, mine in enumerate(actions):
         letters = [next(c for c in name if c in PASS) for name, _, _ in mine]
@@ -127,7 +131,7 @@ def schedule(classes: int, ranks: int, microbatches: int) -> Json:
     return {
         "name": "zb_h1",
         "stages": classes,
-        "microbatches": microbatches,
+        "num_microbatches": num_microbatches,
         "bubble_fraction": 0.31,
         "rows": rows,
     }

@@ -96,7 +96,9 @@ def mixed() -> tuple[list[float], dict[str, Any], dict[str, dict[str, str]]]:
     model, batch = wide()
     fixed = {"near.*": "whole", "far.*": "whole", "up.weight": "0"}
     with mock.patch("shardwise.planner.search.simplest.NEARLY", 0.0):
-        plan = auto(model, batch, (1.0, 1.0), {"tp": 2, "microbatches": 1, "constraints": fixed})
+        plan = auto(
+            model, batch, (1.0, 1.0), {"tp": 2, "num_microbatches": 1, "constraints": fixed}
+        )
     pm = sw.parallelize(model, batch, plan=plan)
     opt = sw.optimizer(pm, torch.optim.AdamW, lr=0.01)
     losses = []

@@ -33,14 +33,16 @@ def everyday(names: tuple[str, ...]) -> list[Any]:
 
 
 def changes_of(name: str) -> dict[str, Any]:
-    more = {"accumulate": 2} if name == "accumulate" else {}
+    more = {"num_microbatches": 2} if name == "accumulate" else {}
     return {"plan": PLANS[name][1], **more}
 
 
 @pytest.mark.parametrize("name", everyday(EVERYDAY))
 def test_any_plan_trains_as_one_process(pool: Callable[[int], Pool], name: str) -> None:
     changes = {**changes_of(name), "epochs": 2, "steps": None, "data": {"drop_last": False}}
-    alone, state, average = support.fit_and_state(**{**changes, "plan": "ddp", "accumulate": 1})
+    alone, state, average = support.fit_and_state(
+        **{**changes, "plan": "ddp", "num_microbatches": 1}
+    )
     for result, whole, mean in pool(PLANS[name][0]).run(support.fit_and_state, **changes):
         assert result.losses == pytest.approx(alone.losses, rel=1e-9)
         assert result.metrics["evaluation_loss"] == pytest.approx(

@@ -102,9 +102,9 @@ def test_what_is_generated_passes(schedule: Schedule) -> None:
 
 
 def test_interleaved_runs_through_for_all_small_shapes() -> None:
-    for groups, microbatches in product(range(1, 6), range(1, 14)):
+    for groups, num_microbatches in product(range(1, 6), range(1, 14)):
         for stages in range(groups, 3 * groups + 2):
-            check(interleaved(stages, microbatches, groups))
+            check(interleaved(stages, num_microbatches, groups))
 
 
 @given(schedules)

@@ -69,7 +69,7 @@ class Alone:
                 spec = self.step.executor.spec
                 dim = spec.batch_dims.get(given.name)
                 if dim is not None and not spec.timed:  # the graph is of one micro-batch
-                    shape[dim] *= spec.microbatches
+                    shape[dim] *= spec.num_microbatches
             found[given.name] = TensorType(tuple(shape), kind.dtype)
         return found
 
@@ -82,6 +82,6 @@ def _mesh(plan: Plan, rank: int, transport: rt.PretendTransport) -> rt.ProcessMe
         transport,
         ranks=stage.ranks,
         groups=plan.groups,
-        microbatches=plan.microbatches,
+        num_microbatches=plan.num_microbatches,
         timed=plan.splits_time,
     )

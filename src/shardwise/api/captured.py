@@ -43,7 +43,7 @@ def capture_for_plan(
     """
     capture = graphs or capture_once
     model, loss_fn = as_module(model), objective(loss_fn, step)
-    if plan.per_microbatch and plan.microbatches > 1:
+    if plan.per_microbatch and plan.num_microbatches > 1:
         _require_no_hooks(model)
         batch = microbatch(batch, plan, 0)
     precision = plan.precision
@@ -102,10 +102,10 @@ def microbatch(batch: Any, plan: Plan, index: int) -> Any:
         if dim is None:
             parts.append(tensor)
             continue
-        rows, rest = divmod(tensor.shape[dim], plan.microbatches)
+        rows, rest = divmod(tensor.shape[dim], plan.num_microbatches)
         if rest:
             raise BatchError(
-                f"{tensor.shape[dim]} samples are not {plan.microbatches} micro-batches of one "
+                f"{tensor.shape[dim]} samples are not {plan.num_microbatches} micro-batches of one "
                 "size, which the plan takes as batches of their own",
                 where=path_name(path),
                 hint="another batch size, or per_microbatch=False if the model allows it",

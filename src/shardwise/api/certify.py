@@ -122,7 +122,7 @@ def _verify(
         graph = widen_graph(capture_for_plan(model, batch, small, loss_fn))
         return _certify_twin(graph, model, batch, small, timeout, limit)
     twin, wide_batch = double(model, batch)
-    accumulates = plan.per_microbatch and plan.microbatches > 1
+    accumulates = plan.per_microbatch and plan.num_microbatches > 1
     first = microbatch(wide_batch, plan, 0) if accumulates else wide_batch
     graph = widen_graph(capture(twin, first, loss_fn, around=TraceDouble))
     plan.check(graph)
@@ -165,8 +165,8 @@ class _Model:
         """One training step; the plan's micro-batches are accumulated if they are its batches."""
         plan = self.plan
         first, *more = [batch]
-        if plan.per_microbatch and plan.microbatches > 1:
-            first, *more = [microbatch(batch, plan, k) for k in range(plan.microbatches)]
+        if plan.per_microbatch and plan.num_microbatches > 1:
+            first, *more = [microbatch(batch, plan, k) for k in range(plan.num_microbatches)]
         if not self.draws:
             return run_reference(self.twin, first, self.loss_fn, more=more)
         state = {name: tensor.detach().clone() for name, tensor in self._tensors()}

@@ -75,7 +75,7 @@ def rehearsed(ground: ProvingGround, plan: Plan, table: OpTable) -> list[tuple[s
     computing, updating = 0.0, 0.0
     for stage in estimate.stages:
         if stage.group in run.training_s:
-            computing += plan.microbatches * stage.computing
+            computing += plan.num_microbatches * stage.computing
     for span in estimate.timeline.after:
         if span.kind == "optimizer" and span.group in run.update_s:
             updating += span.end - span.start

@@ -45,7 +45,7 @@ def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
     inputs = {g: d for g, d in plan.inputs.items() if any(fnmatchcase(n, g) for n in names)}
     fitting = plan.with_(inputs=inputs, nodes=known_choices(plan.nodes, graph))
     if plan.splits_time and isinstance(plan.schedule, str) and _is_tiny(graph, fitting):
-        return fitting.with_(microbatches=1)
+        return fitting.with_(num_microbatches=1)
     return fitting
 
 

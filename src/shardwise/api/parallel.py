@@ -288,7 +288,7 @@ class _Factory:
         return rt.process_meshes(
             list(stages.items()),
             timeout=self.timeout,
-            microbatches=self.plan.microbatches,
+            num_microbatches=self.plan.num_microbatches,
             timed=self.plan.splits_time,
             choices=self.plan.collectives,
             derive=derive_for(self.plan),

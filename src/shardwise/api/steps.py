@@ -107,7 +107,7 @@ def _require_alike(steps: list[StepSpec]) -> None:
 
 _SHARED: dict[str, Callable[[Plan], Any]] = {
     "the ranks and mesh of their stages": lambda p: [(s.ranks, s.mesh) for s in p.all_stages],
-    "micro-batches": lambda p: (p.microbatches, p.splits_time),
+    "micro-batches": lambda p: (p.num_microbatches, p.splits_time),
     "precision": lambda p: p.precision,
     "offload": lambda p: p.offload,
     "collectives": lambda p: p.collectives,

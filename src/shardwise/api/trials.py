@@ -149,7 +149,7 @@ def _mesh(plan: Plan) -> rt.ProcessMesh:
     return rt.process_meshes(
         list(stages.items()),
         timeout=TIMEOUT_S,
-        microbatches=plan.microbatches,
+        num_microbatches=plan.num_microbatches,
         timed=plan.splits_time,
         choices=plan.collectives,
         derive=derive_for(plan),

@@ -26,7 +26,7 @@ from shardwise.plans import Plan
 from shardwise.simulation.simulate import simulate
 
 KINDS: tuple[dict[str, int], ...] = (  # from the simplest
-    {"pp": 1, "tp": 1, "microbatches": 1},
+    {"pp": 1, "tp": 1, "num_microbatches": 1},
     {"pp": 1, "tp": 1},
     {"pp": 1},
     {},
@@ -243,7 +243,7 @@ class _Tuning:
         Where its settings lead to another, by what was measured, there are no runners-up.
         """
         point = _best(best.plan)["point"]
-        names = ["dp", "tp", "pp", "schedule", "microbatches", "recompute", "offload"]
+        names = ["dp", "tp", "pp", "schedule", "num_microbatches", "recompute", "offload"]
         names += ["zero"] if point["outer"] is None else []  # one level for all
         fixed = {name: point[name] for name in names if point[name] not in (None, "")}
         again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})

@@ -85,13 +85,13 @@ class Pieces(Works):
         return self.few.at(rows / self.parts)
 
 
-def prepare(row: Row, *, microbatches: int) -> Prepared:
+def prepare(row: Row, *, num_microbatches: int) -> Prepared:
     """A step of the row's model with so many of its micro-batches."""
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
     few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
     fold = Fold.repeated(few.fold.graph, row.layers)
-    works = Pieces(few, fold, rows=microbatches * row.dp * row.micro_batch, parts=row.cp)
-    return Prepared(fold=fold, works=works, setting=_setting(row, fold, axes, microbatches))
+    works = Pieces(few, fold, rows=num_microbatches * row.dp * row.micro_batch, parts=row.cp)
+    return Prepared(fold=fold, works=works, setting=_setting(row, fold, axes, num_microbatches))
 
 
 @lru_cache(maxsize=256)
@@ -145,7 +145,7 @@ def _setting(row: Row, fold: Fold, axes: tuple[tuple[str, int], ...], count: int
         groups=groups,
         cuts=_cuts(fold, row.layers, stages),
         placement=tuple(stage % row.pp for stage in range(stages)),
-        microbatches=count,
+        num_microbatches=count,
         zero=_zero(row),
         recompute=row.recompute,
         precision=_precision(row),

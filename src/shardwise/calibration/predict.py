@@ -94,7 +94,7 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
         return _in_replicas(row, cluster)
     each = row.sharding.level >= 2 and row.pp == 1  # scatters after every micro-batch, as FSDP does
     played = 1 if each else min(row.num_microbatches, 2 * row.pp)
-    prepared = prepare(row, microbatches=played)
+    prepared = prepare(row, num_microbatches=played)
     estimate = Evaluator(prepared.fold, cluster).estimate(prepared.works, prepared.setting)
     seconds, peak_bytes = estimate.step_time_s, estimate.peak.peak_bytes
     if row.sharding.level == 1 and row.is_grouped:

@@ -65,7 +65,9 @@ class Wanted:
         int | None, "--virtual-stages", "Stages of each group, with --cluster.", min=1
     ) = None
     zero: _option(int | None, "--zero", "ZeRO level over dp.", min=0, max=3) = None  # type: ignore[valid-type]
-    microbatches: _option(int | None, "--microbatches -m", "Micro-batches of a step.", min=1) = None  # type: ignore[valid-type]
+    num_microbatches: _option(  # type: ignore[valid-type]
+        int | None, "--num-microbatches -m", "Micro-batches of a step.", min=1
+    ) = None
     per_microbatch: _option(  # type: ignore[valid-type]
         bool, "--per-microbatch", "Each micro-batch is a batch of its own."
     ) = False
@@ -187,7 +189,15 @@ class Wanted:
                 raise typer.BadParameter(f"--{_typed(name)}: for --strategy {for_whom}")
         found: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("dp", "tp", "pp", "virtual_stages", "zero", "microbatches", "precision")
+            for name in (
+                "dp",
+                "tp",
+                "pp",
+                "virtual_stages",
+                "zero",
+                "num_microbatches",
+                "precision",
+            )
         }
         found["memory_gib"] = self.memory_gib
         found["constraints"] = constraints_of(self.constraint) or None
@@ -253,7 +263,7 @@ class Wanted:
         globs = (self.recompute or "none").split(",")
         modes = ("none", "full", "selective")
         found: dict[str, Any] = {
-            "num_microbatches": self.microbatches,
+            "num_microbatches": self.num_microbatches,
             "schedule": self.schedule,
             "precision": self.precision,
             "recompute": globs[0] if globs[0] in modes else globs,

@@ -39,7 +39,7 @@ class LoadedPipeline:
         files = [load(text, self.graph.functions) for text in sources.texts]
         built = [build(f, self.mesh, self.rng, self.device, self.graph) for f in files]
         chosen = []
-        for k in range(self.spec.microbatches):
+        for k in range(self.spec.num_microbatches):
             place = k * self.mesh.size + self.mesh.rank if self.spec.timed else self.mesh.rank
             chosen.append(next(i for i, places in enumerate(sources.places) if place in places))
         beforehand = None
@@ -108,7 +108,7 @@ class LoadedPipeline:
         shape = list(self.graph.values[source.value].shape)
         dim = self.spec.batch_dims.get(source.name)
         if dim is not None and not self.spec.timed:
-            shape[dim] *= self.spec.microbatches
+            shape[dim] *= self.spec.num_microbatches
         return tuple(shape)
 
 

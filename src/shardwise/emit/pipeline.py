@@ -102,7 +102,7 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         "",
         "from shardwise import runtime as rt",
         "",
-        f"MICROBATCHES = {literal(plan.microbatches)}  # {kind}",
+        f"MICROBATCHES = {literal(plan.num_microbatches)}  # {kind}",
         f"TIMED = {plan.splits_time}",
         f"BATCH_DIMS = {mapping(_batch_dims(pipeline).items())}",
         "",
@@ -211,7 +211,7 @@ def _joined(
     Of batches of their own, what has a row for every sample is put together by rows; numbers are
     averaged, and counts added up.
     """
-    count = pipeline.plan.microbatches
+    count = pipeline.plan.num_microbatches
     if pipeline.plan.splits_time or count == 1:
         return shape, held
     values = pipeline.graph.values

@@ -111,7 +111,7 @@ def run_graph(
     }
     buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
     count = len(batches)
-    mesh = rt.ProcessMesh({}, microbatches=count, timed=False)
+    mesh = rt.ProcessMesh({}, num_microbatches=count, timed=False)
     random = keyed_random(graph, rt.Rng(plan.seed, plan.rng, mesh))
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     gradients: dict[str, torch.Tensor | None] = dict.fromkeys(parameters)

@@ -113,7 +113,7 @@ class Stages:
     @property
     def mesh(self) -> str:
         meshes = dict.fromkeys(str(stage.mesh) for stage in self.pipeline.stages)
-        count = self.plan.microbatches
+        count = self.plan.num_microbatches
         return f"{len(self.pipeline.stages)} stages of {' and '.join(meshes)}, " * bool(
             self.plan.stages
         ) + (f"{count} micro-batches" if self.plan.stages else f"{self.plan.mesh}, {count} times")
@@ -122,7 +122,7 @@ class Stages:
     def views(self) -> tuple[View, ...]:
         views = []
         for stage in self.pipeline.stages:
-            count = self.plan.microbatches if self.plan.splits_time else 1
+            count = self.plan.num_microbatches if self.plan.splits_time else 1
             places = [(rank, f"{stage.index}.{k}.") for k in range(count) for rank in stage.ranks]
             sent: dict[str, tuple[int, ...]] = {}
             for transfer in self.pipeline.transfers:

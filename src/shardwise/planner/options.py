@@ -67,7 +67,7 @@ class FixedOptions(TypedDict, total=False):
     pp: int | None
     virtual_stages: int | None
     schedule: str | None
-    microbatches: int | None
+    num_microbatches: int | None
     zero: int | None
     recompute: str | None
     offload: str | Sequence[str] | None

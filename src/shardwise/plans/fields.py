@@ -23,7 +23,7 @@ PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
     "units": list,
     "stages": list,
     "schedule": (str, list),
-    "microbatches": int,
+    "num_microbatches": int,
     "per_microbatch": bool,
     "recompute": (str, list),
     "precision": dict,

@@ -69,8 +69,8 @@ class Plan:
     its way here, as data: see `shardwise explain`.
 
     `stages` cut the model in time; each has its own ranks and mesh; `mesh` is that of the first.
-    A step is computed in `microbatches`, as if the batch were whole; with `per_microbatch` each is
-    a batch of its own, as one device accumulating gradients would take it. `schedule` names the
+    A step is computed in `num_microbatches`, as if the batch were whole; with `per_microbatch` each
+    is a batch of its own, as one device accumulating gradients would take it. `schedule` names the
     order of work, or lists the actions of every group of ranks. `recompute` says which activations
     backward computes again: "none", "full" (by block), "selective" (what is cheap), or a list of
     module globs. `collectives` says which go another way than the library's.
@@ -87,7 +87,7 @@ class Plan:
     units: tuple[str, ...] = ()
     stages: tuple[Stage, ...] = ()
     schedule: str | tuple[tuple[str, ...], ...] = ""
-    microbatches: int = 1
+    num_microbatches: int = 1
     per_microbatch: bool = False
     recompute: str | tuple[str, ...] = "none"
     precision: Precision = field(default_factory=Precision)
@@ -126,12 +126,12 @@ class Plan:
     @property
     def is_scheduled(self) -> bool:
         """Whether a step is more than one forward and one backward."""
-        return bool(self.stages) or self.microbatches > 1
+        return bool(self.stages) or self.num_microbatches > 1
 
     @property
     def splits_time(self) -> bool:
         """Whether micro-batches are parts of one batch: a mesh axis in time."""
-        return self.microbatches > 1 and not self.per_microbatch
+        return self.num_microbatches > 1 and not self.per_microbatch
 
     def for_stage(self, index: int) -> Plan:
         """The plan of one stage alone, with micro-batches as its first mesh axis."""
@@ -139,7 +139,7 @@ class Plan:
 
     def on_mesh(self, mesh: Mesh, *, timed: bool = False) -> Plan:
         """The same decisions for another mesh, without stages."""
-        axes = ((TIME, self.microbatches), *mesh.axes) if timed else mesh.axes
+        axes = ((TIME, self.num_microbatches), *mesh.axes) if timed else mesh.axes
         roles = {axis: self.roles[axis] for axis in mesh.names}
         return replace(
             self,
@@ -149,7 +149,7 @@ class Plan:
             nodes={n: {a: c[a] for a in c if a in mesh.names} for n, c in self.nodes.items()},
             stages=(),
             schedule="",
-            microbatches=1,
+            num_microbatches=1,
             per_microbatch=False,
             collectives=(),  # they are of ranks of the whole plan
         )
@@ -225,7 +225,7 @@ class Plan:
             "units": list(self.units),
             "stages": [stage.to_json() for stage in self.stages],
             "schedule": listed(self.schedule),
-            "microbatches": self.microbatches,
+            "num_microbatches": self.num_microbatches,
             "per_microbatch": self.per_microbatch,
             "recompute": listed(self.recompute),
             "precision": self.precision.to_json(),
@@ -333,7 +333,7 @@ def _check(plan: Plan) -> None:
         if (role == "time") != (axis == TIME):
             raise PlanError(
                 f"role {role!r} of axis {axis!r}: micro-batches are the axis {TIME!r}",
-                hint='"microbatches": 4 makes that axis',
+                hint='"num_microbatches": 4 makes that axis',
             )
     missing = [axis for axis in axes if axis not in plan.roles]
     if missing:
@@ -352,11 +352,11 @@ def _check(plan: Plan) -> None:
 
 
 def _check_execution(plan: Plan) -> None:
-    if not 1 <= plan.microbatches <= MAX_MICROBATCHES:
+    if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
         raise PlanError(
-            f"microbatches={plan.microbatches:,}", hint=f"1 to {MAX_MICROBATCHES:,} of them"
+            f"num_microbatches={plan.num_microbatches:,}", hint=f"1 to {MAX_MICROBATCHES:,} of them"
         )
-    require_size(len(plan.all_stages), plan.microbatches)
+    require_size(len(plan.all_stages), plan.num_microbatches)
     if isinstance(plan.recompute, str) and plan.recompute not in RECOMPUTE_MODES:
         raise PlanError(
             f"recompute {plan.recompute!r}{did_you_mean(plan.recompute, RECOMPUTE_MODES)}",

@@ -58,11 +58,11 @@ def _execution(plan: Plan) -> list[str]:
     lines = []
     if plan.is_scheduled:
         kind = "batches of their own" if plan.per_microbatch else "parts of one batch"
-        many = f"{plan.microbatches} micro-batches, {kind}"
+        many = f"{plan.num_microbatches} micro-batches, {kind}"
         name = plan.schedule or "by default"
         if not isinstance(name, str):
             name = f"of {sum(map(len, name))} listed actions on {len(name)} groups"
-        lines.append(f"schedule {name}, {many if plan.microbatches > 1 else '1 micro-batch'}")
+        lines.append(f"schedule {name}, {many if plan.num_microbatches > 1 else '1 micro-batch'}")
     if plan.recompute != "none":
         what = plan.recompute if isinstance(plan.recompute, str) else ", ".join(plan.recompute)
         lines.append(f"recompute {what}")

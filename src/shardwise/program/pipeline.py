@@ -85,7 +85,7 @@ class Pipeline:
         return tuple(dict.fromkeys((t.source, t.target) for t in self.transfers))
 
     def __str__(self) -> str:
-        lines = [f"{len(self.stages)} stages, {self.plan.microbatches} micro-batches"]
+        lines = [f"{len(self.stages)} stages, {self.plan.num_microbatches} micro-batches"]
         for stage in self.stages:
             lines += [f"stage {stage.index} on ranks {stage.ranks}", str(stage.program)]
         lines += [
@@ -107,7 +107,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     facts, computed = analyze(graph), graph
     if plan.splits_time:
         cuts = input_cuts(graph, plan) or {}
-        timed = assign_time(graph, facts, TIME, plan.microbatches, cuts)
+        timed = assign_time(graph, facts, TIME, plan.num_microbatches, cuts)
         graph, facts, timed, before = take_beforehand(graph, facts, timed)
     schedule = plan_schedule(plan)
     parts = partition(graph, plan, facts, [node.key for node in with_keys(original).nodes])
@@ -155,7 +155,7 @@ def check_micro_batches(graph: Graph, plan: Plan) -> None:
     if plan.splits_time:
         graph = separate_means(graph)
         cuts = input_cuts(graph, plan) or {}
-        assign_time(graph, analyze(graph), TIME, plan.microbatches, cuts)
+        assign_time(graph, analyze(graph), TIME, plan.num_microbatches, cuts)
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -168,12 +168,12 @@ def plan_schedule(plan: Plan) -> Schedule:
         return Schedule(
             name="listed",
             num_stages=count,
-            num_microbatches=plan.microbatches,
+            num_microbatches=plan.num_microbatches,
             placement=placement,
             actions=rows,
         )
     name = plan.schedule or ("1f1b" if count == len(groups) else "interleaved")
-    made = make(name, groups=len(groups), microbatches=plan.microbatches, stages=count)
+    made = make(name, groups=len(groups), num_microbatches=plan.num_microbatches, stages=count)
     if made.placement != placement:
         raise PlanError(
             f"schedule {name!r} runs stages on groups {made.placement}, the plan on {placement}",

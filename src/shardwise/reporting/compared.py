@@ -18,7 +18,7 @@ WORDS = {
     "pp": "pp={}",
     "virtual": "{} stages per group",
     "schedule": "schedule {}",
-    "microbatches": "{} micro-batches",
+    "num_microbatches": "{} micro-batches",
     "zero": "zero {}",
     "outer": "zero {} outside of blocks",
     "recompute": "recompute {}",
@@ -119,7 +119,7 @@ def _longer(delta: float, time: float) -> str:
 def worded(name: str, value: Any) -> str:
     """A decision in words.
 
-    >>> worded("microbatches", 8), worded("offload", []), worded("layout", 5)
+    >>> worded("num_microbatches", 8), worded("offload", []), worded("layout", 5)
     ('8 micro-batches', 'offload nothing', 'layouts polished')
     >>> worded("cuts", [0, 12]), worded("cuts", [])
     ('stages from nodes 0, 12', 'stages of equal time')

@@ -174,7 +174,7 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
         "groups of stages": pair(lambda p: len(p.groups)),
         "stages": pair(lambda p: len(p.all_stages)),
         "schedule": pair(_schedule),
-        "micro-batches": pair(lambda p: p.microbatches),
+        "micro-batches": pair(lambda p: p.num_microbatches),
         "per micro-batch": pair(lambda p: "yes" if p.per_microbatch else "no"),
         "zero": pair(_zero),
         "recompute": pair(lambda p: _listed(p.recompute)),

@@ -154,7 +154,7 @@ class ScheduleGrid:
 
     name: str
     stages: int
-    microbatches: int
+    num_microbatches: int
     bubble_fraction: float
     rows: tuple[Mapping[str, Any], ...]
     folded: str | None = None

@@ -159,7 +159,7 @@ class Step:
         return ScheduleGrid(
             name=name or schedule.name,
             stages=schedule.num_stages,
-            microbatches=schedule.num_microbatches,
+            num_microbatches=schedule.num_microbatches,
             bubble_fraction=self.timeline.bubble_fraction,
             rows=tuple(self._grid_row(found) for found in self.classes),
             folded=self.folded,

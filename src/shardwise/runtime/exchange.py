@@ -113,7 +113,7 @@ class Exchange:
         number: int,
     ) -> Tensor:
         """A whole tensor of one stage's ranks, on all ranks; `number` tells such tensors apart."""
-        tag = 2 * len(self.spec.transfers) * self.spec.microbatches + number
+        tag = 2 * len(self.spec.transfers) * self.spec.num_microbatches + number
         holders = self.spec.stages[stage].ranks
         others = [r for ranks in self.spec.groups for r in ranks if r not in holders]
         if self.rank not in holders:
@@ -131,7 +131,7 @@ class Exchange:
         if message not in self._routes:
             index, k, back = message
             transfer = self.spec.transfers[index]
-            place = {TIME: (k, self.spec.microbatches)} if self.spec.timed else {}
+            place = {TIME: (k, self.spec.num_microbatches)} if self.spec.timed else {}
             pair = ((transfer.source, transfer.sent), (transfer.target, transfer.received))
             ends = []
             for stage, splits in reversed(pair) if back else pair:
@@ -142,7 +142,7 @@ class Exchange:
 
     def _tag(self, message: Message) -> int:
         index, k, back = message
-        return (2 * index + back) * self.spec.microbatches + k
+        return (2 * index + back) * self.spec.num_microbatches + k
 
     def _receive(self, message: Message) -> tuple[Arrival, int]:
         start = time.perf_counter_ns()

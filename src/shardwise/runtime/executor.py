@@ -173,7 +173,7 @@ class Executor:
             self.exchange.send(sent[transfer.value], (index, k, False))
         if loss is not None:
             term = loss.detach().to(self._loss_dtype())
-            term = term if self.spec.timed else term / self.spec.microbatches
+            term = term if self.spec.timed else term / self.spec.num_microbatches
             step.loss = term if step.loss is None else step.loss + term
         if training:
             edges = {n: get_gradient_edge(t) for n, t in sent.items() if t.requires_grad}
@@ -202,7 +202,7 @@ class Executor:
         roots: list[Any] = [flying.edges[name] for name in gradients if name in flying.edges]
         grads: list[Tensor | None] = [g for n, g in gradients.items() if n in flying.edges]
         if flying.loss is not None and flying.loss.requires_grad:
-            share = scale if self.spec.timed else scale / self.spec.microbatches
+            share = scale if self.spec.timed else scale / self.spec.num_microbatches
             roots.append(flying.loss)
             grads.append(torch.full_like(flying.loss, share))
         gradients.clear()

@@ -126,7 +126,9 @@ class TimeAxis(Axis):
     @property
     def shares(self) -> int:  # type: ignore[override]
         inner = self._inner
-        return product([self._mesh.microbatches, *([inner.shares] if inner is not None else [])])
+        return product(
+            [self._mesh.num_microbatches, *([inner.shares] if inner is not None else [])]
+        )
 
     @property
     def index(self) -> int:  # type: ignore[override]
@@ -161,7 +163,7 @@ class ProcessMesh:
         *,
         ranks: Sequence[int] | None = None,
         groups: Sequence[tuple[int, ...]] = (),
-        microbatches: int = 1,
+        num_microbatches: int = 1,
         timed: bool = True,
     ) -> None:
         self.axes = axes_of(axes)
@@ -169,8 +171,8 @@ class ProcessMesh:
         self.rank = rank
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(self.size))
         self.groups = tuple(groups) or (self.ranks,)
-        self.microbatches, self.microbatch, self.final = microbatches, 0, True
-        self.timed = timed and microbatches > 1  # whether they are parts of one batch
+        self.num_microbatches, self.microbatch, self.final = num_microbatches, 0, True
+        self.timed = timed and num_microbatches > 1  # whether they are parts of one batch
         self.transport: Transport = transport if transport is not None else LocalTransport()
         if not 0 <= rank < self.size:
             raise ProgramError(f"rank {rank} is not in {self!r} of {self.size} ranks")
@@ -182,7 +184,7 @@ class ProcessMesh:
     @property
     def place_axes(self) -> dict[str, int]:
         """The mesh axes, with that of micro-batches first."""
-        return {TIME: self.microbatches, **self.axes} if self.timed else self.axes
+        return {TIME: self.num_microbatches, **self.axes} if self.timed else self.axes
 
     @property
     def place(self) -> dict[str, int]:

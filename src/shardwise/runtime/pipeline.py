@@ -51,7 +51,7 @@ class PipelineSpec:
     transfers: tuple[TransferSpec, ...]
     outputs: tuple[Any, ...]  # OutputSpec, or a constant
     tied: tuple[TiedSpec, ...]
-    microbatches: int
+    num_microbatches: int
     timed: bool  # whether micro-batches are parts of one batch, or batches of their own
     batch_dims: Mapping[str, int]  # inputs with a dim of samples
     actions: tuple[tuple[Action, ...], ...]
@@ -68,7 +68,7 @@ class PipelineSpec:
             transfers=generated.TRANSFERS,
             outputs=generated.OUTPUTS,
             tied=generated.TIED,
-            microbatches=generated.MICROBATCHES,
+            num_microbatches=generated.MICROBATCHES,
             timed=generated.TIMED,
             actions=tuple(tuple(Action.parse(text) for text in row) for row in rows),
             batch_dims=generated.BATCH_DIMS,
@@ -90,7 +90,7 @@ class PipelineSpec:
             transport,
             ranks=stage.ranks,
             groups=self.groups,
-            microbatches=self.microbatches,
+            num_microbatches=self.num_microbatches,
             timed=self.timed,
         )
 

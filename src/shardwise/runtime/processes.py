@@ -281,7 +281,7 @@ def _after(
 def process_meshes(
     groups: Sequence[tuple[tuple[int, ...], dict[str, int]]],
     timeout: float | None = None,
-    microbatches: int = 1,
+    num_microbatches: int = 1,
     timed: bool = True,
     choices: Sequence[CollectiveChoice] = (),
     derive: Derive | None = None,
@@ -310,7 +310,7 @@ def process_meshes(
                 transport,
                 ranks=ranks,
                 groups=[ranks for ranks, _ in groups],
-                microbatches=microbatches,
+                num_microbatches=num_microbatches,
                 timed=timed,
             )
     raise RankError(f"rank {rank} has no stage in this plan")

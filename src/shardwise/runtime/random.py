@@ -60,7 +60,7 @@ class Rng:
     ) -> torch.Generator:
         """A generator for one node in this step, at a place on some axes."""
         text = f"{self.seed}|{self.step}|{key}|{list(place)}"
-        if self.mesh.microbatches > 1 and not self.mesh.timed:  # each is a batch of its own
+        if self.mesh.num_microbatches > 1 and not self.mesh.timed:  # each is a batch of its own
             text += f"|micro-batch {self.mesh.microbatch}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         made = torch.Generator(device)

@@ -78,7 +78,7 @@ class BatchReader:
             return tensor
         if name not in self._splits:
             return tensor.new_empty(0)
-        count = self.spec.microbatches
+        count = self.spec.num_microbatches
         rows = [self._rows(tensor, name, self._splits[name], k) for k in range(count)]
         return torch.cat(rows, self.spec.batch_dims[name])
 
@@ -94,11 +94,11 @@ class BatchReader:
     def _row_shapes(self, name: str) -> list[tuple[int, ...]]:
         """The shapes of this rank's rows of every micro-batch."""
         found = []
-        for k in range(self.spec.microbatches):
+        for k in range(self.spec.num_microbatches):
             shape = list(self.shapes[name])
             if not self.spec.timed:
                 dim = self.spec.batch_dims[name]
-                shape[dim] = part(shape[dim], self.spec.microbatches, k)[1]
+                shape[dim] = part(shape[dim], self.spec.num_microbatches, k)[1]
             place, axes = self._place(k), self.mesh.place_axes
             found.append(local_shape(shape, self._splits[name], place, axes))
         return found
@@ -107,7 +107,7 @@ class BatchReader:
         """This rank's rows of one micro-batch of a whole input."""
         dim = self.spec.batch_dims.get(name)
         if not self.spec.timed and dim is not None:
-            tensor = tensor.narrow(dim, *part(tensor.shape[dim], self.spec.microbatches, k))
+            tensor = tensor.narrow(dim, *part(tensor.shape[dim], self.spec.num_microbatches, k))
         return _part(tensor, splits, self._place(k), self.mesh.place_axes)
 
     def _place(self, k: int) -> Mapping[str, int]:

@@ -2,7 +2,7 @@
 
 Enters: a schedule and which stage feeds which. Leaves: `Facts`, or a `ScheduleError`.
 
-Shown, in this order: (1) every action is one of the schedule's stages and microbatches, in the
+Shown, in this order: (1) every action is one of the schedule's stages and micro-batches, in the
 list of its stage's group, once; (2) every stage has, for every microbatch, one F and either one B
 or one I and one W; (3) inside a list nothing comes before what it needs; (4) the groups, each
 running its list in order and sending without waiting, all come to the end. From (1) and (2)
@@ -77,7 +77,7 @@ def _check_known(schedule: Schedule) -> None:
                 raise _error(schedule, f"{here}, there are {schedule.num_stages} stages")
             if action.microbatch >= schedule.num_microbatches:
                 count = schedule.num_microbatches
-                raise _error(schedule, f"{here}, there are {count} microbatches")
+                raise _error(schedule, f"{here}, there are {count} micro-batches")
             if schedule.placement[action.stage] != group:
                 right = schedule.placement[action.stage]
                 raise _error(schedule, f"{here}, stage {action.stage} is on group {right}")

@@ -1,6 +1,6 @@
 """The known pipeline schedules.
 
-Enters: numbers of stages, microbatches and groups. Leaves: a `Schedule`; `check` proves each one.
+Enters: numbers of stages, micro-batches and groups. Leaves: a `Schedule`; `check` proves each one.
 
 All but `zero_bubble_v` are one pattern (`_alternate`): some forwards to warm up, then one forward
 and one backward in turn, then the remaining backwards. They differ in how many warm up, in the
@@ -21,7 +21,7 @@ from shardwise.schedules.schedule import Schedule, require_size, whole
 NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb_h1", "zb_v")
 
 
-def make(name: str, *, groups: int, microbatches: int, stages: int | None = None) -> Schedule:
+def make(name: str, *, groups: int, num_microbatches: int, stages: int | None = None) -> Schedule:
     """The schedule of a name in `NAMES`.
 
     Without `stages` there is one stage per group, two for "interleaved" and "zb_v".
@@ -36,13 +36,13 @@ def make(name: str, *, groups: int, microbatches: int, stages: int | None = None
     if stages is None:
         stages = 2 * groups if name in ("interleaved", "zb_v") else groups
     if name == "interleaved":
-        return interleaved(stages, microbatches, groups)
+        return interleaved(stages, num_microbatches, groups)
     per_group = {"zb_v": (2,), "zero_bubble": (1, 2)}.get(name, (1,))
     if stages not in [count * groups for count in per_group]:
         wanted = " or ".join(str(count * groups) for count in per_group)
         raise ScheduleError(
             f"{name} on {groups} groups needs {wanted} stages, not {stages}",
-            hint=f"make('interleaved', groups={groups}, microbatches={microbatches}, "
+            hint=f"make('interleaved', groups={groups}, num_microbatches={num_microbatches}, "
             f"stages={stages})"
             if groups <= stages
             else f"groups={stages}",
@@ -54,7 +54,7 @@ def make(name: str, *, groups: int, microbatches: int, stages: int | None = None
         "zb_v": zero_bubble_v,
         "zero_bubble": zero_bubble_h1 if stages == groups else zero_bubble_v,
     }
-    return by_name[name](stages, microbatches)
+    return by_name[name](stages, num_microbatches)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -66,43 +66,43 @@ def forward_only(schedule: Schedule) -> Schedule:
 # ---------------------------------------------------------------- one stage per group
 
 
-def gpipe(stages: int, microbatches: int) -> Schedule:
+def gpipe(stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe)."""
-    return _one_stage_each("gpipe", stages, microbatches, warm_up=lambda _: microbatches)
+    return _one_stage_each("gpipe", stages, num_microbatches, warm_up=lambda _: num_microbatches)
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward in turn (1F1B): group g holds at most stages - g microbatches."""
-    return _one_stage_each("1f1b", stages, microbatches, warm_up=lambda g: stages - 1 - g)
+def one_f_one_b(stages: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward in turn (1F1B): group g holds at most stages - g micro-batches."""
+    return _one_stage_each("1f1b", stages, num_microbatches, warm_up=lambda g: stages - 1 - g)
 
 
-def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose group g computes weight gradients g microbatches late (ZB-H1).
+def zero_bubble_h1(stages: int, num_microbatches: int) -> Schedule:
+    """1F1B whose group g computes weight gradients g micro-batches late (ZB-H1).
 
-    At most `stages` microbatches wait for their weight gradients, as many as 1F1B's group 0
-    holds. With equal times for F, I and W a step takes 3 * microbatches + stages - 1 of them,
-    1F1B's takes 3 * (microbatches + stages - 1).
+    At most `stages` micro-batches wait for their weight gradients, as many as 1F1B's group 0
+    holds. With equal times for F, I and W a step takes 3 * num_microbatches + stages - 1 of them,
+    1F1B's takes 3 * (num_microbatches + stages - 1).
     """
     return _one_stage_each(
-        "zb_h1", stages, microbatches, warm_up=lambda g: stages - 1 - g, late=lambda g: g
+        "zb_h1", stages, num_microbatches, warm_up=lambda g: stages - 1 - g, late=lambda g: g
     )
 
 
 def _one_stage_each(
     name: str,
     stages: int,
-    microbatches: int,
+    num_microbatches: int,
     warm_up: Callable[[int], int],
     late: Callable[[int], int | None] = lambda _: None,
 ) -> Schedule:
     whole("stages", stages)
-    whole("microbatches", microbatches)
-    require_size(stages, microbatches)
-    work = [[(stage, m) for m in range(microbatches)] for stage in range(stages)]
+    whole("num_microbatches", num_microbatches)
+    require_size(stages, num_microbatches)
+    work = [[(stage, m) for m in range(num_microbatches)] for stage in range(stages)]
     return Schedule(
         name=name,
         num_stages=stages,
-        num_microbatches=microbatches,
+        num_microbatches=num_microbatches,
         placement=tuple(range(stages)),
         actions=tuple(_alternate(mine, mine, warm_up(g), late(g)) for g, mine in enumerate(work)),
     )
@@ -132,7 +132,7 @@ def _alternate(
 # ---------------------------------------------------------------- several stages per group
 
 
-def interleaved(stages: int, microbatches: int, groups: int) -> Schedule:
+def interleaved(stages: int, num_microbatches: int, groups: int) -> Schedule:
     """1F1B over several stages per group, stage s on group s % groups (Megatron's interleaving).
 
     Microbatches go in rounds of about as many as there are groups, each round through all of a
@@ -140,8 +140,8 @@ def interleaved(stages: int, microbatches: int, groups: int) -> Schedule:
     actions of the added last stages are left out: that only takes waits away.
     """
     whole("stages", stages)
-    whole("microbatches", microbatches)
-    require_size(stages, microbatches)
+    whole("num_microbatches", num_microbatches)
+    require_size(stages, num_microbatches)
     whole("groups", groups)
     if stages < groups:
         raise ScheduleError(
@@ -149,9 +149,9 @@ def interleaved(stages: int, microbatches: int, groups: int) -> Schedule:
             hint=f"groups={stages}, or stages={2 * groups}",
         )
     if stages == groups:
-        return replace(one_f_one_b(stages, microbatches), name="interleaved")
+        return replace(one_f_one_b(stages, num_microbatches), name="interleaved")
     filled = -(-stages // groups) * groups
-    rounds = _rounds(microbatches, groups)
+    rounds = _rounds(num_microbatches, groups)
     actions = []
     for group in range(groups):
         mine = range(group, filled, groups)
@@ -163,16 +163,16 @@ def interleaved(stages: int, microbatches: int, groups: int) -> Schedule:
     return Schedule(
         name="interleaved",
         num_stages=stages,
-        num_microbatches=microbatches,
+        num_microbatches=num_microbatches,
         placement=tuple(stage % groups for stage in range(stages)),
         actions=tuple(actions),
     )
 
 
-def _rounds(microbatches: int, groups: int) -> list[range]:
-    """The microbatches in even rounds, the larger ones first, each of at least `groups`."""
-    count = max(1, microbatches // groups)
-    size, larger = divmod(microbatches, count)
+def _rounds(num_microbatches: int, groups: int) -> list[range]:
+    """The micro-batches in even rounds, the larger ones first, each of at least `groups`."""
+    count = max(1, num_microbatches // groups)
+    size, larger = divmod(num_microbatches, count)
     starts = [at * size + min(at, larger) for at in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
@@ -180,7 +180,7 @@ def _rounds(microbatches: int, groups: int) -> list[range]:
 # ---------------------------------------------------------------- slot by slot
 
 
-def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
+def zero_bubble_v(stages: int, num_microbatches: int) -> Schedule:
     """Two stages per group, the first half placed forth and the second half back (ZB-V).
 
     No group holds more than `stages` forwards (of half a 1F1B stage each) that wait for their
@@ -188,37 +188,37 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     than for its first input.
     """
     whole("stages", stages)
-    whole("microbatches", microbatches)
-    require_size(stages, microbatches)
+    whole("num_microbatches", num_microbatches)
+    require_size(stages, num_microbatches)
     if stages % 2:
         raise ScheduleError(
             f"zero_bubble_v has two stages per group, {stages} is odd", hint=f"stages={stages + 1}"
         )
-    plans = [_slot_by_slot(stages, microbatches, reserve) for reserve in (0, 1)]
+    plans = [_slot_by_slot(stages, num_microbatches, reserve) for reserve in (0, 1)]
     _, actions = min((plan for plan in plans if plan), key=lambda plan: plan[0])
     return Schedule(
         name="zb_v",
         num_stages=stages,
-        num_microbatches=microbatches,
+        num_microbatches=num_microbatches,
         placement=tuple(min(stage, stages - 1 - stage) for stage in range(stages)),
         actions=actions,
     )
 
 
 def _slot_by_slot(
-    stages: int, microbatches: int, reserve: int
+    stages: int, num_microbatches: int, reserve: int
 ) -> tuple[int, tuple[tuple[Action, ...], ...]] | None:
     """Plan the V greedily, F, I and W taking one slot each: the number of slots and the lists.
 
     In each slot each group takes what is ready: I before F before W, then the oldest microbatch,
     then the later stage. A forward needs room among the `stages` held; one of the first half
-    leaves `reserve` places free, so that with one place microbatches under way always reach their
+    leaves `reserve` places free, so that with one place micro-batches under way always reach their
     backward. None where all wait for room.
     """
     lists: list[list[Action]] = [[] for _ in range(stages // 2)]
     held = [0] * len(lists)
     counts = {kind: [0] * stages for kind in "FIW"}
-    slot, left = 0, 3 * stages * microbatches
+    slot, left = 0, 3 * stages * num_microbatches
     while left:
         before = {kind: tuple(mine) for kind, mine in counts.items()}
         for group, mine in enumerate(lists):
@@ -226,7 +226,7 @@ def _slot_by_slot(
                 ("IFW".index(kind), before[kind][stage], -stage, kind)
                 for stage in (group, stages - 1 - group)
                 for kind in "IFW"
-                if before[kind][stage] < _available(kind, stage, before, microbatches)
+                if before[kind][stage] < _available(kind, stage, before, num_microbatches)
                 and (kind != "F" or held[group] < stages - (reserve if stage == group else 0))
             ]
             if ready:
@@ -241,11 +241,13 @@ def _slot_by_slot(
     return slot, tuple(tuple(mine) for mine in lists)
 
 
-def _available(kind: str, stage: int, counts: dict[str, tuple[int, ...]], microbatches: int) -> int:
-    """For how many microbatches a stage could have run `kind` by now, by what others gave it."""
+def _available(
+    kind: str, stage: int, counts: dict[str, tuple[int, ...]], num_microbatches: int
+) -> int:
+    """For how many micro-batches a stage could have run `kind` by now, by what others gave it."""
     if kind == "W":
         return counts["I"][stage]
     if kind == "F":
-        return counts["F"][stage - 1] if stage else microbatches
-    later = counts["I"][stage + 1] if stage + 1 < len(counts["I"]) else microbatches
+        return counts["F"][stage - 1] if stage else num_microbatches
+    later = counts["I"][stage + 1] if stage + 1 < len(counts["I"]) else num_microbatches
     return min(counts["F"][stage], later)

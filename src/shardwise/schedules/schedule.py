@@ -104,7 +104,7 @@ class Schedule:
         """A table: one row per group, one column per slot when every action takes one slot."""
         head = (
             f"{self.name}: {self.num_stages} stages on {self.num_groups} groups, "
-            f"{self.num_microbatches} microbatches"
+            f"{self.num_microbatches} micro-batches"
         )
         rows: list[dict[int, Action]]
         try:
@@ -124,12 +124,12 @@ class Schedule:
         return "\n".join([head, *lines])
 
 
-def require_size(stages: int, microbatches: int) -> None:
+def require_size(stages: int, num_microbatches: int) -> None:
     """Refuse schedules so long that listing them takes minutes and gigabytes."""
-    if stages * microbatches > MAX_ACTIONS:
+    if stages * num_microbatches > MAX_ACTIONS:
         raise ScheduleError(
-            f"{microbatches:,} micro-batches of {stages:,} stages are {stages * microbatches:,} "
-            f"forwards, more than {MAX_ACTIONS:,}",
+            f"{num_microbatches:,} micro-batches of {stages:,} stages are "
+            f"{stages * num_microbatches:,} forwards, more than {MAX_ACTIONS:,}",
             hint=f"up to {max(1, MAX_ACTIONS // stages):,} micro-batches for {stages:,} stages",
         )
 

@@ -172,14 +172,14 @@ class Evaluator:
         """The order of actions: as set, or the usual one."""
         groups, stages = len(setting.groups), len(setting.placement)
         name = "1f1b" if stages == groups else "interleaved"
-        return setting.schedule or self.schedule(name, groups, setting.microbatches, stages)
+        return setting.schedule or self.schedule(name, groups, setting.num_microbatches, stages)
 
-    def schedule(self, name: str, groups: int, microbatches: int, stages: int) -> Schedule:
+    def schedule(self, name: str, groups: int, num_microbatches: int, stages: int) -> Schedule:
         """A schedule by name, made once."""
-        key = (name, groups, microbatches, stages)
+        key = (name, groups, num_microbatches, stages)
         if key not in self._schedules:
             self._schedules[key] = make(
-                name, groups=groups, microbatches=microbatches, stages=stages
+                name, groups=groups, num_microbatches=num_microbatches, stages=stages
             )
         return self._schedules[key]
 
@@ -190,7 +190,7 @@ class Evaluator:
         group = setting.groups[number]
         mine = works if isinstance(works, Works) else works[group.mesh]
         found = []
-        for kind in self._classes(group, mine, setting.microbatches):
+        for kind in self._classes(group, mine, setting.num_microbatches):
             typical = self._layer(mine, kind.rows, kind.device, group, setting)
             most = typical
             if kind.most != kind.rows:
@@ -229,7 +229,7 @@ class Evaluator:
             bounds = [*setting.cuts, self.fold.size]
             stages = [s for s, g in enumerate(setting.placement) if g == number]
             here = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}
-            for kind in self._classes(group, mine, setting.microbatches):
+            for kind in self._classes(group, mine, setting.num_microbatches):
                 for node, call, _ in mine.at(kind.rows, exact=True).calls:
                     if node in here:
                         yield kind.device, call
@@ -250,18 +250,18 @@ class Evaluator:
             known = self._signatures[id(group)] = (group, found)
         return known[1]
 
-    def _classes(self, group: Group, works: Works, microbatches: int) -> list[_Class]:
+    def _classes(self, group: Group, works: Works, num_microbatches: int) -> list[_Class]:
         """The distinct devices and shares among a group's ranks."""
-        key = (id(group), *works.batch, works.rows, microbatches)
+        key = (id(group), *works.batch, works.rows, num_microbatches)
         known = self._classed.get(key)
         if known is None or known[0] is not group:
-            known = self._classed[key] = (group, self._find_classes(group, works, microbatches))
+            known = self._classed[key] = (group, self._find_classes(group, works, num_microbatches))
         return known[1]
 
-    def _find_classes(self, group: Group, works: Works, microbatches: int) -> list[_Class]:
+    def _find_classes(self, group: Group, works: Works, num_microbatches: int) -> list[_Class]:
         shares = _shares(group.mesh, works.batch)
         total = float(shares.sum()) or 1.0
-        rows = works.rows / microbatches
+        rows = works.rows / num_microbatches
         wide = np.broadcast_to(shares, group.mesh.shape).ravel() if group.mesh.axes else [1.0]
         pairs = np.stack([self.kind[group.array], wide], axis=1)
         found = [(int(kind), float(share)) for kind, share in np.unique(pairs, axis=0)]
@@ -271,7 +271,7 @@ class Evaluator:
         for kind, share in found:
             mine = rows * share / total if not even else rows / ranks
             typical = max(mine, 1.0) if works.batch else float(works.rows)
-            most = float(-(-int(-(-works.rows // microbatches)) // ranks)) if even else mine
+            most = float(-(-int(-(-works.rows // num_microbatches)) // ranks)) if even else mine
             if not works.batch:
                 most = typical
             classes.append(_Class(self.devices[kind], typical, max(typical, most)))

@@ -49,7 +49,7 @@ def stage_memory(
     """The memory of the stage of positions `first:end` on a rank; made once for like settings."""
     zeros = (setting.zero, tuple(setting.zeros.items()))
     key = (first, end, group.mesh, zeros, setting.offload, setting.precision, setting.recompute,
-           setting.microbatches, cuda)  # fmt: skip
+           setting.num_microbatches, cuda)  # fmt: skip
     if key not in layers.passes:
         layers.passes[key] = StageMemory(first, end, layers, group, setting, cuda)
     found: StageMemory = layers.passes[key]
@@ -118,7 +118,7 @@ class StageMemory:
         self.received, self.sends = self.activations.received, self.activations.sends
         self.kept = self.activations.total
         work = layers.work
-        self.batch = work.inputs_bytes * setting.microbatches if cuda else work.batch_bytes
+        self.batch = work.inputs_bytes * setting.num_microbatches if cuda else work.batch_bytes
         self._needs: dict[tuple[str, str], Need] = {}
         self.offloaded = 0.0  # of a micro-batch, to host memory and back
         if "activations" in setting.offload and cuda:

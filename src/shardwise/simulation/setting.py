@@ -31,7 +31,7 @@ class Setting:
     cuts: tuple[int, ...]
     placement: tuple[int, ...]
     schedule: Schedule | None = None
-    microbatches: int = 1
+    num_microbatches: int = 1
     zero: int = 0
     zeros: Mapping[str, int] = field(default_factory=dict)
     recompute: str | tuple[str, ...] = "none"

@@ -79,7 +79,7 @@ def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
     works: dict[Mesh, Works] = {}
     for stage in plan.all_stages:
         if stage.mesh not in works:
-            divided = _on_mesh(small, stage.mesh, plan.microbatches)
+            divided = _on_mesh(small, stage.mesh, plan.num_microbatches)
             solved: Resolved = resolve(fold.graph, divided, facts)
             works[stage.mesh] = Works(fold, facts, solved.assignments, dict(divided.roles))
     return fold, works
@@ -98,16 +98,16 @@ def in_parts(graph: Graph) -> Graph:
     return found if len(found.nodes) > len(graph.nodes) else graph
 
 
-def _on_mesh(plan: Plan, mesh: Mesh, microbatches: int) -> Plan:
+def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
     """The plan on a mesh that has an axis of the batch wherever rows are cut.
 
     `Works` has one axis for the ranks and the micro-batches that divide them.
     """
     found = plan.on_mesh(mesh)
-    if microbatches == 1 or "batch" in found.roles.values():
+    if num_microbatches == 1 or "batch" in found.roles.values():
         return found
     return found.with_(
-        mesh=Mesh(axes=((BATCH_AXIS, microbatches), *mesh.axes)),
+        mesh=Mesh(axes=((BATCH_AXIS, num_microbatches), *mesh.axes)),
         roles={BATCH_AXIS: "batch", **found.roles},
     )
 
@@ -125,7 +125,7 @@ def fold_plan(fold: Fold, plan: Plan, choices: Mapping[str, Mapping[str, str]]) 
         nodes={n: c for n, c in choices.items() if n in nodes},
         stages=(),
         schedule="",
-        microbatches=1,
+        num_microbatches=1,
         collectives=(),
     )
 
@@ -139,7 +139,7 @@ def setting_of(plan: Plan, fold: Fold) -> Setting:
         cuts=tuple(at[stage.first] if stage.first else 0 for stage in plan.all_stages),
         placement=tuple(plan.groups.index(stage.ranks) for stage in plan.all_stages),
         schedule=plan_schedule(plan),
-        microbatches=plan.microbatches,
+        num_microbatches=plan.num_microbatches,
         zeros={g: e.zero for g, e in plan.parameters.items() if e.zero is not None},
         recompute=plan.recompute,
         offload=plan.offload,

@@ -108,7 +108,7 @@ def play_step(
     schedule = setting.schedule or make(
         "1f1b" if len(stages) == len(setting.groups) else "interleaved",
         groups=len(setting.groups),
-        microbatches=setting.microbatches,
+        num_microbatches=setting.num_microbatches,
         stages=len(stages),
     )
     return _Play(stages, setting, devices, schedule).run(messages)

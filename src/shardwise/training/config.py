@@ -194,7 +194,7 @@ class TrainConfig:
     """A training. `folder` is where all of its files go; without one, none are written.
 
     `metrics` are functions of the model's output and the batch, by name, for evaluations.
-    `accumulate` computes a batch in so many micro-batches; the loss stays the whole batch's.
+    `num_microbatches` are the parts a batch is computed in; the loss stays the whole batch's.
     `verify` checks the plan's program against the model first, once for each program and folder.
     `resume` is `auto` (the newest checkpoint in the folder, if there is one), `never`, or a path.
     """
@@ -210,7 +210,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: tuple[ScheduleConfig, ...] = ()
     clip_norm: Annotated[float, Least(0)] | None = None
-    accumulate: Count = 1
+    num_microbatches: Count = 1
     ema: EmaConfig | None = None
     precision: str | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

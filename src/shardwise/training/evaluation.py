@@ -92,7 +92,7 @@ class Evaluator:
                 return
 
     def _weight(self, fetched: Fetched) -> float:
-        if self.plan.per_microbatch and self.plan.microbatches > 1:
+        if self.plan.per_microbatch and self.plan.num_microbatches > 1:
             return float(fetched.count)  # its loss is a mean of means
         whole = fetched.batch
         if fetched.rows is not None:

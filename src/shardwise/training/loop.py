@@ -218,7 +218,7 @@ class _Gauge:
 
     def __init__(self, session: Session) -> None:
         graph, plan = session.planned.graph, session.planned.plan
-        parts = plan.microbatches if plan.per_microbatch else 1  # the graph is of one of them
+        parts = plan.num_microbatches if plan.per_microbatch else 1  # the graph is of one of them
         self.rows = session.source.batch_size
         tokens = count_tokens(graph)
         self.tokens = None if tokens is None else tokens * parts

@@ -107,8 +107,12 @@ def make_planned(
     kinds = given or _draft(Precision.of(config.precision))
     if given is not None and config.precision is not None:
         _require(given.precision == Precision.of(config.precision), "precision", config.precision)
-    if given is not None and config.accumulate > 1:
-        _require(given.microbatches == config.accumulate, "accumulate", config.accumulate)
+    if given is not None and config.num_microbatches > 1:
+        _require(
+            given.num_microbatches == config.num_microbatches,
+            "num_microbatches",
+            config.num_microbatches,
+        )
     graph = capture_for_plan(model, batch, kinds, loss)
     if given is None:
         _require_known(config, known, device)
@@ -193,8 +197,8 @@ def _made(
         own = load_object(wanted.name, "plan", base)
         return _own(own, wanted.name, graph, cluster, args)
     if wanted.name == "auto":
-        if config.accumulate > 1:
-            args.setdefault("microbatches", config.accumulate)
+        if config.num_microbatches > 1:
+            args.setdefault("num_microbatches", config.num_microbatches)
         if started:
             args.setdefault("all_devices", True)
         return _called(
@@ -213,8 +217,8 @@ def _strategy_args(
 ) -> dict[str, Any]:
     """Arguments with what follows from the rest: they need not change with the ranks."""
     found = {"seed": config.seed, "precision": config.precision, **args}
-    if config.accumulate > 1:
-        found.setdefault("num_microbatches", config.accumulate)
+    if config.num_microbatches > 1:
+        found.setdefault("num_microbatches", config.num_microbatches)
     if name == "hybrid" and "dp" not in args:
         found["dp"] = max(1, ranks // (int(args.get("tp", 1)) * int(args.get("pp", 1))))
     return found

@@ -114,7 +114,7 @@ def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> No
     )
     table = OpTable().with_programs(rehearsed(ProvingGround(graph, cluster), plan, OpTable()))
     estimate = sw.simulate(graph, plan, cluster, table=OpTable.from_json(table.to_json()))
-    computing = sum(plan.microbatches * stage.computing for stage in estimate.stages)
+    computing = sum(plan.num_microbatches * stage.computing for stage in estimate.stages)
     assert computing == pytest.approx(3.0)
 
 

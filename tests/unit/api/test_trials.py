@@ -230,7 +230,7 @@ def test_the_quickest_that_ran_is_taken(
 
     monkeypatch.setattr(ProvingGround, "try_plans", run)
     said: list[str] = []
-    plan, _ = tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
+    plan, _ = tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, num_microbatches=1)
     assert _zero(plan) == quickest
     assert any("900 ms measured" in line for line in said)
 
@@ -246,7 +246,7 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
 
     monkeypatch.setattr(ProvingGround, "try_plans", run)
     said: list[str] = []
-    fixed = {"pp": 1, "tp": 1, "microbatches": 1, "zero": 0}
+    fixed = {"pp": 1, "tp": 1, "num_microbatches": 1, "zero": 0}
     plan, _ = tune(graph, measured(2), report=said.append, **fixed)
     assert not plan.collectives
     search: Any = plan.search
@@ -267,7 +267,7 @@ def test_plans_that_cannot_run_are_told_and_predicted(
     monkeypatch.setattr(ProvingGround, "try_plans", fail)
     said: list[str] = []
     graph = sw.capture(*training.make("odd"))
-    tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, microbatches=1)
+    tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, num_microbatches=1)
     assert "plans were not tried: rank 1 died while it ran here" in said
 
 

@@ -173,7 +173,7 @@ def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch
     send = Exchange.send
 
     def lose(self: Exchange, tensor: Any, message: Message) -> None:
-        wrong = message == (1, self.spec.microbatches - 1, True)
+        wrong = message == (1, self.spec.num_microbatches - 1, True)
         send(self, torch.zeros_like(tensor) if wrong else tensor, message)
 
     with monkeypatch.context() as patch:
@@ -192,19 +192,19 @@ def test_stages_begin_at_the_same_nodes() -> None:
     after = {place: name for name, place in node_keys(twin.graph).items()}
     firsts = [before[stage.first] for stage in plan.stages[1:]]
     assert [after[stage.first] for stage in twin.plan.stages[1:]] == firsts
-    assert twin.plan.microbatches == 4
+    assert twin.plan.num_microbatches == 4
     assert [p.ranks for p in twin.plan.stages] == [(0,), (1,), (2,), (3,)]
 
 
 def test_a_listed_schedule_keeps_its_list() -> None:
     model, batch = gpt_on_meta(layers=4)
     graph = gpt_graph(layers=4)
-    listed = make("gpipe", groups=2, microbatches=8)
+    listed = make("gpipe", groups=2, num_microbatches=8)
     plan = sw.strategies.pipeline(
         graph, sw.Cluster.local(2), stages=2, schedule=listed, num_microbatches=8
     )
     twin = build_twin(graph, plan)
-    expected = make("gpipe", groups=2, microbatches=4)
+    expected = make("gpipe", groups=2, num_microbatches=4)
     assert twin.plan.schedule == tuple(tuple(map(str, row)) for row in expected.actions)
     assert "schedule: the listed actions of micro-batches 0 to 3" in twin.scaled
     assert sw.verify(model, batch, plan).ok

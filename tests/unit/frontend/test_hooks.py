@@ -226,6 +226,8 @@ def test_hooks_and_micro_batches_that_are_batches_are_refused() -> None:
     model = Net()
     model.a.weight.register_hook(unit_norm)
     graph = sw.capture(model, (torch.ones(6, 3),))
-    plan = sw.strategies.ddp(graph, sw.Cluster.local(1)).with_(microbatches=2, per_microbatch=True)
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(1)).with_(
+        num_microbatches=2, per_microbatch=True
+    )
     with pytest.raises(PlanError, match=r"unit_norm on parameter a\.weight"):
         sw.capture_for_plan(model, (torch.ones(6, 3),), plan)

@@ -134,7 +134,7 @@ def test_accumulation_is_a_pipeline_of_one_stage() -> None:
         cluster = sw.Cluster.local(ranks)
         plain = make_plan(graph("fused_gpt"), cluster)
         plan = make_plan(graph("fused_gpt"), cluster, num_microbatches=2)
-        assert (plan.stages, plan.microbatches, plan.schedule) == ((), 2, "1f1b")
+        assert (plan.stages, plan.num_microbatches, plan.schedule) == ((), 2, "1f1b")
         assert plan.parameters == plain.parameters
         assert plain.schedule == ""
         build_pipeline(graph("fused_gpt"), plan)
@@ -175,11 +175,11 @@ def test_execution_fields() -> None:
 
 
 def test_a_schedule_as_a_value_or_a_file(tmp_path: Path) -> None:
-    made = make("gpipe", groups=2, microbatches=4)
+    made = make("gpipe", groups=2, num_microbatches=4)
     made.save(tmp_path / "mine.txt")
     plan = pipeline("fused_gpt", 2, schedule=made)
     assert plan.schedule == tuple(tuple(map(str, row)) for row in made.actions)
-    assert (len(plan.stages), plan.microbatches) == (2, 4)
+    assert (len(plan.stages), plan.num_microbatches) == (2, 4)
     assert pipeline("fused_gpt", 2, schedule=str(tmp_path / "mine.txt")) == plan
     assert hybrid("fused_gpt", 2, pp=2, num_microbatches=4, schedule=made).stages == plan.stages
     assert "schedule of 16 listed actions on 2 groups, 4 micro-batches" in str(plan)
@@ -194,7 +194,7 @@ def test_groups_of_a_file_are_numbered_by_their_first_stage(tmp_path: Path) -> N
 
 
 def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
-    made = make("1f1b", groups=2, microbatches=4)
+    made = make("1f1b", groups=2, num_microbatches=4)
     with pytest.raises(
         InfeasiblePlan, match=r"2 stages on 2 groups .* with 4 micro-batches, asked"
     ):

@@ -27,7 +27,7 @@ def cluster() -> sw.Cluster:
 def staged(graph: sw.Graph, cluster: sw.Cluster) -> sw.Plan:
     """dp=2, tp=2, pp=2 with four micro-batches."""
     with unpolished():
-        return sw.plan(graph, cluster, progress=False, dp=2, tp=2, pp=2, microbatches=4)
+        return sw.plan(graph, cluster, progress=False, dp=2, tp=2, pp=2, num_microbatches=4)
 
 
 @pytest.fixture(scope="session")
@@ -35,4 +35,4 @@ def flat(graph: sw.Graph) -> sw.Plan:
     """Data parallelism alone, parameters sharded."""
     four = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
     with unpolished():
-        return sw.plan(graph, four, progress=False, dp=4, zero=3, microbatches=1)
+        return sw.plan(graph, four, progress=False, dp=4, zero=3, num_microbatches=1)

@@ -11,14 +11,14 @@ import pytest
 from shardwise.planner.search.space import Point
 from shardwise.reporting.compared import plans_of, why_not
 
-BEST = Point(dp=2, tp=2, pp=2, schedule="1f1b", microbatches=4)
+BEST = Point(dp=2, tp=2, pp=2, schedule="1f1b", num_microbatches=4)
 OTHERS = {
     "dp": (4,),
     "tp": (1,),
     "pp": (1,),
     "virtual": (2,),
     "schedule": ("zb_h1", ""),
-    "microbatches": (1,),
+    "num_microbatches": (1,),
     "zero": (3,),
     "outer": (1,),
     "recompute": ("full",),

@@ -85,7 +85,7 @@ def test_what_cannot_be_compared_is_said(staged: sw.Plan) -> None:
     assert any(c.kind == "recompute" for c in found.changes)
     assert any("different models" in note for note in found.notes)
     assert any("'mine' has no figures" in note for note in found.notes)
-    edited = diff(staged, staged.with_(microbatches=2))
+    edited = diff(staged, staged.with_(num_microbatches=2))
     assert any("was changed" in note for note in edited.notes)
 
 

@@ -44,7 +44,7 @@ def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
             sw.Stage(first=f"b.{i}" if i else "", ranks=(i,), mesh=sw.Mesh()) for i in range(stages)
         ),
         schedule="1f1b",
-        microbatches=2,
+        num_microbatches=2,
     )
     stage = {k: search["stages"][0][k] for k in search["stages"][0]}
     search |= {

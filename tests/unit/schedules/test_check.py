@@ -39,7 +39,7 @@ FIRST, SECOND = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"
         (("0F0 0F1 0B0 0B1 0F0", SECOND), "group 0 has 0F0 at position 4 and already at position"),
         (("0F0 0F1 0B0 0B1 1F0", SECOND), "group 0 has 1F0 at position 4, stage 1 is on group 1"),
         (("0F0 0F1 0B0 0B1 2F0", SECOND), "group 0 has 2F0 at position 4, there are 2 stages"),
-        (("0F0 0F1 0F2 0B0 0B1", SECOND), "has 0F2 at position 2, there are 2 microbatches"),
+        (("0F0 0F1 0F2 0B0 0B1", SECOND), "has 0F2 at position 2, there are 2 micro-batches"),
         (("0F0 0B1 0F1 0B0", SECOND), "group 0 has 0B1 at position 1, before 0F1 at position 2"),
         (("0F0 0F1 0B0 0W1 0I1", SECOND), "group 0 has 0W1 at position 3, before 0I1 at position"),
     ],

@@ -32,52 +32,55 @@ def bubble(schedule: Schedule) -> float:
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 3), (4, 8), (5, 3), (8, 16)]
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+@pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
 def test_1f1b_warms_up_and_holds_as_many_as_there_are_stages_after_it(
-    stages: int, microbatches: int
+    stages: int, num_microbatches: int
 ) -> None:
-    schedule = one_f_one_b(stages, microbatches)
+    schedule = one_f_one_b(stages, num_microbatches)
     for group, actions in enumerate(schedule.actions):
         first_backward = [a.kind for a in actions].index("B")
-        assert first_backward == min(stages - group, microbatches)
-    alive = tuple(min(stages - group, microbatches) for group in range(stages))
+        assert first_backward == min(stages - group, num_microbatches)
+    alive = tuple(min(stages - group, num_microbatches) for group in range(stages))
     facts = check(schedule)
     assert facts.alive == facts.alive_weights == facts.stage_alive == alive
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_gpipe_holds_every_microbatch(stages: int, microbatches: int) -> None:
-    assert check(gpipe(stages, microbatches)).alive == (microbatches,) * stages
+@pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
+def test_gpipe_holds_every_microbatch(stages: int, num_microbatches: int) -> None:
+    assert check(gpipe(stages, num_microbatches)).alive == (num_microbatches,) * stages
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+@pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
 @pytest.mark.parametrize("make_schedule", [gpipe, one_f_one_b])
 def test_the_bubble_of_gpipe_and_1f1b_is_the_known_one(
-    make_schedule: Callable[[int, int], Schedule], stages: int, microbatches: int
+    make_schedule: Callable[[int, int], Schedule], stages: int, num_microbatches: int
 ) -> None:
-    expected = (stages - 1) / (microbatches + stages - 1)
-    assert bubble(make_schedule(stages, microbatches)) == pytest.approx(expected)
+    expected = (stages - 1) / (num_microbatches + stages - 1)
+    assert bubble(make_schedule(stages, num_microbatches)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_zb_h1_keeps_1f1bs_memory_with_a_smaller_bubble(stages: int, microbatches: int) -> None:
-    schedule, whole = zero_bubble_h1(stages, microbatches), one_f_one_b(stages, microbatches)
+@pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
+def test_zb_h1_keeps_1f1bs_memory_with_a_smaller_bubble(stages: int, num_microbatches: int) -> None:
+    schedule, whole = (
+        zero_bubble_h1(stages, num_microbatches),
+        one_f_one_b(stages, num_microbatches),
+    )
     facts = check(schedule)
     assert facts.alive == check(whole).alive
     assert max(facts.alive_weights) == max(check(whole).alive)
     assert stages == 1 or bubble(schedule) < bubble(whole)
-    if microbatches >= stages:
-        assert replay(schedule, seconds).step_time == 3 * microbatches + stages - 1
+    if num_microbatches >= stages:
+        assert replay(schedule, seconds).step_time == 3 * num_microbatches + stages - 1
 
 
 @pytest.mark.parametrize("groups", range(1, 10))
 def test_zb_v_waits_for_little_more_than_the_first_input(groups: int) -> None:
-    for microbatches in (2 * groups, 2 * groups + 1, 3 * groups + 2):
-        schedule = zero_bubble_v(2 * groups, microbatches)
+    for num_microbatches in (2 * groups, 2 * groups + 1, 3 * groups + 2):
+        schedule = zero_bubble_v(2 * groups, num_microbatches)
         assert max(check(schedule).alive_weights) <= 2 * groups
         step_time = replay(schedule, seconds).step_time
-        assert step_time <= 6 * microbatches + groups - 1 + 2
-        assert groups == 1 or bubble(schedule) < bubble(zero_bubble_h1(groups, microbatches))
+        assert step_time <= 6 * num_microbatches + groups - 1 + 2
+        assert groups == 1 or bubble(schedule) < bubble(zero_bubble_h1(groups, num_microbatches))
     assert bubble(zero_bubble_v(2 * groups, 4 * groups)) < 0.05
 
 
@@ -90,11 +93,11 @@ def test_zb_v_places_stages_forth_and_back() -> None:
 def test_interleaved_divides_the_bubble_by_the_stages_per_group(
     groups: int, per_group: int
 ) -> None:
-    for microbatches in (groups, 2 * groups, 2 * groups + 1, 3 * groups - 1):
-        schedule = interleaved(per_group * groups, microbatches, groups)
-        expected = (groups - 1) / (per_group * microbatches + groups - 1)
+    for num_microbatches in (groups, 2 * groups, 2 * groups + 1, 3 * groups - 1):
+        schedule = interleaved(per_group * groups, num_microbatches, groups)
+        expected = (groups - 1) / (per_group * num_microbatches + groups - 1)
         assert bubble(schedule) == pytest.approx(expected)
-        assert bubble(schedule) < bubble(one_f_one_b(groups, microbatches))
+        assert bubble(schedule) < bubble(one_f_one_b(groups, num_microbatches))
         assert check(schedule).alive[-1] <= (per_group - 1) * (2 * groups - 1) + 1
 
 
@@ -128,7 +131,7 @@ def test_forward_only_keeps_the_forwards_in_order() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_make_by_name(name: str) -> None:
-    schedule = make(name, groups=3, microbatches=4)
+    schedule = make(name, groups=3, num_microbatches=4)
     assert schedule.num_groups == 3
     assert schedule.num_stages == (6 if name in ("interleaved", "zb_v") else 3)
     assert schedule.splits_backward == name.startswith("z")
@@ -136,20 +139,20 @@ def test_make_by_name(name: str) -> None:
 
 
 def test_zero_bubble_takes_the_variant_of_the_number_of_stages() -> None:
-    assert make("zero_bubble", groups=2, microbatches=4).name == "zb_h1"
-    assert make("zero_bubble", groups=2, microbatches=4, stages=4).name == "zb_v"
+    assert make("zero_bubble", groups=2, num_microbatches=4).name == "zb_h1"
+    assert make("zero_bubble", groups=2, num_microbatches=4, stages=4).name == "zb_v"
 
 
 def test_make_says_what_is_wrong() -> None:
     with pytest.raises(ScheduleError, match="did you mean 'interleaved'"):
-        make("interleave", groups=2, microbatches=2)
+        make("interleave", groups=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="1f1b on 2 groups needs 2 stages, not 3"):
-        make("1f1b", groups=2, microbatches=2, stages=3)
+        make("1f1b", groups=2, num_microbatches=2, stages=3)
     with pytest.raises(ScheduleError, match="needs 2 or 4 stages, not 5"):
-        make("zero_bubble", groups=2, microbatches=2, stages=5)
+        make("zero_bubble", groups=2, num_microbatches=2, stages=5)
     with pytest.raises(ScheduleError, match="2 stages on 3 groups: 1 groups have no stage"):
-        make("interleaved", groups=3, microbatches=2, stages=2)
+        make("interleaved", groups=3, num_microbatches=2, stages=2)
     with pytest.raises(ScheduleError, match="5 is odd"):
         zero_bubble_v(5, 2)
-    with pytest.raises(ScheduleError, match="microbatches is 0"):
-        make("gpipe", groups=2, microbatches=0)
+    with pytest.raises(ScheduleError, match="num_microbatches is 0"):
+        make("gpipe", groups=2, num_microbatches=0)

@@ -30,7 +30,7 @@ def test_an_action_of_no_kind_is_refused() -> None:
 
 def test_the_table_has_a_row_per_group_and_a_column_per_slot() -> None:
     assert str(one_f_one_b(2, 3)) == (
-        "1f1b: 2 stages on 2 groups, 3 microbatches\n"
+        "1f1b: 2 stages on 2 groups, 3 micro-batches\n"
         "group 0 0F0 0F1 .   0B0 0F2 0B1 .   0B2\n"
         "group 1 .   1F0 1B0 1F1 1B1 1F2 1B2 ."
     )
@@ -39,7 +39,7 @@ def test_the_table_has_a_row_per_group_and_a_column_per_slot() -> None:
 def test_the_table_of_lists_that_block_is_the_lists() -> None:
     text = "0F0 0B0\n1B0 1F0\n"
     assert str(Schedule.parse_text(text)) == (
-        "custom: 2 stages on 2 groups, 1 microbatches (as listed: it does not run through)\n"
+        "custom: 2 stages on 2 groups, 1 micro-batches (as listed: it does not run through)\n"
         "group 0 0F0 0B0\n"
         "group 1 1B0 1F0"
     )

@@ -62,7 +62,7 @@ def test_objects_stand_where_names_may(tmp_path: Path) -> None:
     [
         (GOOD + "optimiser: SGD\n", "no field 'optimiser'; did you mean 'optimizer'?", ":7 (opt"),
         (GOOD + "clip_norm: big\n", "found 'big', wanted a number", "config.yaml:7 (clip_norm)"),
-        (GOOD + "accumulate: 0\n", "0, must be at least 1", "(accumulate)"),
+        (GOOD + "num_microbatches: 0\n", "0, must be at least 1", "(num_microbatches)"),
         (GOOD + "seed: true\n", "found True, wanted a whole number", "(seed)"),
         (GOOD + "nonfinite: stp\n", "did you mean 'stop'?", "(nonfinite)"),
         (GOOD + "steps: 3\n", "'steps' is given twice", ":7"),

@@ -56,7 +56,7 @@ def test_a_training_is_that_of_plain_torch() -> None:
 @pytest.mark.slow
 def test_accumulation_keeps_the_loss_of_the_whole_batch() -> None:
     once = support.fit(model=NO_DROPOUT)
-    parts = support.fit(model=NO_DROPOUT, accumulate=3)
+    parts = support.fit(model=NO_DROPOUT, num_microbatches=3)
     assert parts.losses == pytest.approx(once.losses, rel=1e-12)
 
 

@@ -111,7 +111,7 @@ def _decide(
         facts = analyze(scaled)
     except RuleError as error:
         raise VerifyError(f"the twin's rules: {error.message}", where=error.where) from error
-    plan, notes = on_meshes(decided.plan, counts.meshes, counts.microbatches)
+    plan, notes = on_meshes(decided.plan, counts.meshes, counts.num_microbatches)
     if isinstance(decided, Resolved):
         return lower(scale_resolved(decided, scaled, facts, plan.mesh, sizes)), notes
     return _scaled_pipeline(decided, scaled, facts, plan, sizes, notes)

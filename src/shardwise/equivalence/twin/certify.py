@@ -53,7 +53,7 @@ def prepare_twin(
             hint="verify a smaller configuration of the model",
         )
     state = make_state(small, buffers)
-    if twin.plan.per_microbatch and twin.plan.microbatches > 1:
+    if twin.plan.per_microbatch and twin.plan.num_microbatches > 1:
         data, (first, *more) = make_batches(small, twin.plan, inputs)
     else:
         data, more = make_inputs(small, inputs), []

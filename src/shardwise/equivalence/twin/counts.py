@@ -34,7 +34,7 @@ class Counts:
     rows: int
     few_rows: int | None  # what `rows` becomes where ranks outnumber them
     meshes: Mapping[Mesh, Mesh]
-    microbatches: int
+    num_microbatches: int
     ranks: Pairs
     shares: Pairs  # over which rows are cut
 
@@ -42,9 +42,9 @@ class Counts:
     def of(graph: Graph, plan: Plan) -> Counts:
         """Few of everything."""
         rows, times = input_rows(graph, plan), few_microbatches(plan)
-        each = max(1, rows // plan.microbatches) if plan.splits_time else rows
+        each = max(1, rows // plan.num_microbatches) if plan.splits_time else rows
         meshes = _small_meshes(plan, rows)
-        time = [(plan.microbatches, times)] if plan.splits_time else []
+        time = [(plan.num_microbatches, times)] if plan.splits_time else []
         alike = [_pairs(a, b) for a, b in meshes.items()]
         batch = [_pairs(a, b, plan) for a, b in meshes.items()]
         most = max((n for mesh in meshes for n in _batch_ranks(mesh, plan)), default=1)
@@ -53,7 +53,7 @@ class Counts:
             rows=rows,
             few_rows=min(each, FEW) * (times if time else 1) if few else None,
             meshes=meshes,
-            microbatches=times,
+            num_microbatches=times,
             ranks=_with_products(alike),
             shares=_with_products([[*time, *p] for p in (batch if plan.is_scheduled else alike)]),
         )
@@ -79,7 +79,7 @@ def input_rows(graph: Graph, plan: Plan) -> int:
 def _small_meshes(plan: Plan, rows: int) -> dict[Mesh, Mesh]:
     """Fewer ranks; a batch axis over which rows do not divide has 3, for even and odd rows."""
     groups = {stage.ranks: stage.mesh for stage in plan.all_stages}
-    shares = plan.microbatches if plan.splits_time else 1
+    shares = plan.num_microbatches if plan.splits_time else 1
     found: dict[Mesh, Mesh] = {}
     for most in MOST_PARAMETER_RANKS:
         for mesh in groups.values():

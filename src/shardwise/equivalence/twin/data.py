@@ -62,10 +62,10 @@ def make_batches(
     cuts = input_cuts(graph, plan) or {}
     dims = {i.name: cuts[i.value].dim for i in graph.inputs if isinstance(cuts.get(i.value), Shard)}  # type: ignore[union-attr]
     batches = []
-    for k in range(plan.microbatches):
+    for k in range(plan.num_microbatches):
         parts = dict(real)
         for name, dim in dims.items():
-            rows = real[name].shape[dim] // plan.microbatches
+            rows = real[name].shape[dim] // plan.num_microbatches
             parts[name] = real[name].narrow(dim, k * rows, rows)
         batches.append(make_inputs(graph, parts, seed=1 + k))
     whole = {

@@ -28,7 +28,7 @@ def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     kept = [stages[index * len(stages) // count] for index in range(count)]
     name = plan.schedule if isinstance(plan.schedule, str) else ""
     name = name or ("1f1b" if count == most else "interleaved")
-    made = make(name, groups=most, microbatches=plan.microbatches, stages=count)
+    made = make(name, groups=most, num_microbatches=plan.num_microbatches, stages=count)
     owners = [kept[made.placement.index(group)].mesh for group in range(most)]
     ranks = _numbered([mesh.size for mesh in owners])
     fewer = tuple(
@@ -44,13 +44,13 @@ def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
 def few_microbatches(plan: Plan) -> int:
     """As many micro-batches as still bring every group to forwards and backwards in turn."""
     groups = len(plan.groups)
-    if plan.microbatches <= KEPT_MICROBATCHES:
-        return plan.microbatches
+    if plan.num_microbatches <= KEPT_MICROBATCHES:
+        return plan.num_microbatches
     rounds = len(plan.all_stages) > groups > 1  # stages of one group take turns
     enough = groups + 1
     if rounds:
-        enough = 2 * groups + (plan.microbatches % groups != 0)
-    return min(plan.microbatches, max(enough, KEPT_MICROBATCHES))
+        enough = 2 * groups + (plan.num_microbatches % groups != 0)
+    return min(plan.num_microbatches, max(enough, KEPT_MICROBATCHES))
 
 
 def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan, tuple[str, ...]]:
@@ -61,8 +61,8 @@ def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan
             if before != after:
                 notes.append(f"mesh axis {axis}: {before} ranks -> {after}")
     schedule = plan.schedule
-    if count != plan.microbatches:
-        notes.append(f"micro-batches: {plan.microbatches} -> {count}")
+    if count != plan.num_microbatches:
+        notes.append(f"micro-batches: {plan.num_microbatches} -> {count}")
         if not isinstance(schedule, str):
             schedule = tuple(
                 tuple(text for text in row if Action.parse(text).microbatch < count)
@@ -77,7 +77,7 @@ def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan
         for stage in plan.stages
     )
     smaller = plan.with_(
-        mesh=meshes[plan.mesh], stages=stages, microbatches=count, schedule=schedule
+        mesh=meshes[plan.mesh], stages=stages, num_microbatches=count, schedule=schedule
     )
     return smaller, tuple(dict.fromkeys(notes))
 

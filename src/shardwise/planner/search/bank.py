@@ -126,7 +126,7 @@ class Bank:
         self,
         tp: int,
         dp: int,
-        microbatches: int,
+        num_microbatches: int,
         group: Group,
         most: int,
         below: float,
@@ -140,12 +140,12 @@ class Bank:
         `below` is what nodes may take, and whether there are no others below that is said too.
         """
         tensor, graph = self._tensor(tp), self.fold.graph
-        task = self._task(tensor, max(1, min(self.rows, dp * microbatches)))
+        task = self._task(tensor, max(1, min(self.rows, dp * num_microbatches)))
         options = Options(graph, self.facts, task)
         if options.num_joint() > MAX_JOINT:
             return [], False
         device, clock = self.evaluator.cluster.device(0), self.evaluator.clock
-        prices = _Counting(graph, self.facts, task, group, device, clock, microbatches)
+        prices = _Counting(graph, self.facts, task, group, device, clock, num_microbatches)
         built = build(options, prices, limit=float("inf"))
         held = {  # what parameters cost, by the variables of how they are stored
             number: built.model.variables[number].unary
@@ -228,7 +228,7 @@ class Bank:
             group,
             cluster.device(0),
             self.evaluator.clock,
-            microbatches=1.0 if mixed else TYPICAL_MICROBATCHES,
+            num_microbatches=1.0 if mixed else TYPICAL_MICROBATCHES,
         )
         return Options(graph, self.facts, task), prices
 

@@ -79,7 +79,7 @@ class Bounds:
             layers, members = core.layers[group], setting.groups[group]
             ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
             wire = least_wire(ranges, layers, members, setting, self.evaluator.clock)
-            end = least_end(core.ends[group], ranges, layers, point.microbatches, wire)
+            end = least_end(core.ends[group], ranges, layers, point.num_microbatches, wire)
             tail = self._tail(stages, core.bounds, layers, setting) + wire.update
             seconds = max(seconds, end + tail, core.paths[group] + tail)
             if group == setting.placement[0]:
@@ -130,7 +130,7 @@ class Bounds:
         # One micro-batch goes through all stages, and back to each, which then has its weights.
         back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
         path = (forward + sends).sum() + back + waits
-        alone = {g: point.microbatches * times[mine].sum() for g, mine in stages.items()}
+        alone = {g: point.num_microbatches * times[mine].sum() for g, mine in stages.items()}
         few = {0, 1, point.pp - 1} if alike else set(stages)
         return Core(
             setting=setting,
@@ -202,8 +202,8 @@ class Bounds:
     ) -> float:
         """The least memory that a group's rank needs, as a part of its device's."""
         members = setting.groups[group]
-        waiting = min(point.microbatches, max(1, point.pp - group))
-        again = point.microbatches > (waiting if len(stages) == 1 else point.pp)
+        waiting = min(point.num_microbatches, max(1, point.pp - group))
+        again = point.num_microbatches > (waiting if len(stages) == 1 else point.pp)
         total = 0.0
         for stage in stages:
             first, end = bounds[stage], bounds[stage + 1]

@@ -110,7 +110,13 @@ def _lean(bound: Bound) -> tuple[float, ...]:
 def _smallest(bound: Bound) -> tuple[float, ...]:
     point = bound.point
     kept = RECOMPUTES[::-1].index(point.recompute)
-    return (-point.microbatches, kept, -WEIGHTS.get(point.layout, 0.0), bound.memory, bound.seconds)
+    return (
+        -point.num_microbatches,
+        kept,
+        -WEIGHTS.get(point.layout, 0.0),
+        bound.memory,
+        bound.seconds,
+    )
 
 
 def _needs(use: MemoryUse) -> tuple[float, float]:
@@ -261,12 +267,12 @@ def _smaller_batch(found: Found, search: Search, fixed: Fixed) -> Iterator[dict[
 
 def _fewer_microbatches(point: Point, rows: int, fixed: Fixed) -> Point | None:
     """The point for a batch of so many rows, with as many micro-batches as it may and can have."""
-    count = min(point.microbatches, rows // point.dp)
-    if count < max(1, fixed.microbatches or 1):
+    count = min(point.num_microbatches, rows // point.dp)
+    if count < max(1, fixed.num_microbatches or 1):
         return None
     if point.schedule == "interleaved" and count < point.pp:
         return None
-    return replace(point, microbatches=count)
+    return replace(point, num_microbatches=count)
 
 
 def _more_devices(search: Search, fixed: Fixed, limits: Limits) -> Iterator[dict[str, Any]]:

@@ -57,7 +57,7 @@ def least_end(
     computed: float,
     ranges: Sequence[tuple[int, int]],
     layers: Layers,
-    microbatches: int,
+    num_microbatches: int,
     wire: Wire,
 ) -> float:
     """When gradients are summed, if computing alone would end at `computed`."""
@@ -66,6 +66,6 @@ def least_end(
     )
     slower = max(0.0, wire.gather - forward) + max(0.0, wire.gather - backward)
     waits = wire.root if ranges[0][0] == 0 else 0.0  # later stages do it while they wait
-    end = waits + computed + microbatches * slower
+    end = waits + computed + num_microbatches * slower
     hidden = max(backward, wire.gather) * (1 if len(ranges) == 1 else 2)
     return max(end, end - hidden + wire.gather + wire.reduce)

@@ -78,8 +78,8 @@ def plan(
     unless `all_devices`: the plan is then for fewer ranks, and says so.
 
     `constraints` maps globs of parameters to a cut ("0", "whole") or to cuts by mesh axis. Options
-    fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`, `microbatches`, `zero`,
-    `recompute`, `offload`. `memory_gib` is what a plan may use of each device. Raises
+    fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`, `num_microbatches`,
+    `zero`, `recompute`, `offload`. `memory_gib` is what a plan may use of each device. Raises
     `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.
     """
     fixed = Fixed.of(dict(options))
@@ -104,7 +104,7 @@ def plan(
             limits = replace(_limits(search, run, machines, fixed), least_tensor_ranks=least)
             _check_fixed(fixed, machines, limits)
             if than is not None:
-                limits = replace(limits, microbatches=1)
+                limits = replace(limits, num_microbatches=1)
                 below = min(below, _seconds(than))
             if below < math.inf and not _may_beat(search, limits, fixed, below):
                 return _Searched(run, search, limits, NOTHING)
@@ -145,7 +145,7 @@ class _Searched(NamedTuple):
 
 def _quicker(graph: Graph, fixed: Fixed, searched: Callable[..., _Searched]) -> _Searched:
     """The search for the graph; where micro-batches compute another one, the quicker of both."""
-    parts, asked = in_parts(graph), fixed.microbatches
+    parts, asked = in_parts(graph), fixed.num_microbatches
     if parts is graph or asked == 1:
         return searched(graph)
     several = searched(parts)
@@ -155,7 +155,7 @@ def _quicker(graph: Graph, fixed: Fixed, searched: Callable[..., _Searched]) -> 
     if not (whole.found.feasible and several.found.feasible):
         return whole if whole.found.feasible else several
     quicker = _seconds(several.found) * (1 + NEARLY) < _seconds(whole.found)
-    return several if quicker and several.found.best.point.microbatches > 1 else whole
+    return several if quicker and several.found.best.point.num_microbatches > 1 else whole
 
 
 def _without_slow_devices(
@@ -274,7 +274,7 @@ def _may_mix(point: Point, limits: Limits) -> bool:
     Where there are many ranks, "dp" does that for all nodes, and layouts are solved for one row.
     """
     each, rest = divmod(limits.rows, point.dp * point.tp)
-    few = point.tp > 1 and point.pp == point.microbatches == 1 and limits.ranks <= MOST_MIXED
+    few = point.tp > 1 and point.pp == point.num_microbatches == 1 and limits.ranks <= MOST_MIXED
     return few and each > 0 and rest == 0
 
 
@@ -295,7 +295,7 @@ def _limits(search: Search, graph: Graph, cluster: Cluster, fixed: Fixed) -> Lim
         rows=search.bank.rows if cuts else 1,
         stages=max(named, modules, places, asked),
         virtual_stages=max(named if named > 1 else modules, asked),
-        microbatches=search.bank.rows if _may_split(graph) else 1,
+        num_microbatches=search.bank.rows if _may_split(graph) else 1,
         tensor_ranks=max(node, min(cluster.num_ranks, SMALL_CLUSTER)),
     )
 
@@ -309,7 +309,7 @@ def _may_split(graph: Graph) -> bool:
         mesh=Mesh(),
         roles={},
         inputs=batch_inputs(graph, None),
-        microbatches=2,
+        num_microbatches=2,
     )
     try:
         check_micro_batches(graph, draft)
@@ -364,16 +364,16 @@ def _check_fixed(fixed: Fixed, cluster: Cluster, limits: Limits) -> None:
         )
     if fixed.dp is not None and fixed.dp > rows:
         raise InfeasiblePlan(f"dp={fixed.dp}, the batch has {rows} rows", hint=f"dp={rows}")
-    if fixed.microbatches is not None and fixed.microbatches > rows:
+    if fixed.num_microbatches is not None and fixed.num_microbatches > rows:
         raise InfeasiblePlan(
-            f"microbatches={fixed.microbatches}, the batch has {rows} rows",
-            hint=f"microbatches={rows}",
+            f"num_microbatches={fixed.num_microbatches}, the batch has {rows} rows",
+            hint=f"num_microbatches={rows}",
         )
     rest = total // product if len(sizes) == 2 else 1  # of the axis that is left
-    dp, count = fixed.dp or rest, fixed.microbatches
+    dp, count = fixed.dp or rest, fixed.num_microbatches
     if count is not None and dp * count > rows:
         least = f"one of each micro-batch for each of dp={dp}"
         raise InfeasiblePlan(
-            f"microbatches={count} needs {dp * count} rows, {least}; the batch has {rows}",
-            hint=f"microbatches={rows // dp}" if dp <= rows else "more tp or pp",
+            f"num_microbatches={count} needs {dp * count} rows, {least}; the batch has {rows}",
+            hint=f"num_microbatches={rows // dp}" if dp <= rows else "more tp or pp",
         )

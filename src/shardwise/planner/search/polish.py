@@ -181,7 +181,7 @@ class _Polisher:
         kinds: dict[tuple[int, int, int, int], list[Point]] = {}
         for point in self.points:
             if point.tp > 1:
-                key = (point.tp, point.dp, point.pp, point.microbatches)
+                key = (point.tp, point.dp, point.pp, point.num_microbatches)
                 kinds.setdefault(key, []).append(point)
         for kind, ((tp, dp, pp, count), points) in enumerate(kinds.items()):
             core = self.search.bounds.core(points[0])
@@ -230,11 +230,11 @@ def _least_bytes(near: Nearby, point: Point) -> float:
 def _times(point: Point) -> float:
     """How often a step takes, at least, the seconds of a micro-batch in all stages together.
 
-    A group takes `microbatches` times its own stage, after those before it have begun: their
+    A group takes `num_microbatches` times its own stage, after those before it have begun: their
     forward, at least, or forward and backward where each micro-batch has both at once. Stages which
     all end at the same time by that rule are a geometric row; no others end sooner.
     """
-    count, pp = point.microbatches, point.pp
+    count, pp = point.num_microbatches, point.pp
     if pp == 1 or point.virtual > 1:
         return count / pp
     waits = LEAST_FORWARD if point.schedule.startswith("zb") else 1.0

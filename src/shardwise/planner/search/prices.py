@@ -30,7 +30,7 @@ class CallPrices:
 
     `task` has the mesh by which shapes follow: its batch axis stands for data parallelism and
     micro-batches together. `group` are the ranks that talk. What is paid once a step counts
-    `1 / microbatches`.
+    `1 / num_microbatches`.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class CallPrices:
         group: Group,
         device: Device,
         clock: Clock,
-        microbatches: float = 1.0,
+        num_microbatches: float = 1.0,
     ) -> None:
         self.graph, self.facts, self.device, self.clock = graph, facts, device, clock
-        self.group, self.microbatches = group, microbatches
+        self.group, self.num_microbatches = group, num_microbatches
         self.names = task.names
         self.sizes = task.sizes
         self.coordinate = {axis.name: (0, axis.ranks) for axis in task.axes}
@@ -94,7 +94,7 @@ class CallPrices:
         update = self.clock.update(self.device, numel, numel, 1)
         if update is None:
             update = UPDATE_BYTES * numel / self.device.memory_rate(UPDATE_BYTES * numel)
-        return (seconds + update) / self.microbatches
+        return (seconds + update) / self.num_microbatches
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:
         """A parameter with its gradient and optimizer state."""

@@ -212,7 +212,7 @@ def _replay(plan: Plan, search: Mapping[str, Any]) -> Estimate:
         cuts=(0,) * len(stages),
         placement=tuple(stage.group for stage in stages),
         schedule=plan_schedule(plan),
-        microbatches=plan.microbatches,
+        num_microbatches=plan.num_microbatches,
     )
     timeline = play_step(
         _in_seconds(stages, search),

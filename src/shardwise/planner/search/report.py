@@ -165,10 +165,10 @@ def by_layer(candidate: Candidate, search: Search) -> list[dict[str, Any]]:
                     "name": unit.name or outside(search, unit.first, unit.end),
                     "stage": stage.index,
                     "count": 1,
-                    "forward_s": unit.forward * setting.microbatches,
-                    "backward_s": unit.backward * setting.microbatches,
+                    "forward_s": unit.forward * setting.num_microbatches,
+                    "backward_s": unit.backward * setting.num_microbatches,
                     "communication_s": (unit.forward_talk + unit.backward_talk)
-                    * setting.microbatches,
+                    * setting.num_microbatches,
                     "parameters": numel,
                     "state_bytes": static * numel / total if total else 0.0,
                     "activation_bytes": float(saved[unit.first : unit.end].sum()),

@@ -218,7 +218,7 @@ class Search:
             groups=groups,
             cuts=self._cut(point, layouts, groups),
             placement=self._placement(point),
-            microbatches=point.microbatches,
+            num_microbatches=point.num_microbatches,
             zero=point.zero,
             zeros={} if point.outer is None else dict.fromkeys(self.outside, point.outer),
             recompute=point.recompute,
@@ -253,7 +253,7 @@ class Search:
             speeds = self.groupings(point.pp)[point.grouping].speeds
             placement = self._placement(point)
             setting = Setting(
-                groups=groups, cuts=(0,), placement=(0,), microbatches=point.microbatches
+                groups=groups, cuts=(0,), placement=(0,), num_microbatches=point.num_microbatches
             )
             layers = self.bounds.layers(layouts, setting, 0)
             work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
@@ -264,17 +264,17 @@ class Search:
 
     def _schedule(self, point: Point) -> Schedule | None:
         """The order of a point's actions, where there is more than one."""
-        if point.pp == point.microbatches == 1:
+        if point.pp == point.num_microbatches == 1:
             return None
-        return self._named(point, point.microbatches)
+        return self._named(point, point.num_microbatches)
 
     def _placement(self, point: Point) -> tuple[int, ...]:
         """The group of every stage, which is the same for any number of micro-batches."""
         return self._named(point, 1).placement
 
-    def _named(self, point: Point, microbatches: int) -> Schedule:
+    def _named(self, point: Point, num_microbatches: int) -> Schedule:
         name = point.schedule or "1f1b"
-        return self.evaluator.schedule(name, point.pp, microbatches, point.stages)
+        return self.evaluator.schedule(name, point.pp, num_microbatches, point.stages)
 
     def _per_byte(self, groups: Sequence[Group]) -> float:
         """Seconds that a byte takes to the next stage."""

@@ -33,7 +33,7 @@ class Point:
     pp: int
     virtual: int = 1
     schedule: str = ""
-    microbatches: int = 1
+    num_microbatches: int = 1
     zero: int = 0
     outer: int | None = None  # the zero level of parameters outside of blocks, where it differs
     recompute: str = "none"
@@ -50,8 +50,8 @@ class Point:
         parts = [f"dp={self.dp}", f"tp={self.tp}", f"pp={self.pp}"]
         if self.pp > 1:
             parts.append(self.schedule + (f" x{self.virtual}" if self.virtual > 1 else ""))
-        if self.microbatches > 1:
-            parts.append(f"{self.microbatches} micro-batches")
+        if self.num_microbatches > 1:
+            parts.append(f"{self.num_microbatches} micro-batches")
         if self.dp > 1 or self.zero:
             other = f" (outside of blocks {self.outer})" if self.outer is not None else ""
             parts.append(f"zero {self.zero}{other}")
@@ -76,7 +76,7 @@ class Limits:
 
     ranks: int
     rows: int  # 1 where the batch cannot be cut
-    microbatches: int
+    num_microbatches: int
     stages: int
     virtual_stages: int  # in all, where a group has several
     tensor_ranks: int
@@ -92,7 +92,7 @@ class Fixed:
     pp: int | None = None
     virtual_stages: int | None = None
     schedule: str | None = None
-    microbatches: int | None = None
+    num_microbatches: int | None = None
     zero: int | None = None
     recompute: str | None = None
     offload: tuple[str, ...] | None = None
@@ -111,7 +111,7 @@ class Fixed:
 
     def check(self) -> None:
         """Raise where a value is none that the option can have."""
-        for name in ("dp", "tp", "pp", "virtual_stages", "microbatches"):
+        for name in ("dp", "tp", "pp", "virtual_stages", "num_microbatches"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not whole or value < 1):
@@ -184,8 +184,8 @@ def _schedules(pp: int, most_stages: int, fixed: Fixed) -> list[tuple[int, str]]
 def _microbatches(limits: Limits, dp: int, fixed: Fixed) -> list[int]:
     """Counts that leave every rank whole rows; any count where that is impossible."""
     rows = limits.rows
-    if fixed.microbatches is not None:
-        return [fixed.microbatches] if fixed.microbatches * dp <= rows else []
+    if fixed.num_microbatches is not None:
+        return [fixed.num_microbatches] if fixed.num_microbatches * dp <= rows else []
     each = rows // dp
     if each < 1:
         return []
@@ -194,7 +194,7 @@ def _microbatches(limits: Limits, dp: int, fixed: Fixed) -> list[int]:
     if len(counts) > MICROBATCH_COUNTS:
         keep = len(counts) / MICROBATCH_COUNTS
         counts = sorted({counts[int(i * keep)] for i in range(MICROBATCH_COUNTS)} | {counts[-1]})
-    return [count for count in counts if count <= limits.microbatches]
+    return [count for count in counts if count <= limits.num_microbatches]
 
 
 def _between(counts: list[int], rows: int) -> Iterator[int]:
@@ -229,7 +229,7 @@ def _savings(
                     pp=pp,
                     virtual=virtual,
                     schedule=schedule,
-                    microbatches=count,
+                    num_microbatches=count,
                     zero=zero,
                     recompute=recompute,
                     offload=offload,

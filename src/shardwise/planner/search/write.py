@@ -42,8 +42,8 @@ def write_plan(
         )
         for first, group in zip(setting.cuts, setting.placement, strict=True)
     )
-    scheduled = len(stages) > 1 or point.microbatches > 1
-    splits = point.dp > 1 or point.microbatches > 1 or any("dp" in m.names for m in meshes)
+    scheduled = len(stages) > 1 or point.num_microbatches > 1
+    splits = point.dp > 1 or point.num_microbatches > 1 or any("dp" in m.names for m in meshes)
     return Plan(
         name="auto",
         model=graph.name,
@@ -56,7 +56,7 @@ def write_plan(
         units=blocks(graph),
         stages=stages if len(stages) > 1 else (),
         schedule=(point.schedule or "1f1b") if scheduled else "",
-        microbatches=point.microbatches,
+        num_microbatches=point.num_microbatches,
         recompute=point.recompute,
         precision=precision,
         offload=point.offload,

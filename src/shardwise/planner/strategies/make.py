@@ -100,7 +100,7 @@ def make_plan(
         units=blocks(graph),
         stages=_stages(graph, facts, meshes, order.placement, cuts),
         schedule=order.schedule if is_scheduled else "",
-        microbatches=num_microbatches,
+        num_microbatches=num_microbatches,
         per_microbatch=per_microbatch,
         recompute=recompute if isinstance(recompute, str) else tuple(recompute),
         precision=Precision.of(precision),
@@ -228,13 +228,13 @@ def _check_batch(graph: Graph, plan: Plan) -> None:
     if not sizes:
         raise InfeasiblePlan(f"{plan.name}: no input of {graph.name} has a batch dim to cut")
     dp = max(dict(stage.mesh.axes).get("dp", 1) for stage in plan.all_stages)
-    if plan.microbatches * dp > sizes[0]:
+    if plan.num_microbatches * dp > sizes[0]:
         ranks = f" on dp={dp} ranks each" if dp > 1 else ""
         most = sizes[0] // dp
         raise InfeasiblePlan(
-            f"{plan.name}: num_microbatches={plan.microbatches}{ranks}, the batch has {sizes[0]} "
-            "samples",
-            hint=f"num_microbatches={most}" if most else f"a batch of {plan.microbatches * dp}",
+            f"{plan.name}: num_microbatches={plan.num_microbatches}{ranks}, the batch has "
+            f"{sizes[0]} samples",
+            hint=f"num_microbatches={most}" if most else f"a batch of {plan.num_microbatches * dp}",
         )
 
 

@@ -61,7 +61,7 @@ def order(
         rows = tuple(tuple(str(action) for action in mine) for mine in schedule.actions)
         return Order(schedule=rows, placement=schedule.placement)
     name = schedule or ("1f1b" if stages == groups else "interleaved")
-    made = make(name, groups=groups, microbatches=num_microbatches, stages=stages)
+    made = make(name, groups=groups, num_microbatches=num_microbatches, stages=stages)
     check(made)
     return Order(schedule=name, placement=made.placement)
 

@@ -29,7 +29,7 @@ export function drawSchedule(body, report) {
       "p",
       { class: "facts" },
       name(schedule.name, "strong"),
-      `: ${plural(schedule.stages, "stage")}, ${plural(schedule.microbatches, "micro-batch", "micro-batches")}, `,
+      `: ${plural(schedule.stages, "stage")}, ${plural(schedule.num_microbatches, "micro-batch", "micro-batches")}, `,
       el("b", { text: percent(schedule.bubble_fraction) }),
       " of all time is not computing",
     ),

@@ -144,7 +144,7 @@ def test_written_plans_cost_what_was_planned(name: str) -> None:
     for tp, pp, layout in [(4, 2, 0), (4, 1, 1), (2, 2, 1)]:
         schedule = "1f1b" if pp > 1 else ""
         point = Point(
-            dp=8 // tp // pp, tp=tp, pp=pp, microbatches=2 // (8 // tp // pp), zero=0,
+            dp=8 // tp // pp, tp=tp, pp=pp, num_microbatches=2 // (8 // tp // pp), zero=0,
             recompute="selective", layout=layout, schedule=schedule,
         )  # fmt: skip
         found = search.simulate(point)

@@ -195,7 +195,7 @@ class Least:
     def anyhow(self) -> np.ndarray:
         """Of the quickest setting: one of `pp` groups has at least its part of all work."""
         kind = self.kind
-        work = kind.microbatches * (self.forward[-1] + self.backward[-1])
+        work = kind.num_microbatches * (self.forward[-1] + self.backward[-1])
         update = self._update(self.numel[-1] / (kind.dp * kind.tp))
         path = self.forward[-1] + self.backward[-1] - self.weight[-1]
         return np.maximum((work + update) / kind.pp, path)
@@ -220,7 +220,7 @@ class Least:
             forward = self._sum(self.forward, bounds, places, group)
             backward = self._sum(self.backward, bounds, places, group)
             end = self.forward[bounds[first]] + sends[first]
-            end = end + setting.microbatches * (forward + backward)
+            end = end + setting.num_microbatches * (forward + backward)
             if name == "1f1b":
                 after = self.backward[bounds[first]] + sends[first]
                 found = np.maximum(found, end + after + tails[0])

@@ -191,7 +191,7 @@ class Neighbours:
     def layers(self, works: Works, kind: Kind) -> list[Layers]:
         """What every class of ranks does for a micro-batch."""
         setting = Setting(
-            groups=kind.groups, cuts=(0,), placement=(0,), microbatches=kind.microbatches
+            groups=kind.groups, cuts=(0,), placement=(0,), num_microbatches=kind.num_microbatches
         )
         evaluator = self.evaluator(works)
         found = [one for g in range(kind.pp) for one in evaluator.group_layers(works, setting, g)]

@@ -65,7 +65,7 @@ def test_a_size_of_devices_that_is_named_does_fit() -> None:
     fixed: dict[str, Any] = {
         "zero": 0,
         "dp": 2,
-        "microbatches": 1,
+        "num_microbatches": 1,
         "offload": (),
         "progress": False,
     }
@@ -90,7 +90,7 @@ def test_a_smaller_batch_keeps_the_micro_batches_that_are_asked_for() -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=1)
     fixed: dict[str, Any] = {"recompute": "none", "offload": (), "progress": False}
     with pytest.raises(InfeasiblePlan) as raised:
-        sw.plan(graph, cluster, memory_gib=0.001, microbatches=16, **fixed)
+        sw.plan(graph, cluster, memory_gib=0.001, num_microbatches=16, **fixed)
     assert not [c for c in raised.value.report["changes"] if c["kind"] == "batch"]
 
 
@@ -100,7 +100,7 @@ def test_a_smaller_batch_that_is_named_does_fit() -> None:
         return sw.capture(Tokens(width=16, layers=2), {"ids": ids, "labels": ids})
 
     cluster = sw.Cluster.preset("h100", devices_per_node=1)
-    fixed: dict[str, object] = {"microbatches": 1, "recompute": "none", "offload": ()}
+    fixed: dict[str, object] = {"num_microbatches": 1, "recompute": "none", "offload": ()}
     with pytest.raises(InfeasiblePlan) as raised:
         sw.plan(captured(16), cluster, progress=False, memory_gib=0.01, **fixed)
     (batch,) = [c for c in raised.value.report["changes"] if c["kind"] == "batch"]

@@ -43,11 +43,11 @@ def gpt() -> tuple[object, object, sw.Graph]:
     "options",
     [
         {},
-        {"tp": 2, "pp": 2, "microbatches": 2},
+        {"tp": 2, "pp": 2, "num_microbatches": 2},
         pytest.param({"tp": 4}, marks=pytest.mark.slow),
         pytest.param({"dp": 4, "zero": 3}, marks=pytest.mark.slow),
         pytest.param(
-            {"pp": 2, "microbatches": 2, "recompute": "full", "schedule": "1f1b"},
+            {"pp": 2, "num_microbatches": 2, "recompute": "full", "schedule": "1f1b"},
             marks=pytest.mark.slow,
         ),
     ],
@@ -63,7 +63,7 @@ def test_the_plan_computes_the_model_and_takes_what_it_says(gpt, options) -> Non
     for other in plan.search["runners_up"]:
         assert other["step_time_s"] >= estimate.step_time_s
     for name, value in options.items():
-        if name in ("microbatches", "recompute", "schedule"):
+        if name in ("num_microbatches", "recompute", "schedule"):
             assert getattr(plan, name) == value
     certificate = sw.verify(model, batch, plan)
     assert certificate.ok, str(certificate)
@@ -126,9 +126,9 @@ def test_there_may_be_more_stages_than_blocks() -> None:
 def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> None:
     assume(dp <= rows)
     limits = Limits(
-        ranks=dp, rows=rows, microbatches=rows, stages=1, virtual_stages=1, tensor_ranks=1
+        ranks=dp, rows=rows, num_microbatches=rows, stages=1, virtual_stages=1, tensor_ranks=1
     )
-    counts = sorted({p.microbatches for p in points(limits, Fixed(dp=dp))})
+    counts = sorted({p.num_microbatches for p in points(limits, Fixed(dp=dp))})
     assert counts[0] == 1
     assert counts[-1] * dp <= rows
     assert all(high <= 2 * FAR * low for low, high in pairwise(counts))
@@ -138,7 +138,7 @@ def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> N
 def test_ranks_that_share_parameters_have_zero_levels(dp: int, tp: int) -> None:
     ranks = dp * tp
     limits = Limits(
-        ranks=ranks, rows=2, microbatches=1, stages=1, virtual_stages=1, tensor_ranks=tp
+        ranks=ranks, rows=2, num_microbatches=1, stages=1, virtual_stages=1, tensor_ranks=tp
     )
     levels = {p.zero for p in points(limits, Fixed(dp=dp, tp=tp))}
     assert levels == ({0, 1, 2, 3} if ranks > 1 else {0})
@@ -149,7 +149,7 @@ def test_batch_norm_is_not_cut_into_micro_batches() -> None:
     graph = sw.capture(model, batch)
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False)
-    assert plan.microbatches == 1
+    assert plan.num_microbatches == 1
     assert sw.verify(model, batch, plan).ok
 
 
@@ -172,9 +172,12 @@ def test_batch_norm_is_not_cut_into_micro_batches() -> None:
         ({"precision": "bf16"}, r"model\.to\(torch\.bfloat16\)"),
         ({"tp": 3}, "does not divide"),
         ({"dp": 64}, "does not divide"),
-        ({"microbatches": 10**6}, "rows"),
-        ({"dp": 4, "microbatches": 3}, r"needs 12 rows.*dp=4; the batch has \d\n.*microbatches="),
-        ({"tp": 2, "pp": 1, "microbatches": 4}, r"needs 8 rows.*dp=2; the batch has \d"),
+        ({"num_microbatches": 10**6}, "rows"),
+        (
+            {"dp": 4, "num_microbatches": 3},
+            r"needs 12 rows.*dp=4; the batch has \d\n.*num_microbatches=",
+        ),
+        ({"tp": 2, "pp": 1, "num_microbatches": 4}, r"needs 8 rows.*dp=2; the batch has \d"),
     ],
     ids=str,
 )

@@ -145,7 +145,7 @@ def test_what_is_fixed_is_never_quicker(seed: int, part: float) -> None:
         return float(plan.search["best"]["step_time_s"])
 
     options = [("tp", cluster.num_ranks), ("pp", cluster.num_ranks), ("zero", 3),
-               ("microbatches", 4), ("recompute", "full")]  # fmt: skip
+               ("num_microbatches", 4), ("recompute", "full")]  # fmt: skip
     free = step()
     for name, value in options:
         assert free <= step(**{name: value}) * (1 + 1e-9), (name, value)

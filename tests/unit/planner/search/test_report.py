@@ -24,10 +24,10 @@ from tests.unit.planner.search.tokens import Tokens
 pytestmark = pytest.mark.usefixtures("briefly_polished")
 OPTIONS = [
     {},
-    {"pp": 2, "microbatches": 4, "schedule": "1f1b"},
-    {"pp": 2, "microbatches": 4, "schedule": "zb_h1", "zero": 1},
-    {"pp": 2, "microbatches": 4, "virtual_stages": 2, "schedule": "interleaved"},
-    {"pp": 2, "microbatches": 4, "schedule": "zb_v"},
+    {"pp": 2, "num_microbatches": 4, "schedule": "1f1b"},
+    {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1", "zero": 1},
+    {"pp": 2, "num_microbatches": 4, "virtual_stages": 2, "schedule": "interleaved"},
+    {"pp": 2, "num_microbatches": 4, "schedule": "zb_v"},
     {"zero": 3, "pp": 1, "tp": 1, "recompute": "full"},
     {"offload": "optimizer", "tp": 2},
 ]
@@ -70,7 +70,7 @@ def test_a_step_can_be_replayed_from_the_file(
 
 def test_a_replay_is_the_timeline_of_a_simulation(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=4)
-    plan = sw.plan(graph, cluster, progress=False, pp=2, microbatches=4, zero=1)
+    plan = sw.plan(graph, cluster, progress=False, pp=2, num_microbatches=4, zero=1)
     again, anew = replay(plan).timeline, sw.simulate(graph, plan, cluster).timeline
     assert len(again.spans) == len(anew.spans) > 16
     for one, other in zip(again.spans, anew.spans, strict=True):
@@ -119,7 +119,7 @@ def test_what_stages_share_can_be_replayed() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"pp": 2, "microbatches": 4}, {"tp": 2, "microbatches": 2}, {}]
+    "options", [{"pp": 2, "num_microbatches": 4}, {"tp": 2, "num_microbatches": 2}, {}]
 )
 def test_a_loss_of_16_bits_is_planned_as_it_runs(options: dict[str, Any]) -> None:
     ids = torch.zeros(8, 32, dtype=torch.long)
@@ -189,7 +189,7 @@ def test_more_memory_buys_what_a_larger_device_gives(graph: Graph) -> None:
 
 def test_layers_add_up_to_the_step(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
-    plan = sw.plan(graph, cluster, progress=False, pp=1, microbatches=2)
+    plan = sw.plan(graph, cluster, progress=False, pp=1, num_microbatches=2)
     layers = plan.search["layers"]
     forward = sum(row["forward_s"] * row["count"] for row in layers)
     stage = plan.search["stages"][0]

@@ -119,12 +119,12 @@ def test_simpler_points_come_first() -> None:
         Point(dp=4, tp=1, pp=1, zero=2),
         Point(dp=4, tp=1, pp=1, layout=2),
         Point(dp=4, tp=1, pp=1, recompute="selective"),
-        Point(dp=4, tp=1, pp=1, microbatches=2),
+        Point(dp=4, tp=1, pp=1, num_microbatches=2),
         Point(dp=1, tp=4, pp=1),
         Point(dp=2, tp=2, pp=1),
-        Point(dp=1, tp=1, pp=4, schedule="1f1b", microbatches=4),
-        Point(dp=2, tp=1, pp=2, schedule="1f1b", microbatches=2),
-        Point(dp=2, tp=1, pp=2, schedule="zb_h1", microbatches=2),
+        Point(dp=1, tp=1, pp=4, schedule="1f1b", num_microbatches=4),
+        Point(dp=2, tp=1, pp=2, schedule="1f1b", num_microbatches=2),
+        Point(dp=2, tp=1, pp=2, schedule="zb_h1", num_microbatches=2),
         Point(dp=4, tp=1, pp=1, offload=("optimizer",)),
     ]
     assert all(simplicity(one) < simplicity(other) for one, other in pairwise(order))

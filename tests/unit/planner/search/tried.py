@@ -36,7 +36,7 @@ class Kind:
     dp: int
     tp: int
     pp: int
-    microbatches: int
+    num_microbatches: int
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -62,7 +62,7 @@ def kinds(graph: Graph, ranks: int) -> Iterator[Kind]:
 def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting]:
     """Every way to run a step so divided, without recomputing."""
     places = [i for i in range(1, len(graph.nodes)) if i not in unfit(graph)]
-    groups, count, pp = kind.groups, kind.microbatches, kind.pp
+    groups, count, pp = kind.groups, kind.num_microbatches, kind.pp
     for name, stages in _schedules(pp, count, len(places) + 1):
         schedule = evaluator.schedule(name, pp, count, stages) if pp > 1 or count > 1 else None
         placement = schedule.placement if schedule is not None else (0,)
@@ -70,7 +70,7 @@ def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting
             for zero in (0, 1, 2, 3) if kind.dp * kind.tp > 1 else (0,):
                 yield Setting(
                     groups=groups, cuts=(0, *later), placement=placement,
-                    schedule=schedule, microbatches=count, zero=zero,
+                    schedule=schedule, num_microbatches=count, zero=zero,
                 )  # fmt: skip
 
 

@@ -108,8 +108,8 @@ def short_name(plan: Plan) -> str:
     parts = parts or ["1 rank"]
     if isinstance(plan.schedule, str) and plan.schedule:
         parts.append(plan.schedule)
-    if plan.microbatches > 1:
-        parts.append(f"{plan.microbatches} micro-batches")
+    if plan.num_microbatches > 1:
+        parts.append(f"{plan.num_microbatches} micro-batches")
     levels = sorted({entry.zero for entry in plan.parameters.values() if entry.zero})
     parts += [f"zero {'/'.join(map(str, levels))}"] if levels else []
     if plan.recompute != "none":

@@ -67,7 +67,7 @@ class _Tree:
 
     def _columns(self) -> dict[str, Floats]:
         """Seconds of a step and kept bytes of a micro-batch, at every position."""
-        found, times = self.subject.columns, self.subject.setting.microbatches
+        found, times = self.subject.columns, self.subject.setting.num_microbatches
         return {
             "forward_s": found["forward"] * times,
             "backward_s": found["backward"] * times,
@@ -169,7 +169,7 @@ class _Tree:
 
     def _place_messages(self) -> None:
         """Messages of parameters and gradients, by unit; what is of no module is the root's."""
-        times = self.subject.setting.microbatches
+        times = self.subject.setting.num_microbatches
         sync, forward, backward = map(FIGURES.index, ("sync_s", "forward_s", "backward_s"))
         for stage in self.subject.estimate.stages:
             self.root.own[sync] += stage.update_gather + stage.root_gather

@@ -77,7 +77,7 @@ def messages(subject: Subject) -> Iterator[Message]:
             there = groups[stages[stage.index + 1].group]
             if there is not group:
                 rows = pairs(group.array, there.array)
-                times = float(subject.setting.microbatches)
+                times = float(subject.setting.num_microbatches)
                 for way in (rows, rows[:, ::-1]):
                     yield Message("between stages", "send", way, stage.send_bytes, times)
 
@@ -97,7 +97,7 @@ def _between_nodes(
         found[talk.op, talk.axes, talk.num_bytes] += float(times)
     for (op, axes, num_bytes), times in found.items():
         rows = group.along(axes)
-        yield Message("activations", op, rows, num_bytes, times * subject.setting.microbatches)
+        yield Message("activations", op, rows, num_bytes, times * subject.setting.num_microbatches)
 
 
 def _of_parameters(
@@ -105,7 +105,7 @@ def _of_parameters(
 ) -> Iterator[Message]:
     """Parameters are gathered for forward and for backward of every micro-batch (zero 3)."""
     for kind in layers.sent(*subject.span(stage), subject.setting):
-        often = 2.0 * subject.setting.microbatches if kind.purpose == "gather" else 1.0
+        often = 2.0 * subject.setting.num_microbatches if kind.purpose == "gather" else 1.0
         rows = group.along(kind.axes)
         alike: dict[float, float] = defaultdict(float)
         for size, count in zip(kind.num_bytes.tolist(), kind.messages.tolist(), strict=True):

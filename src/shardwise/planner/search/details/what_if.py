@@ -136,9 +136,9 @@ def _counted(
         return {}
     setting, works = found
     most = max(dict(group.mesh.axes)["dp"] for group in setting.groups)
-    if most * setting.microbatches > subject.estimate.rows:
+    if most * setting.num_microbatches > subject.estimate.rows:
         rows = f"{subject.estimate.rows} rows are too few for dp={int(most)} x"
-        return {"note": f"{rows} {setting.microbatches} micro-batches; {ANOTHER}"}
+        return {"note": f"{rows} {setting.num_microbatches} micro-batches; {ANOTHER}"}
     evaluator = Evaluator(subject.fold, cluster, subject.evaluator.clock.table)
     estimate = evaluator.estimate(works, setting, {0, 1, len(setting.groups) - 1})
     peak = peak_of(estimate.memory)
