@@ -157,7 +157,7 @@ class Ours:
         plan = sw.strategies.pipeline(
             sw.capture(model, self.batch),
             sw.Cluster.local(job.ranks),
-            stages=job.stages,
+            pp=job.ranks,
             schedule=job.schedule,
             num_microbatches=MICROBATCHES,
             cuts=[f"blocks.{first}" for first in job.starts[1:-1]],
@@ -207,7 +207,7 @@ def bubbles(job: Job) -> list[tuple[float, float]]:
     """Of some steps the recorded bubble, and that of the schedule with the times recorded."""
     ours = Ours(job, record=True)
     schedule = make(
-        job.schedule, groups=job.ranks, num_microbatches=MICROBATCHES, stages=job.stages
+        job.schedule, num_groups=job.ranks, num_microbatches=MICROBATCHES, num_stages=job.stages
     )
     found = []
     for step in range(-3, STEPS_RECORDED):

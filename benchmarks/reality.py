@@ -69,7 +69,7 @@ def rivals(graph: sw.Graph, cluster: sw.Cluster) -> Iterator[tuple[str, sw.Plan]
     """Every strategy of ours with what it does by itself, and hybrids of all kinds."""
     ranks, pp = cluster.num_ranks, min(MOST_BLOCKS, cluster.num_ranks)
     made: dict[str, dict[str, Any]] = {n: {} for n in ("ddp", "zero1", "zero2", "fsdp", "tensor")}
-    made |= {f"pipeline {s}": {"stages": pp, "schedule": s} for s in ("1f1b", "zb_h1")}
+    made |= {f"pipeline {s}": {"pp": pp, "schedule": s} for s in ("1f1b", "zb_h1")}
     if ranks >= 4:
         half, quarter = ranks // 2, ranks // 4
         made["hybrid tp=2"] = {"dp": half, "tp": 2}

@@ -52,13 +52,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tensor": ("tensor", 2, {}),
     "bf16": ("ddp", 2, {"precision": "bf16"}),
     "accumulation": ("ddp", 2, {"num_microbatches": 4}),
-    "gpipe": ("pipeline", 2, {"schedule": "gpipe", "stages": 2, "num_microbatches": 8}),
-    "1f1b": ("pipeline", 2, {"schedule": "1f1b", "stages": 2, "num_microbatches": 8}),
-    "zb_h1": ("pipeline", 2, {"schedule": "zb_h1", "stages": 2, "num_microbatches": 8}),
+    "gpipe": ("pipeline", 2, {"schedule": "gpipe", "pp": 2, "num_microbatches": 8}),
+    "1f1b": ("pipeline", 2, {"schedule": "1f1b", "pp": 2, "num_microbatches": 8}),
+    "zb_h1": ("pipeline", 2, {"schedule": "zb_h1", "pp": 2, "num_microbatches": 8}),
     "interleaved": (
         "pipeline",
         2,
-        {"schedule": "interleaved", "stages": 4, "num_microbatches": 8},
+        {"schedule": "interleaved", "pp": 2, "num_microbatches": 8},
     ),
 }
 

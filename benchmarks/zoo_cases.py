@@ -56,7 +56,7 @@ def make_plan(graph: Any, strategy: str, ranks: int, **options: Any) -> Any:
     if strategy == "hybrid":
         sizes = {"dp": 2, "tp": ranks // 2}
     elif strategy == "pipeline":
-        sizes = {"stages": 2, "num_microbatches": MICROBATCHES}
+        sizes = {"pp": 2, "num_microbatches": MICROBATCHES}
     elif strategy == "hybrid_pp":
         sizes = {"dp": 2, "tp": ranks // 4, "pp": 2, "num_microbatches": MICROBATCHES}
     make = getattr(sw.strategies, strategy.removesuffix("_pp"))

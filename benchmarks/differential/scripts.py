@@ -89,7 +89,7 @@ def _features(draw: random.Random, kind: str, count: int) -> list[Feature]:
 def _strategy_call(draw: random.Random, strategy: str, ranks: int) -> str:
     options: dict[str, object] = {}
     if strategy == "pipeline":
-        options = {"stages": ranks, "num_microbatches": draw.choice((1, 2))}
+        options = {"pp": ranks, "num_microbatches": draw.choice((1, 2))}
     elif strategy == "hybrid":
         shapes: Mapping[int, Sequence[dict[str, object]]] = {
             2: ({"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2, "num_microbatches": 2}),

@@ -267,7 +267,7 @@ def plain_formats(base: Path) -> list[Format]:
     cluster = sw.Cluster.local(2)
     plans = {
         "plan": sw.strategies.hybrid(graph(), sw.Cluster.local(4), dp=2, tp=2),
-        "pipeline plan": sw.strategies.pipeline(graph(), cluster, stages=2, num_microbatches=2),
+        "pipeline plan": sw.strategies.pipeline(graph(), cluster, pp=2, num_microbatches=2),
     }
     made = []
     for name, plan in plans.items():
@@ -280,7 +280,7 @@ def plain_formats(base: Path) -> list[Format]:
     text = sw.Cluster.preset("h100", nodes=2).to_yaml()
     made.append(_yaml("preset cluster", "cluster.yaml", text, _cluster))
     made.append(_yaml("training config", "config.yaml", CONFIG, load_config))
-    schedule = make("interleaved", groups=2, num_microbatches=4, stages=4).to_text()
+    schedule = make("interleaved", num_groups=2, num_microbatches=4, num_stages=4).to_text()
     made.append(Format(name="schedule", file="a.csv", data=schedule.encode(), read=_schedule))
     table = OpTable()
     for size in range(4):

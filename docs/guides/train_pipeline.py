@@ -25,7 +25,7 @@ def main() -> None:
     graph = sw.capture(model, batch)
     cluster = sw.Cluster.local(dist.get_world_size())
     plan = sw.strategies.pipeline(
-        graph, cluster, stages=2, schedule="zb_h1", num_microbatches=4, recompute="selective"
+        graph, cluster, pp=2, schedule="zb_h1", num_microbatches=4, recompute="selective"
     )
     pm = sw.parallelize(model, batch, plan=plan, record=True)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=3e-3)

@@ -245,7 +245,7 @@ def pipeline() -> Picture:
     """Two schedules of four stages and eight micro-batches, replayed."""
     picture = Picture(760, 350, "GPipe and 1F1B on four stages with eight micro-batches")
     for index, name in enumerate(("gpipe", "1f1b")):
-        order = schedules.make(name, groups=4, num_microbatches=8)
+        order = schedules.make(name, num_groups=4, num_microbatches=8)
         line = schedules.replay(order, lambda action: 1.0 if action.kind == "F" else 2.0)
         unit, top = 690 / line.step_time, 40 + 160 * index
         held = max(schedules.check(order).alive)

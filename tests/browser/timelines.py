@@ -24,7 +24,7 @@ def played(
 ) -> tuple[list[list[tuple[str, float, float]]], float]:
     """Actions of a zero-bubble schedule, each a unit long, in the order of what they wait for."""
     made = make(
-        "zb_h1" if classes <= 8 else "1f1b", groups=classes, num_microbatches=num_microbatches
+        "zb_h1" if classes <= 8 else "1f1b", num_groups=classes, num_microbatches=num_microbatches
     )
     unit = 1e-3
     done: dict[tuple[str, int, int], float] = {}

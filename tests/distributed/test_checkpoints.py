@@ -222,7 +222,7 @@ def pretrained(folder: Path, strategy: str, options: dict[str, Any]) -> tuple[in
     [
         ("tensor", {}),
         pytest.param("fsdp", {}, marks=pytest.mark.slow),
-        pytest.param("pipeline", {"stages": 2, "num_microbatches": 3}, marks=pytest.mark.slow),
+        pytest.param("pipeline", {"pp": 2, "num_microbatches": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_each_rank_reads_its_part_of_a_hugging_face_folder(

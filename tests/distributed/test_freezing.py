@@ -17,7 +17,7 @@ from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
 
 pytestmark = pytest.mark.distributed
 
-PIPELINE = {"stages": 2, "num_microbatches": 2}
+PIPELINE = {"pp": 2, "num_microbatches": 2}
 EVERYDAY = [("zero2", {}), ("pipeline", PIPELINE)]
 THOROUGH = [
     (2, "ddp", {}),
@@ -26,7 +26,7 @@ THOROUGH = [
     (3, "fsdp", {}),
     (2, "fsdp", {"offload": ("optimizer",)}),
     (3, "tensor", {}),
-    (3, "pipeline", {"stages": 3, "num_microbatches": 3, "schedule": "zero_bubble"}),
+    (3, "pipeline", {"pp": 3, "num_microbatches": 3, "schedule": "zero_bubble"}),
     (4, "hybrid", {"dp": 2, "tp": 2, "zero": 3}),
     (4, "hybrid", {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 2}),
 ]

@@ -18,7 +18,7 @@ from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
 
 pytestmark = pytest.mark.distributed
 
-PIPELINE = {"stages": 2, "num_microbatches": 2}
+PIPELINE = {"pp": 2, "num_microbatches": 2}
 EVERYDAY = [("pipeline", PIPELINE)]
 THOROUGH = [
     (2, "ddp", {}),

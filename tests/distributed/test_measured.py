@@ -23,12 +23,12 @@ from tests.support.training import make, plan_for
 pytestmark = pytest.mark.distributed
 
 PLANS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "pipeline": (2, "pipeline", {"stages": 2, "num_microbatches": 3, "schedule": "zero_bubble"}),
+    "pipeline": (2, "pipeline", {"pp": 2, "num_microbatches": 3, "schedule": "zero_bubble"}),
     "ddp": (2, "ddp", {}),
     "fsdp": (2, "fsdp", {}),
     "zero1": (2, "zero1", {}),
     "tensor": (2, "tensor", {}),
-    "recomputed": (2, "pipeline", {"stages": 2, "num_microbatches": 3, "recompute": "full"}),
+    "recomputed": (2, "pipeline", {"pp": 2, "num_microbatches": 3, "recompute": "full"}),
 }
 
 

@@ -13,9 +13,9 @@ from tests.support.training import check_parallel
 pytestmark = pytest.mark.distributed
 
 EVERYDAY = [
-    ("fused_gpt", "pipeline", 2, {"stages": 2, "num_microbatches": 3}),
-    ("odd", "pipeline", 2, {"stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
-    ("unet", "pipeline", 4, {"stages": 2, "num_microbatches": 3}),
+    ("fused_gpt", "pipeline", 2, {"pp": 2, "num_microbatches": 3}),
+    ("odd", "pipeline", 2, {"pp": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
+    ("unet", "pipeline", 4, {"pp": 2, "num_microbatches": 3}),
     ("fused_gpt", "zero2", 2, {"num_microbatches": 2}),
     pytest.param(
         "llama",
@@ -28,13 +28,13 @@ EVERYDAY = [
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 THOROUGH = [
     *(
-        (model, "pipeline", ranks, {"stages": ranks, "num_microbatches": 4, "schedule": schedule})
+        (model, "pipeline", ranks, {"pp": ranks, "num_microbatches": 4, "schedule": schedule})
         for model in ("fused_gpt", "t5", "unet", "vit", "llama", "odd")
         for ranks in (2, 3, 4)
         for schedule in SCHEDULES
     ),
     *(
-        (model, "pipeline", 2, {"stages": 4, "num_microbatches": 5, "schedule": schedule})
+        (model, "pipeline", 2, {"pp": 2, "num_microbatches": 5, "schedule": schedule})
         for model in ("fused_gpt", "llama")
         for schedule in ("interleaved", "zb_v")
     ),
@@ -48,7 +48,7 @@ THOROUGH = [
         for model in ("fused_gpt", "llama", "t5", "vit")
         for zero, again in ((0, "none"), (1, "full"), (2, "selective"), (3, "full"))
     ),
-    ("resnet", "pipeline", 2, {"stages": 2, "num_microbatches": 1}),
+    ("resnet", "pipeline", 2, {"pp": 2, "num_microbatches": 1}),
     ("fused_gpt", "pipeline", 4, {"stage_ranks": (1, 2, 1), "num_microbatches": 3}),
 ]
 

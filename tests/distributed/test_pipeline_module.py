@@ -24,7 +24,7 @@ from tests.support.pool import Pool
 from tests.support.training import assert_close, make, plan_for
 
 pytestmark = pytest.mark.distributed
-STAGES = {"stages": 2, "num_microbatches": 3}
+STAGES = {"pp": 2, "num_microbatches": 3}
 TIMEOUT_S = 6.0
 
 
@@ -116,7 +116,7 @@ def without_weights() -> None:
     ids = torch.arange(24).view(4, 6)
     batch = {"ids": ids, "labels": ids.flip(0)}
     runs = []
-    for strategy, options in (("ddp", {}), ("pipeline", {"stages": 2, "num_microbatches": 2})):
+    for strategy, options in (("ddp", {}), ("pipeline", {"pp": 2, "num_microbatches": 2})):
         with torch.device("meta"):
             model = Tied()
         plan = plan_for(model, batch, strategy, 2, **options)
@@ -187,7 +187,7 @@ def die(rank: int, world: int, port: str) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     model, batch = make("odd")
-    plan = plan_for(model, batch, "pipeline", world, stages=world, num_microbatches=3)
+    plan = plan_for(model, batch, "pipeline", world, pp=world, num_microbatches=3)
     pm = sw.parallelize(model, batch, plan=plan, timeout=TIMEOUT_S)
     pm.train_step(batch)
     begun = time.monotonic()

@@ -13,7 +13,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
-PIPELINE = {"stages": 2, "num_microbatches": 2}
+PIPELINE = {"pp": 2, "num_microbatches": 2}
 
 
 def worst(found: list[float], expected: list[float]) -> float:

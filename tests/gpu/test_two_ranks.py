@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-STAGES = {"stages": 2, "num_microbatches": 3}
+STAGES = {"pp": 2, "num_microbatches": 3}
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {}),
     ("zero1", {}),

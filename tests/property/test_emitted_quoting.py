@@ -135,7 +135,7 @@ def emitted(graph: Graph, plan: sw.Plan) -> list[str]:
 def plan_for(graph: Graph, kind: str) -> sw.Plan:
     cluster = sw.Cluster.local(2)
     if kind == "pipeline":
-        return sw.strategies.pipeline(graph, cluster, stages=2, num_microbatches=2)
+        return sw.strategies.pipeline(graph, cluster, pp=2, num_microbatches=2)
     return {"fsdp": sw.strategies.fsdp, "tensor": sw.strategies.tensor}[kind](graph, cluster)
 
 

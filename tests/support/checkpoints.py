@@ -22,7 +22,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ddp2": (2, "ddp", {}),
     "fsdp4": (4, "fsdp", {}),
     "tp2": (2, "tensor", {}),
-    "pp2": (2, "pipeline", {"stages": 2, "num_microbatches": 3}),
+    "pp2": (2, "pipeline", {"pp": 2, "num_microbatches": 3}),
     "tp2xpp2": (4, "hybrid", {"tp": 2, "pp": 2, "num_microbatches": 3}),
     "fsdp3": (3, "fsdp", {}),
 }

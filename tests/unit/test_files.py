@@ -164,7 +164,7 @@ def test_saves_on_a_full_disk_keep_the_old_file(tmp_path: Path) -> None:
     things: dict[str, Any] = {
         "plan": plan,
         "cluster": sw.Cluster.local(2),
-        "schedule": make("1f1b", groups=4, num_microbatches=64),
+        "schedule": make("1f1b", num_groups=4, num_microbatches=64),
         "table": table,
     }
     old = {"plan": "old", "cluster": "old", "schedule": "old"}
@@ -211,4 +211,4 @@ def test_a_mesh_or_schedule_beyond_all_machines_is_refused() -> None:
             sw.Plan.from_json(json.loads(json.dumps({**plan, **change})))
         assert time.monotonic() - began < 2
     with pytest.raises(PlanError, match="more than"):
-        make("zb_v", groups=512, num_microbatches=65_536)
+        make("zb_v", num_groups=512, num_microbatches=65_536)

@@ -59,10 +59,9 @@ class Wanted:
     ) = None
     dp: _option(int | None, "--dp", "Data-parallel ranks.", min=1) = None  # type: ignore[valid-type]
     tp: _option(int | None, "--tp", "Tensor-parallel ranks.", min=1) = None  # type: ignore[valid-type]
-    pp: _option(int | None, "--pp", "Groups of pipeline stages.", min=1) = None  # type: ignore[valid-type]
-    stages: _option(int | None, "--stages", "pipeline: number of stages.", min=1) = None  # type: ignore[valid-type]
+    pp: _option(int | None, "--pp", "Pipeline-parallel groups of ranks.", min=1) = None  # type: ignore[valid-type]
     virtual_stages: _option(  # type: ignore[valid-type]
-        int | None, "--virtual-stages", "Stages of each group, with --cluster.", min=1
+        int | None, "--virtual-stages", "Pipeline stages on each group.", min=1
     ) = None
     zero: _option(int | None, "--zero", "ZeRO level over dp.", min=0, max=3) = None  # type: ignore[valid-type]
     num_microbatches: _option(  # type: ignore[valid-type]
@@ -184,9 +183,8 @@ class Wanted:
 
     def search_options(self) -> dict[str, Any]:
         """The keyword arguments of `sw.plan` that were given."""
-        for name, for_whom in (("stages", "pipeline"), ("per_microbatch", "pipeline")):
-            if getattr(self, name):
-                raise typer.BadParameter(f"--{_typed(name)}: for --strategy {for_whom}")
+        if self.per_microbatch:
+            raise typer.BadParameter("--per-microbatch: for a named --strategy")
         found: dict[str, Any] = {
             name: getattr(self, name)
             for name in (
@@ -220,24 +218,21 @@ class Wanted:
         import shardwise
 
         strategy = self.strategy or Strategy.DDP
-        for name in ("memory_gib", "constraint", "table", "virtual_stages", "all_devices"):
+        for name in ("memory_gib", "constraint", "table", "all_devices"):
             if getattr(self, name):
                 raise typer.BadParameter(f"--{_typed(name)}: with --cluster, without --strategy")
         if strategy is Strategy.HYBRID:
             return self._hybrid(graph)
-        given = [f"--{n}" for n in ("dp", "tp", "pp", "zero") if getattr(self, n)]
-        if given:
+        sizes = ("dp", "tp", "zero", "pp", "virtual_stages")
+        allowed = sizes[3:] if strategy is Strategy.PIPELINE else ()
+        given = {name: getattr(self, name) for name in sizes if getattr(self, name)}
+        unused = [f"--{_typed(name)}" for name in given if name not in allowed]
+        if unused:
             raise typer.BadParameter(
-                f"{', '.join(given)}: for --strategy hybrid, or with --cluster and no strategy"
+                f"{', '.join(unused)}: for --strategy hybrid, or with --cluster and no strategy"
             )
-        options = self._options()
-        if self.stages is not None:
-            if strategy is not Strategy.PIPELINE:
-                raise typer.BadParameter("--stages: for --strategy pipeline")
-            options["stages"] = self.stages
-        cluster = self.machines() or shardwise.Cluster.local(
-            self.ranks or self.stages or DEFAULT_RANKS
-        )
+        options = {**self._options(), **given}
+        cluster = self.machines() or shardwise.Cluster.local(self.ranks or self.pp or DEFAULT_RANKS)
         make = getattr(shardwise.strategies, strategy.value)
         result: Plan = make(graph, cluster, **options)
         return result
@@ -254,6 +249,8 @@ class Wanted:
         dp, tp = hybrid_sizes(ranks // pp, self.dp, self.tp)
         cluster = given or shardwise.Cluster.local(self.ranks or dp * tp * pp)
         options = self._options()
+        if self.virtual_stages:
+            options["virtual_stages"] = self.virtual_stages
         return shardwise.strategies.hybrid(
             graph, cluster, dp=dp, tp=tp, pp=pp, zero=self.zero or 0, **options
         )

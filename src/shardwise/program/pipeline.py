@@ -173,7 +173,9 @@ def plan_schedule(plan: Plan) -> Schedule:
             actions=rows,
         )
     name = plan.schedule or ("1f1b" if count == len(groups) else "interleaved")
-    made = make(name, groups=len(groups), num_microbatches=plan.num_microbatches, stages=count)
+    made = make(
+        name, num_groups=len(groups), num_microbatches=plan.num_microbatches, num_stages=count
+    )
     if made.placement != placement:
         raise PlanError(
             f"schedule {name!r} runs stages on groups {made.placement}, the plan on {placement}",

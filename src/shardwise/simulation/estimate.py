@@ -179,7 +179,7 @@ class Evaluator:
         key = (name, groups, num_microbatches, stages)
         if key not in self._schedules:
             self._schedules[key] = make(
-                name, groups=groups, num_microbatches=num_microbatches, stages=stages
+                name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages
             )
         return self._schedules[key]
 

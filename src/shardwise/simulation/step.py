@@ -107,9 +107,9 @@ def play_step(
     """Play a step; `devices` are those of the slowest rank of each group."""
     schedule = setting.schedule or make(
         "1f1b" if len(stages) == len(setting.groups) else "interleaved",
-        groups=len(setting.groups),
+        num_groups=len(setting.groups),
         num_microbatches=setting.num_microbatches,
-        stages=len(stages),
+        num_stages=len(stages),
     )
     return _Play(stages, setting, devices, schedule).run(messages)
 

@@ -112,7 +112,7 @@ def test_recomputation_keeps_less() -> None:
 @pytest.mark.slow
 def test_schedules_keep_what_is_in_flight() -> None:
     found = {
-        schedule: predicted("pipeline", 2, schedule=schedule, stages=2, num_microbatches=8)
+        schedule: predicted("pipeline", 2, schedule=schedule, pp=2, num_microbatches=8)
         for schedule in ("gpipe", "1f1b")
     }
     gpipe, few = (found[name].activations_peak_bytes for name in ("gpipe", "1f1b"))
@@ -123,8 +123,7 @@ def test_schedules_keep_what_is_in_flight() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_schedule_can_be_played(schedule: str, rank: int) -> None:
-    stages = 4 if schedule in ("interleaved", "zb_v") else 2
-    options = {"schedule": schedule, "stages": stages, "num_microbatches": 4}
+    options = {"schedule": schedule, "pp": 2, "num_microbatches": 4}
     assert predicted("pipeline", 2, rank, **options).activations_bytes > 0
 
 

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 def test_every_group_is_rehearsed(strategy: str) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     cluster = Cluster.local(2)
-    options = {"stages": 2, "num_microbatches": 3} if strategy == "pipeline" else {}
+    options = {"pp": 2, "num_microbatches": 3} if strategy == "pipeline" else {}
     plan = getattr(sw.strategies, strategy)(graph, cluster, **options)
     run = rehearse(graph, plan, cluster)
     assert set(run.training_s) == set(range(len(plan.groups)))

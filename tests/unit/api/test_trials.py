@@ -35,7 +35,7 @@ def _quick_searches() -> Iterator[None]:
 def test_every_plan_is_run() -> None:
     graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(2)
-    pipeline = sw.strategies.pipeline(graph, cluster, stages=2, num_microbatches=2)
+    pipeline = sw.strategies.pipeline(graph, cluster, pp=2, num_microbatches=2)
     plans = [sw.strategies.ddp(graph, cluster), sw.strategies.fsdp(graph, cluster), pipeline]
     seconds = try_plans(graph, plans, cluster)
     assert len(seconds) == 3

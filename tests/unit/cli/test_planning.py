@@ -217,7 +217,7 @@ def test_advice_tells_what_does_not_fit() -> None:
         (["-c", "h100", "--schedule", "1f1"], 2, "did you mean '1f1b'?"),
         (["-c", "h100", "--offload", "optimiser"], 2, "did you mean 'optimizer'?"),
         (["-c", "h100", "--constraint", "head"], 2, "is not GLOB=CUT"),
-        (["-c", "h100", "--stages", "2"], 2, "for --strategy pipeline"),
+        (["-c", "h100", "--per-microbatch"], 2, "--per-microbatch"),
         (["-c", "h100:4", "--ranks", "3"], 2, "h100:4 has 4"),
         (["-c", "h100", "--memory-gib", "0"], 2, "for '--memory-gib'"),
         (["--memory-gib", "3"], 2, "with --cluster"),

@@ -43,8 +43,8 @@ class Case:
 def case(name: str, **options: Any) -> Case:
     model, batch = double(*build(name))
     graph = widen_graph(sw.capture(model, batch))
-    options = {"stages": 2, "num_microbatches": 2, **options}
-    plan = sw.strategies.pipeline(graph, sw.Cluster.local(options["stages"]), **options)
+    options = {"pp": 2, "num_microbatches": 2, **options}
+    plan = sw.strategies.pipeline(graph, sw.Cluster.local(options["pp"]), **options)
     pipeline, reference = build_pipeline(graph, plan), run_reference(model, batch)
     return Case(pipeline, reference, batch, make_trials(pipeline, reference, batch))
 

@@ -186,7 +186,7 @@ def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch
 
 def test_stages_begin_at_the_same_nodes() -> None:
     graph = gpt_graph()
-    plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), stages=4, num_microbatches=4)
+    plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), pp=4, num_microbatches=4)
     twin = build_twin(graph, plan)
     before = {place: name for name, place in node_keys(graph).items()}
     after = {place: name for name, place in node_keys(twin.graph).items()}
@@ -199,12 +199,12 @@ def test_stages_begin_at_the_same_nodes() -> None:
 def test_a_listed_schedule_keeps_its_list() -> None:
     model, batch = gpt_on_meta(layers=4)
     graph = gpt_graph(layers=4)
-    listed = make("gpipe", groups=2, num_microbatches=8)
+    listed = make("gpipe", num_groups=2, num_microbatches=8)
     plan = sw.strategies.pipeline(
-        graph, sw.Cluster.local(2), stages=2, schedule=listed, num_microbatches=8
+        graph, sw.Cluster.local(2), pp=2, schedule=listed, num_microbatches=8
     )
     twin = build_twin(graph, plan)
-    expected = make("gpipe", groups=2, num_microbatches=4)
+    expected = make("gpipe", num_groups=2, num_microbatches=4)
     assert twin.plan.schedule == tuple(tuple(map(str, row)) for row in expected.actions)
     assert "schedule: the listed actions of micro-batches 0 to 3" in twin.scaled
     assert sw.verify(model, batch, plan).ok
@@ -265,6 +265,6 @@ def test_kinds_of_layers_in_turn_stay_in_turn() -> None:
 def test_memory_counts_every_stage() -> None:
     graph = gpt_graph(layers=4)
     whole = sw.strategies.ddp(graph, sw.Cluster.local(4))
-    staged = sw.strategies.pipeline(graph, sw.Cluster.local(4), stages=4, num_microbatches=4)
+    staged = sw.strategies.pipeline(graph, sw.Cluster.local(4), pp=4, num_microbatches=4)
     one = sw.strategies.ddp(graph, sw.Cluster.local(1))
     assert needed_bytes(graph, one) < needed_bytes(graph, staged) < needed_bytes(graph, whole)

@@ -114,19 +114,19 @@ def test_the_loss_is_that_of_the_whole_batch(kind: str) -> None:
 )
 def test_what_couples_samples_is_refused_by_name(kind: str, node: str) -> None:
     with pytest.raises(InfeasiblePlan, match="couples the samples") as caught:
-        verify(kind, 8, "pipeline", 2, stages=2, num_microbatches=2)
+        verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=2)
     assert node in str(caught.value)
     assert "test_micro_batches.py" in str(caught.value)
     assert "per_microbatch=True" in str(caught.value)
-    one = verify(kind, 8, "pipeline", 2, stages=2, num_microbatches=1)
+    one = verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=1)
     assert one.ok, one
-    own = verify(kind, 8, "pipeline", 2, stages=2, num_microbatches=2, per_microbatch=True)
+    own = verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
     assert own.ok, own
 
 
 @pytest.mark.parametrize("kind", ["mean", "masked"])
 def test_batch_norm_over_micro_batches_is_refused_or_per_micro_batch(kind: str) -> None:
-    options = {"stages": 2, "num_microbatches": 4}
+    options = {"pp": 2, "num_microbatches": 4}
     with pytest.raises(InfeasiblePlan, match="batch_norm"):
         verify(kind, 8, "pipeline", 2, norm=True, **options)
     found = verify(kind, 8, "pipeline", 4, norm=True, per_microbatch=True, **options)
@@ -135,7 +135,7 @@ def test_batch_norm_over_micro_batches_is_refused_or_per_micro_batch(kind: str) 
 
 def test_micro_batches_of_their_own_have_one_size() -> None:
     with pytest.raises(sw.errors.BatchError, match="7 samples are not 2 micro-batches"):
-        verify("contrast", 7, "pipeline", 2, stages=2, num_microbatches=2, per_microbatch=True)
+        verify("contrast", 7, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
 
 
 def test_random_numbers_are_those_of_the_whole_batch() -> None:
@@ -148,7 +148,7 @@ def test_random_numbers_are_those_of_the_whole_batch() -> None:
 
     graph = sw.capture(model.double(), data, loss)
     for options in ({}, {"per_microbatch": True, "num_microbatches": 7}):
-        made = {"stages": 2, "num_microbatches": 3, "schedule": "zero_bubble", **options}
+        made = {"pp": 2, "num_microbatches": 3, "schedule": "zero_bubble", **options}
         plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), **made)
         found = sw.verify(model, data, plan, loss)
         assert found.ok, found
@@ -158,7 +158,7 @@ def test_a_listed_schedule_may_split_some_backwards_only() -> None:
     """Gradients are synchronized after the last of them, be it a B or a W."""
     model, data = Words("mean").double(), batch(6)
     graph = sw.capture(model, data)
-    plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), stages=2, num_microbatches=3)
+    plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), pp=2, num_microbatches=3)
     rows = (
         ("0F0", "0F1", "0F2", "0I0", "0W0", "0B1", "0B2"),
         ("1F0", "1I0", "1F1", "1B1", "1W0", "1F2", "1B2"),
@@ -170,7 +170,7 @@ def test_a_listed_schedule_may_split_some_backwards_only() -> None:
 def test_a_listed_schedule_that_cannot_run_is_refused_before_anything_starts() -> None:
     model, data = Words("mean").double(), batch(4)
     graph = sw.capture(model, data)
-    plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), stages=2, num_microbatches=2)
+    plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), pp=2, num_microbatches=2)
     rows = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
     assert sw.compile(graph, plan.with_(schedule=rows)).lowered.schedule.actions
     blocked = (rows[0], ("1B0", "1F0", "1F1", "1B1"))

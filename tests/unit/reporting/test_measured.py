@@ -51,7 +51,7 @@ class Case:
 def case(strategy: str, ranks: int) -> Case:
     graph = sw.capture(Net(), {"x": torch.randn(32 if ranks < 64 else ranks, 64)})
     cluster = Cluster.local(ranks)
-    options = {"stages": 2, "num_microbatches": 4} if strategy == "pipeline" else {}
+    options = {"pp": 2, "num_microbatches": 4} if strategy == "pipeline" else {}
     plan = getattr(sw.strategies, strategy)(graph, cluster, **options)
     return Case(plan, sw.simulate(graph, plan, cluster))
 

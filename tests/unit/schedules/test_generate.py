@@ -131,7 +131,7 @@ def test_forward_only_keeps_the_forwards_in_order() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_make_by_name(name: str) -> None:
-    schedule = make(name, groups=3, num_microbatches=4)
+    schedule = make(name, num_groups=3, num_microbatches=4)
     assert schedule.num_groups == 3
     assert schedule.num_stages == (6 if name in ("interleaved", "zb_v") else 3)
     assert schedule.splits_backward == name.startswith("z")
@@ -139,20 +139,20 @@ def test_make_by_name(name: str) -> None:
 
 
 def test_zero_bubble_takes_the_variant_of_the_number_of_stages() -> None:
-    assert make("zero_bubble", groups=2, num_microbatches=4).name == "zb_h1"
-    assert make("zero_bubble", groups=2, num_microbatches=4, stages=4).name == "zb_v"
+    assert make("zero_bubble", num_groups=2, num_microbatches=4).name == "zb_h1"
+    assert make("zero_bubble", num_groups=2, num_microbatches=4, num_stages=4).name == "zb_v"
 
 
 def test_make_says_what_is_wrong() -> None:
     with pytest.raises(ScheduleError, match="did you mean 'interleaved'"):
-        make("interleave", groups=2, num_microbatches=2)
+        make("interleave", num_groups=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="1f1b on 2 groups needs 2 stages, not 3"):
-        make("1f1b", groups=2, num_microbatches=2, stages=3)
+        make("1f1b", num_groups=2, num_microbatches=2, num_stages=3)
     with pytest.raises(ScheduleError, match="needs 2 or 4 stages, not 5"):
-        make("zero_bubble", groups=2, num_microbatches=2, stages=5)
+        make("zero_bubble", num_groups=2, num_microbatches=2, num_stages=5)
     with pytest.raises(ScheduleError, match="2 stages on 3 groups: 1 groups have no stage"):
-        make("interleaved", groups=3, num_microbatches=2, stages=2)
+        make("interleaved", num_groups=3, num_microbatches=2, num_stages=2)
     with pytest.raises(ScheduleError, match="5 is odd"):
         zero_bubble_v(5, 2)
     with pytest.raises(ScheduleError, match="num_microbatches is 0"):
-        make("gpipe", groups=2, num_microbatches=0)
+        make("gpipe", num_groups=2, num_microbatches=0)

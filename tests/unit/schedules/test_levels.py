@@ -15,7 +15,7 @@ from shardwise.schedules.levels import KINDS, Levels, levels_of
 @given(groups=st.integers(2, 5), rounds=st.integers(1, 3), seed=st.integers(0, 999))
 @settings(max_examples=12, deadline=None)
 def test_arrays_replay_as_lists_do(name: str, groups: int, rounds: int, seed: int) -> None:
-    schedule = make(name, groups=groups, num_microbatches=rounds * groups)
+    schedule = make(name, num_groups=groups, num_microbatches=rounds * groups)
     random = np.random.default_rng(seed)
     seconds = random.random((4, schedule.num_stages))
     levels = Levels(schedule)
@@ -38,7 +38,7 @@ def test_arrays_replay_as_lists_do(name: str, groups: int, rounds: int, seed: in
 def test_messages_to_a_group_leave_one_after_the_other(
     name: str, groups: int, rounds: int, seed: int
 ) -> None:
-    schedule = make(name, groups=groups, num_microbatches=rounds * groups)
+    schedule = make(name, num_groups=groups, num_microbatches=rounds * groups)
     random = np.random.default_rng(seed)
     levels = Levels(schedule)
     seconds = random.random((4, schedule.num_stages))[levels.kind, levels.stage]
@@ -56,7 +56,7 @@ def test_messages_to_a_group_leave_one_after_the_other(
 
 
 def test_waiting_counts_micro_batches_of_every_stage() -> None:
-    levels = levels_of(make("1f1b", groups=3, num_microbatches=6))
+    levels = levels_of(make("1f1b", num_groups=3, num_microbatches=6))
     waiting, stages = levels.waiting(0)
     assert stages.tolist() == [0]
     assert waiting.max() == 3  # as many as there are groups
@@ -64,5 +64,5 @@ def test_waiting_counts_micro_batches_of_every_stage() -> None:
 
 
 def test_the_arrays_of_a_schedule_are_made_once() -> None:
-    schedule = make("gpipe", groups=2, num_microbatches=2)
+    schedule = make("gpipe", num_groups=2, num_microbatches=2)
     assert levels_of(schedule) is levels_of(schedule)

@@ -19,7 +19,7 @@ PLANS: list[tuple[str, int, dict[str, Any]]] = [
     ("fsdp", 4, {"precision": "bf16"}),
     ("zero2", 2, {"num_microbatches": 2}),
     ("tensor", 2, {}),
-    ("pipeline", 2, {"stages": 2, "schedule": "1f1b", "num_microbatches": 4}),
+    ("pipeline", 2, {"pp": 2, "schedule": "1f1b", "num_microbatches": 4}),
 ]
 
 

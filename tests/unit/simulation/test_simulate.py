@@ -177,7 +177,7 @@ def test_gpipe_holds_more_than_1f1b_and_recomputation_less() -> None:
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
 
     def peak(**options: object) -> float:
-        plan = sw.strategies.pipeline(graph, cluster, stages=2, num_microbatches=8, **options)
+        plan = sw.strategies.pipeline(graph, cluster, pp=2, num_microbatches=8, **options)
         return sw.simulate(graph, plan, cluster).memory[0].peak_bytes
 
     assert peak(schedule="gpipe") > peak(schedule="1f1b") > peak(schedule="1f1b", recompute="full")

@@ -28,7 +28,7 @@ def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     kept = [stages[index * len(stages) // count] for index in range(count)]
     name = plan.schedule if isinstance(plan.schedule, str) else ""
     name = name or ("1f1b" if count == most else "interleaved")
-    made = make(name, groups=most, num_microbatches=plan.num_microbatches, stages=count)
+    made = make(name, num_groups=most, num_microbatches=plan.num_microbatches, num_stages=count)
     owners = [kept[made.placement.index(group)].mesh for group in range(most)]
     ranks = _numbered([mesh.size for mesh in owners])
     fewer = tuple(

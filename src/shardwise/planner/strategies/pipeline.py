@@ -1,7 +1,4 @@
-"""Pipeline parallelism: the layers are cut into stages, each on a group of ranks.
-
-Enters: a `Graph` and a `Cluster`. Leaves: a `Plan` with stages.
-"""
+"""Pipeline parallelism: the layers are divided into stages, each run by a group of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def pipeline(
     graph: Graph,
     cluster: Cluster,
     *,
-    stages: int | None = None,
+    pp: int | None = None,
     schedule: str | Path | Schedule = "1f1b",
     num_microbatches: int | None = None,
     virtual_stages: int | None = None,
@@ -35,29 +32,26 @@ def pipeline(
     stage_meshes: Sequence[Mesh] | None = None,
     **options: Unpack[CommonOptions],
 ) -> Plan:
-    """The layers in `stages`, each on a group of ranks that cut the batch among them.
+    """Divide the layers into stages, run by `pp` groups of ranks.
 
-    A group runs `virtual_stages` of them: 1, or 2 for "interleaved" and "zb_v". All groups have
-    as many ranks, unless `stage_ranks` counts those of each, or `stage_meshes` arranges them:
-    `(1, 2, 1)` or `(Mesh(), Mesh.of(tp=2), Mesh())`. What is not given follows from the rest:
-    `stages` from these, the schedule or `cuts`, else one group of stages for each rank;
-    `num_microbatches` from the schedule, else 8. Other options are those of `make_plan`.
+    Each group shards the batch over its ranks and runs `virtual_stages` stages: 1, or 2 for
+    "interleaved" and "zb_v". Groups have equal numbers of ranks unless `stage_ranks` gives the
+    number for each, or `stage_meshes` the arrangement: `(1, 2, 1)` or
+    `(Mesh(), Mesh.of(tp=2), Mesh())`. `pp` defaults to what these, the schedule or `cuts` imply,
+    else to one group per rank; `num_microbatches` to the schedule's number, else to 8. Other
+    options are those of `make_plan`.
     """
     wanted = read(schedule)
     given = wanted if isinstance(wanted, Schedule) else None
-    each = virtual_stages or default_stages(wanted)
-    if stages is None:
-        stages = _count(given, each, cuts, stage_ranks or stage_meshes, cluster)
-    groups = given.num_groups if given else stages // each
-    if not given and (stages < 1 or stages % each):
+    per_group = virtual_stages or default_stages(wanted)
+    if pp is None:
+        pp = _num_groups(given, per_group, cuts, stage_ranks or stage_meshes, cluster)
+    if pp < 1:
+        raise InfeasiblePlan(f"pipeline: pp={pp}", hint="1 or more")
+    if given and given.num_groups != pp:
         raise InfeasiblePlan(
-            f"pipeline: stages={stages} with {each} of them on each group of ranks",
-            hint=f"stages={max(1, -(-stages // each)) * each}, or virtual_stages=1",
-        )
-    if given and given.num_stages != stages:
-        raise InfeasiblePlan(
-            f"pipeline: stages={stages}, schedule {given.name!r} has {given.num_stages}",
-            hint=f"stages={given.num_stages}",
+            f"pipeline: pp={pp}, schedule {given.name!r} is for {given.num_groups} groups of ranks",
+            hint=f"pp={given.num_groups}",
         )
     if num_microbatches is None:
         num_microbatches = given.num_microbatches if given else MICROBATCHES
@@ -65,7 +59,7 @@ def pipeline(
         "pipeline",
         graph,
         cluster,
-        meshes=_meshes(cluster, groups, stage_ranks, stage_meshes),
+        meshes=_meshes(cluster, pp, stage_ranks, stage_meshes),
         schedule=wanted,
         num_microbatches=num_microbatches,
         virtual_stages=virtual_stages,
@@ -74,19 +68,28 @@ def pipeline(
     )
 
 
-def _count(
+def _num_groups(
     schedule: Schedule | None,
-    each: int,
+    per_group: int,
     cuts: Sequence[str] | None,
     groups: Sequence[Any] | None,
     cluster: Cluster,
 ) -> int:
-    """Return the number of stages that the other arguments make."""
+    """Return the number of groups of ranks that the other arguments imply."""
     if schedule is not None:
-        return schedule.num_stages
+        return schedule.num_groups
     if groups is not None:
-        return len(groups) * each
-    return len(cuts) + 1 if cuts is not None else cluster.num_ranks * each
+        return len(groups)
+    if cuts is None:
+        return cluster.num_ranks
+    stages = len(cuts) + 1
+    if stages % per_group:
+        raise InfeasiblePlan(
+            f"pipeline: {len(cuts)} cuts make {stages} stages, with {per_group} on each group of "
+            "ranks",
+            hint=f"{-(-stages // per_group) * per_group - 1} cuts, or virtual_stages=1",
+        )
+    return stages // per_group
 
 
 def _meshes(
@@ -103,7 +106,7 @@ def _meshes(
             raise InfeasiblePlan(
                 f"pipeline: {cluster.num_ranks} ranks cannot be divided over {groups} groups of "
                 "stages",
-                hint=f"stage_ranks={even}" if size else f"stages={cluster.num_ranks}",
+                hint=f"stage_ranks={even}" if size else f"pp={cluster.num_ranks}",
             )
         stage_ranks = [size] * groups
     if stage_meshes is None:

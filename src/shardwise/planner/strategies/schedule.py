@@ -61,7 +61,7 @@ def order(
         rows = tuple(tuple(str(action) for action in mine) for mine in schedule.actions)
         return Order(schedule=rows, placement=schedule.placement)
     name = schedule or ("1f1b" if stages == groups else "interleaved")
-    made = make(name, groups=groups, num_microbatches=num_microbatches, stages=stages)
+    made = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
     check(made)
     return Order(schedule=name, placement=made.placement)
 
@@ -73,7 +73,7 @@ def _check_counts(schedule: Schedule, groups: int, stages: int, num_microbatches
         asked = words.format(stages, groups, num_microbatches)
         raise InfeasiblePlan(
             f"schedule {schedule.name!r} has {words.format(*has)}, asked for are {asked}",
-            hint=f"stages={has[0]}, num_microbatches={has[2]}, and ranks for {has[1]} groups",
+            hint=f"pp={has[1]}, num_microbatches={has[2]}, and {has[0]} stages",
         )
 
 
