@@ -54,8 +54,8 @@ from shardwise.planner.search.replay import decisions
 from shardwise.plans import Plan, model_fingerprint
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.originals import format_bytes
+from shardwise.runtime.rendezvous import require_ranks, starting
 from shardwise.runtime.splits import local_shape
-from shardwise.runtime.start import require_ranks, starting
 from shardwise.runtime.ways import Derive
 
 

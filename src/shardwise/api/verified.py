@@ -23,7 +23,7 @@ from shardwise.errors import ShardwiseError, VerifyError
 from shardwise.files import read_json, write_text
 from shardwise.frontend.objective import Model, Objective
 from shardwise.plans import Plan
-from shardwise.runtime.start import starting
+from shardwise.runtime.rendezvous import starting
 from shardwise.version import __version__
 
 FILE = "verified.json"

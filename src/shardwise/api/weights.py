@@ -25,7 +25,7 @@ from shardwise.api.initialize import initialize
 from shardwise.errors import WeightsError
 from shardwise.frontend.objective import as_module
 from shardwise.ir import Graph
-from shardwise.runtime.start import starting
+from shardwise.runtime.rendezvous import starting
 
 Init = Callable[[], nn.Module] | Callable[[nn.Module], object]
 BLOCK_BYTES = 64 << 20

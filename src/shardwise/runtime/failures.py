@@ -1,147 +1,124 @@
-"""Names the rank that died or failed, on all the others.
+"""Find out why a step failed or stalled, and name the same cause on every rank.
 
 When a rank dies in mid-step, its peers get errors that do not name it, and their peers only see
-that those gave up. The ranks therefore talk through the store of the default process group, which
-needs none of the broken connections:
+those give up. All of them therefore look in the store, which needs none of the broken connections:
 
-- *Signs of life.* A thread of every rank counts up a number in the store every half second. A
-  slow rank, or one that waits, is alive; one whose number stands still for four seconds is not.
-- *Reports.* A rank that leaves a step by an exception says so.
-- *The cause.* The first rank that knows why writes it down, once: a rank's own exception, or the
-  ranks that died. All ranks name this one cause, however they came to fail themselves.
+- A rank that leaves a step by an exception publishes it.
+- The first rank that knows a cause records it: its own exception, or ranks without a heartbeat.
+  All ranks raise this one cause, whatever each of them saw.
 
-A rank that loses a connection waits for a cause, or until it has found the dead ranks itself; at
-most ten seconds, and never longer than the time-out. If the store is lost, its host is gone: rank
-0, or torchrun's agent. As rank 0 may merely have given up, it stays until the others know the
-cause, which their threads look up with every sign of life; at most three seconds.
+A rank that loses a connection waits for a cause, or until it has found the dead ranks itself, for
+at most ten seconds and never longer than its time-out. If the store is lost, its host is gone: rank
+0, or torchrun's agent. As rank 0 may merely have given up, it stays up to three seconds until the
+others know the cause.
 
-What cannot be done: to wake a rank that gloo keeps waiting for a living one. It wakes up when that
-one's process ends, or at the process group's own time-out. And gloo waits for unfinished work when
-the interpreter ends; after a failure, a process that is still ending after five seconds is ended
-with exit status 1.
+A rank that gloo keeps waiting for a living peer cannot be woken: it returns when that peer's
+process ends, or at the process group's own time-out. Nor can gloo be stopped from finishing its
+work when the interpreter exits: after a failure, a process that is still exiting after five seconds
+is ended with exit status 1.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import faulthandler
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
-import torch.distributed
 import torch.distributed as dist
 
 from shardwise.errors import LinkError, RankError
+from shardwise.runtime.rendezvous import (
+    DEAD_AFTER_S,
+    ENDED,
+    Connection,
+    Heartbeat,
+    Liveness,
+    first_line,
+    lost_store,
+    name_ranks,
+    start_heartbeat,
+)
 
-__all__ = ["has_ended", "naming_failures", "report_of", "show_life"]
+__all__ = ["StallDetector", "Wait", "follow", "has_ended", "naming_failures", "report_of"]
 
-BEAT_S = 0.5
-DEAD_AFTER_S = 4.0
 GRACE_S = 10.0
 LINGER_S = 3.0
 EXIT_S = 5.0
 POLL_S = 0.05
-LEFT = -1  # the count of a process that has ended in an orderly way
 
 _COMMUNICATION = re.compile(
     r"gloo/|\bgloo\b.*(fail|time)|NCCL|Connection (closed|reset|refused)|Broken pipe"
     r"|Timed out waiting|timeout caused pair closure|Socket Timeout|recvValue|sendBytes",
     re.IGNORECASE,
 )
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """Why all ranks fail: in words, and the ranks it is about."""
+    """Why all ranks fail, and the ranks to look at."""
 
     text: str
     ranks: list[int]
 
+    @staticmethod
+    def decode(text: str | None) -> _Cause | None:
+        return None if text is None else _Cause(*json.loads(text))
 
-class _Watch:
-    """One rank's view of the others: its signs of life, its reports, and the common cause."""
 
-    def __init__(self) -> None:
-        self.group = dist.group.WORLD
+class FailureReports:
+    """What this rank and the others published about a failure, and its common cause."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # A connection each: one that waits would hold the other up.
-        default: Any = torch.distributed.distributed_c10d._get_default_store()
-        self._store, self._beating = default.clone(), default.clone()
-        for store in (self._store, self._beating):
-            store.set_timeout(datetime.timedelta(seconds=GRACE_S))
-        self.last_cause: _Cause | None = None
-        self._reported, self._settled = False, ""  # what to take back when the user goes on
-        self._stop = threading.Event()
-        self._beat(0)
-        self._thread = threading.Thread(target=self._live, name="shardwise-life", daemon=True)
-        self._thread.start()
-        atexit.register(self._leave)
+        self.connection = Connection(GRACE_S)
+        self.liveness = Liveness(self.connection)
+        self._published, self._recorded = False, ""  # to withdraw when the user goes on
 
-    def _live(self) -> None:
-        """Show signs of life, and look up the cause while the store is there."""
-        count = 0
-        with contextlib.suppress(RuntimeError):
-            while not self._stop.wait(BEAT_S) and dist.group.WORLD is self.group:
-                count += 1
-                self.last_cause = _cause(_read(self._beating, "cause"))
-                self._beat(count)
-
-    def _beat(self, count: int) -> None:
-        value = json.dumps([count, self.last_cause is not None])
-        self._beating.set(f"shardwise/life/{self.rank}", value)
-
-    def _leave(self) -> None:
-        self._stop.set()
-        self._thread.join(BEAT_S)
-        with contextlib.suppress(RuntimeError):
-            self._beat(LEFT)
+    @property
+    def last_cause(self) -> _Cause | None:
+        """The cause that the heartbeat has read, which is known after the loss of the store."""
+        return _Cause.decode(self.heartbeat.cause)
 
     def others(self) -> list[int]:
         return [rank for rank in range(self.world) if rank != self.rank]
 
-    def reported(self, rank: int) -> str | None:
-        return _read(self._store, f"report/{rank}")
-
-    def life(self, rank: int) -> tuple[int | None, bool]:
-        """A rank's count, and whether it knows a cause."""
-        found = _read(self._store, f"life/{rank}")
-        if found is None:
-            return None, False
-        count, knows = json.loads(found)
-        return count, knows
+    def report_of(self, rank: int) -> str | None:
+        return self.connection.read(f"report/{rank}")
 
     def cause(self) -> _Cause | None:
-        return _cause(_read(self._store, "cause"))
+        return _Cause.decode(self.connection.read("cause"))
 
-    def report(self, what: str) -> None:
-        self._reported = True
-        self._store.set(f"shardwise/report/{self.rank}", what)
+    def publish(self, text: str) -> None:
+        self._published = True
+        self.connection.write(f"report/{self.rank}", text)
 
-    def settle(self, cause: _Cause) -> _Cause:
-        """Write the cause down, unless there is one; the one that is there then."""
-        mine = json.dumps([cause.text, cause.ranks])
-        settled = self._store.compare_set("shardwise/cause", "", mine).decode()
-        if settled == mine:
-            self._settled = mine
-        return _cause(settled) or cause
+    def record(self, cause: _Cause) -> _Cause:
+        """Record the cause unless there is one; return the one that is recorded now."""
+        text = json.dumps([cause.text, cause.ranks])
+        recorded = self.connection.write_first("cause", text)
+        if recorded == text:
+            self._recorded = text
+        return _Cause.decode(recorded) or cause
 
-    def retract(self) -> None:
-        """Go on after an error that the user has dealt with."""
-        if not self._reported:
+    def withdraw(self) -> None:
+        """Continue after an error that the user has handled."""
+        if not self._published:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"shardwise/report/{self.rank}", "")
-            if self._settled:
-                self._store.compare_set("shardwise/cause", self._settled, "")
-        self._reported, self._settled = False, ""
+            self.connection.write(f"report/{self.rank}", "")
+            if self._recorded:
+                self.connection.write_first("cause", "", expected=self._recorded)
+        self._published, self._recorded = False, ""
 
     def linger(self, cause: _Cause) -> None:
         """Keep the store, which rank 0 may host, until the others know the cause."""
@@ -151,77 +128,66 @@ class _Watch:
         waiting = [rank for rank in self.others() if rank not in cause.ranks]
         with contextlib.suppress(RuntimeError):
             while waiting and time.monotonic() < deadline:
-                waiting = [r for r in waiting if not (self.reported(r) or self.life(r)[1])]
+                waiting = [
+                    r for r in waiting if not (self.report_of(r) or self.liveness.heartbeat(r)[1])
+                ]
                 time.sleep(POLL_S)
 
 
-def _read(store: Any, key: str) -> str | None:
-    """A value that was set and not emptied since; never waits."""
-    key = f"shardwise/{key}"
-    return (store.get(key).decode() or None) if store.check([key]) else None
-
-
-def _cause(text: str | None) -> _Cause | None:
-    return None if text is None else _Cause(*json.loads(text))
-
-
-_watch: _Watch | None = None  # of the default process group
-
-
-def show_life() -> None:
-    """Begin to show signs of life, if there are other ranks: a rank is known from here on."""
-    _current_watch()
+_reports: FailureReports | None = None  # of the default process group
 
 
 def report_of(rank: int) -> str | None:
-    """Return the failure that a rank has reported, as far as this rank can know it."""
+    """Return the failure that a rank has published, as far as this rank can know it."""
     with contextlib.suppress(RuntimeError):
-        return None if _watch is None else _watch.reported(rank)
+        return None if _reports is None else _reports.report_of(rank)
     return None
 
 
 def has_ended(rank: int) -> bool:
-    """Return whether a rank has ended in an orderly way, or its store no longer answers."""
+    """Return whether a rank has ended in an orderly way, or the store no longer answers."""
     with contextlib.suppress(RuntimeError):
-        return _watch is None or _watch.life(rank)[0] == LEFT
+        return _reports is None or _reports.liveness.heartbeat(rank)[0] == ENDED
     return True
 
 
-def _current_watch() -> _Watch | None:
-    global _watch
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def _failure_reports() -> FailureReports | None:
+    global _reports
+    heartbeat = start_heartbeat()
+    if heartbeat is None:
         return None
-    if _watch is None or _watch.group is not dist.group.WORLD:
+    if _reports is None or _reports.heartbeat is not heartbeat:
         try:
-            _watch = _Watch()
+            _reports = FailureReports(heartbeat)
         except RuntimeError as error:
-            raise RankError(_store_lost().text, where=f"rank {dist.get_rank()}") from error
-    return _watch
+            raise RankError(lost_store()[0], where=f"rank {dist.get_rank()}") from error
+    return _reports
 
 
 @contextlib.contextmanager
 def naming_failures(timeout: float) -> Iterator[None]:
     """Turn a failure of communication within the body into a `RankError` that names its cause.
 
-    Any other exception is told to the other ranks, who name this rank and it, and goes on as it
-    is. Finding the cause takes at most `timeout` seconds. All ranks use this around the same work.
+    Any other exception is published, so that the other ranks name this rank and it, and raised
+    unchanged. Finding the cause takes at most `timeout` seconds. All ranks use this around the
+    same work.
     """
-    watch = _current_watch()
-    if watch is None:
+    reports = _failure_reports()
+    if reports is None:
         yield
         return
-    watch.retract()
+    reports.withdraw()
     try:
         yield
     except BaseException as error:
-        _end_in_time()
+        _limit_exit_time()
         if not _is_communication(error):
-            _tell(watch, error)
+            _publish_own(reports, error)
             raise
-        cause = _find_cause(watch, error, timeout)
+        cause = _find_cause(reports, error, timeout)
         raise RankError(
             cause.text,
-            where=f"rank {watch.rank} saw: {_first_line(error)}",
+            where=f"rank {reports.rank} saw: {first_line(error)}",
             hint=f"look at the log of rank {cause.ranks[0]}" if cause.ranks else None,
         ) from error
 
@@ -232,89 +198,173 @@ def _is_communication(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(_COMMUNICATION.search(str(error)))
 
 
-def _tell(watch: _Watch, error: BaseException) -> None:
-    """Publish this rank's own failure."""
-    what = f"{type(error).__name__}: {_first_line(error)}"
+def _publish_own(reports: FailureReports, error: BaseException) -> None:
+    text = f"{type(error).__name__}: {first_line(error)}"
     with contextlib.suppress(RuntimeError):
-        cause = watch.settle(_Cause(f"rank {watch.rank} failed: {what}", [watch.rank]))
-        watch.report(what)
+        cause = reports.record(_Cause(f"rank {reports.rank} failed: {text}", [reports.rank]))
+        reports.publish(text)
         if isinstance(error, Exception):
-            watch.linger(cause)
+            reports.linger(cause)
 
 
-def _find_cause(watch: _Watch, error: BaseException, timeout: float) -> _Cause:
+def _find_cause(reports: FailureReports, error: BaseException, timeout: float) -> _Cause:
     try:
-        watch.report(_first_line(error))
-        cause = watch.settle(_look_around(watch, min(timeout, GRACE_S), _first_line(error)))
-        watch.linger(cause)
+        reports.publish(first_line(error))
+        cause = reports.record(_wait_for_cause(reports, min(timeout, GRACE_S), first_line(error)))
+        reports.linger(cause)
         return cause
     except RuntimeError:
-        return watch.last_cause or _store_lost()
+        return reports.last_cause or _Cause(*lost_store())
 
 
-def _look_around(watch: _Watch, grace: float, seen: str) -> _Cause:
-    """Wait for a cause, for ranks to turn out dead, or for the end of the grace."""
+def _wait_for_cause(reports: FailureReports, grace: float, seen: str) -> _Cause:
+    """Wait for a recorded cause, for ranks that turn out to be dead, or for the end of `grace`."""
     begin = time.monotonic()
     dead_after = min(DEAD_AFTER_S, 0.8 * grace)
-    lives: dict[int, tuple[int | None, float]] = {}
+    liveness = Liveness(reports.connection)
     while True:
-        now = time.monotonic()
-        cause = watch.cause()
+        cause = reports.cause()
         if cause is not None:
             return cause
-        silent = [rank for rank in watch.others() if not watch.reported(rank)]
-        for rank in silent:
-            count = watch.life(rank)[0]
-            if rank not in lives or lives[rank][0] != count:
-                lives[rank] = count, now
-        still = [r for r in silent if now - lives[r][1] >= dead_after]
-        dead = [r for r in still if lives[r][0] not in (None, LEFT)]
+        observed = {r: liveness.observe(r) for r in reports.others() if not reports.report_of(r)}
+        stopped = {r: beats for r, (beats, still_s) in observed.items() if still_s >= dead_after}
+        dead = [r for r, beats in stopped.items() if beats not in (None, ENDED)]
         if dead:
-            return _Cause(f"{_ranks(dead)} died: no sign of life for {dead_after:g} s", dead)
-        left = [r for r in still if lives[r][0] == LEFT]
-        if left:
-            return _Cause(f"{_ranks(left)} ended before the step did", left)
-        if not silent or now - begin >= grace:
-            return _nobody(watch, silent, [r for r in silent if lives[r][0] is None], seen)
+            return _Cause(f"{name_ranks(dead)} died: no heartbeat for {dead_after:g} s", dead)
+        ended = [r for r, beats in stopped.items() if beats == ENDED]
+        if ended:
+            return _Cause(f"{name_ranks(ended)} ended before the step did", ended)
+        if not observed or time.monotonic() - begin >= grace:
+            unknown = [r for r, (beats, _) in observed.items() if beats is None]
+            return _unexplained(f"rank {reports.rank} saw: {seen}", list(observed), unknown)
         time.sleep(POLL_S)
 
 
-def _nobody(watch: _Watch, silent: list[int], unknown: list[int], seen: str) -> _Cause:
-    """No rank is known to have died or failed by itself."""
-    saw = f"rank {watch.rank} saw: {seen}"
+def _unexplained(seen: str, silent: list[int], unknown: list[int]) -> _Cause:
+    """Describe a failure where no rank is known to have died or failed by itself."""
     if unknown:
-        return _Cause(f"{_ranks(unknown)} never came to a step; {saw}", unknown)
+        return _Cause(f"{name_ranks(unknown)} never began a step; {seen}", unknown)
     if silent:
-        late = f"{_ranks(silent)} did not come in time (slow, or waiting for another)"
-        return _Cause(f"no rank died, but {late}; {saw}", silent)
-    return _Cause(f"no rank died, but connections broke; {saw}", [])
+        late = f"{name_ranks(silent)} did not come in time (slow, or waiting for another)"
+        return _Cause(f"no rank died, but {late}; {seen}", silent)
+    return _Cause(f"no rank died, but connections broke; {seen}", [])
 
 
-def _store_lost() -> _Cause:
-    if dist.is_torchelastic_launched():
-        return _Cause("the launcher, which hosts the store, is gone", [])
-    return _Cause("rank 0 died: the store that it hosts is gone", [0])
+_exit_limited = False
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+def _limit_exit_time() -> None:
+    """From now on, end the process if gloo's threads delay the exit of the interpreter."""
+    global _exit_limited
+    if not _exit_limited:
+        _exit_limited = True
+        atexit.register(_end_after_delay)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
-
-
-_ending = False
-
-
-def _end_in_time() -> None:
-    """From now on, an end of the interpreter that gloo's threads hold up is cut short."""
-    global _ending
-    if not _ending:
-        _ending = True
-        atexit.register(_cut_short)
-
-
-def _cut_short() -> None:
+def _end_after_delay() -> None:
     nowhere = open(os.devnull, "w")  # noqa: SIM115  open until the process is gone
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=nowhere)
+
+
+# The edge at which a program of messages is stuck
+
+Edge = tuple[int, int]
+STALL_GRACE_S = 2.0
+_STALL_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The message of an edge, counted from 0, that a rank waits for; how many it has begun to send
+    to and receive from each rank.
+    """
+
+    edge: Edge
+    message: int = 0
+    sent: Mapping[int, int]
+    posted: Mapping[int, int]
+
+    @staticmethod
+    def from_json(text: str) -> Wait:
+        fields = json.loads(text)
+        sent, posted = ({int(p): n for p, n in fields[k].items()} for k in ("sent", "posted"))
+        sender, receiver = fields["edge"]
+        return Wait(edge=(sender, receiver), message=fields["message"], sent=sent, posted=posted)
+
+
+class StallDetector:
+    """Find the edge at which a collective is stuck, the same on all ranks that wait.
+
+    A rank that gives up publishes whom it waited for. If this rank waits for rank 1, and rank 1
+    for rank 3, which says nothing, all name the edge between 3 and 1. If every rank has given up,
+    ranks wait for each other in a circle and a link is dead: the one whose message was sent, as
+    its sender says, and did not arrive. `name` is the same on all ranks of a group and unique.
+    """
+
+    def __init__(self, name: str, rank: int, num_ranks: int) -> None:
+        self.rank, self.others = rank, [r for r in range(num_ranks) if r != rank]
+        self._prefix = f"stall/{name}"
+        self._connection = Connection(STALL_GRACE_S)
+
+    def find_edge(
+        self, wait: Wait, published: Callable[[], None], grace_s: float = STALL_GRACE_S
+    ) -> Edge:
+        """Return the edge to name; call `published` when this rank's wait is in the store."""
+        waits = {self.rank: wait}
+        answers = _within(lambda: self._publish(wait), grace_s)
+        published()
+        deadline = time.monotonic() + grace_s
+        while answers and len(waits) <= len(self.others) and time.monotonic() < deadline:
+            others = _within(self._waits_of_others, deadline - time.monotonic() + _STALL_POLL_S)
+            if others is None:
+                break
+            waits.update(others)
+            time.sleep(_STALL_POLL_S)
+        return follow(waits, self.rank)
+
+    def _publish(self, wait: Wait) -> bool:
+        self._connection.write(f"{self._prefix}/{self.rank}", json.dumps(asdict(wait)))
+        return True
+
+    def _waits_of_others(self) -> dict[int, Wait]:
+        texts = {other: self._connection.read(f"{self._prefix}/{other}") for other in self.others}
+        return {other: Wait.from_json(text) for other, text in texts.items() if text is not None}
+
+
+def follow(waits: Mapping[int, Wait], rank: int) -> Edge:
+    """Follow from each rank to the one it waits for; return the last edge, or a dead one."""
+    path: list[int] = []
+    while rank in waits and rank not in path:
+        path.append(rank)
+        rank = _other_end(waits[rank].edge, rank)
+    if rank not in waits:
+        return waits[path[-1]].edge
+    circle = sorted(path[path.index(rank) :])
+    dead = [waits[member].edge for member in circle if _is_under_way(waits, member)]
+    return dead[0] if dead else waits[circle[0]].edge
+
+
+def _other_end(edge: Edge, rank: int) -> int:
+    return edge[0] if edge[1] == rank else edge[1]
+
+
+def _is_under_way(waits: Mapping[int, Wait], rank: int) -> bool:
+    """Return whether the other end has done its part for the message that a rank waits for."""
+    wait = waits[rank]
+    other = _other_end(wait.edge, rank)
+    begun = waits[other].sent if other == wait.edge[0] else waits[other].posted
+    return begun.get(rank, 0) > wait.message
+
+
+def _within(request: Callable[[], T], limit_s: float) -> T | None:
+    """Return what the store answers; None if it, or its host, does not answer in time."""
+    answers: list[T] = []
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(request())
+
+    thread = threading.Thread(target=work, name="shardwise-stall", daemon=True)
+    thread.start()
+    thread.join(max(0.0, limit_s))
+    return answers[0] if answers else None

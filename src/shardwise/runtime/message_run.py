@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.runtime.blame import Wait
+from shardwise.runtime.failures import Wait
 from shardwise.runtime.message_script import Script
 
 __all__ = ["EdgeLost", "Links", "hang_up", "run_script"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.runtime.blame import Wait
+from shardwise.runtime.failures import Wait
 from shardwise.runtime.message_rounds import Exchange, Rounds, run_rounds
 from shardwise.runtime.message_run import EdgeLost
 from shardwise.runtime.message_script import Act

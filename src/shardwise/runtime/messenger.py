@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.errors import LinkError, ProgramError, RankError
 from shardwise.messages import MessageProgram
-from shardwise.runtime.blame import Blame
+from shardwise.runtime.failures import StallDetector
 from shardwise.runtime.handles import CommunicationThread, Handle
 from shardwise.runtime.message_rounds import Rounds, batches, write_rounds
 from shardwise.runtime.message_run import EdgeLost, Links, hang_up, run_script
@@ -60,7 +60,7 @@ class Messenger:
         self._links: Links | None = None
         if self._is_gloo:
             self._links = _connect(name, self.rank, self.ranks, timeout_s)
-        self._blame = Blame(name, self.rank, self.num_ranks)
+        self._stalls = StallDetector(name, self.rank, self.num_ranks)
         self._ready: dict[int, tuple[MessageProgram, Script | Rounds]] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._thread = CommunicationThread("messenger")
@@ -144,7 +144,7 @@ class Messenger:
     def _named(self, program: MessageProgram, lost: EdgeLost) -> LinkError:
         """The error for all ranks that wait, with the edge that they wait for in the end."""
         edge = lost.wait.edge
-        cause = self._blame.find(lost.wait, self._hang_up)
+        cause = self._stalls.find_edge(lost.wait, self._hang_up)
         sender, receiver = (self.ranks[end] for end in cause)
         steps = program.instructions[self.rank]
         saw = f"edge {self.ranks[edge[0]]} -> {self.ranks[edge[1]]}, " if cause != edge else ""

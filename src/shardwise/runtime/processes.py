@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError
 from shardwise.messages import CollectiveChoice
-from shardwise.runtime.failures import show_life
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
+from shardwise.runtime.rendezvous import start_heartbeat
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 from shardwise.runtime.ways import Derive, Ways
 
@@ -297,7 +297,7 @@ def process_meshes(
     transport: Transport = LocalTransport()
     rank = 0
     if dist.is_initialized():
-        show_life()
+        start_heartbeat()
         transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout)
         rank = transport.rank
         if derive is not None:

@@ -1,22 +1,62 @@
-"""Where ranks meet: a store that listens at the address it is told, not on every interface.
+"""Rendezvous of all ranks over the c10d store of the default process group.
 
-Enters: an address and a port, or torchrun's variables. Leaves: torch's `TCPStore`, or the process
-group. torch's own store takes a host name but accepts connections on all interfaces; whoever
-reaches its port can read and write what ranks tell each other.
+Ranks publish short texts in numbered rendezvous and wait for those of the others. Nothing here is
+a collective, so a rank that fails, dies or never arrives cannot hang its peers: every wait has a
+time-out, and its error names the ranks that are missing. Each rank also runs a heartbeat, a thread
+that increments a counter in the store; a slow or waiting rank still has one, a dead rank does not.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
+import json
 import os
-from typing import Any
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+import torch.distributed
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from shardwise.errors import RankError, ShardwiseError
 from shardwise.listening import listening_socket
 
-__all__ = ["host_store", "init_process_group", "meeting_store"]
+__all__ = [
+    "Agree",
+    "Connection",
+    "Heartbeat",
+    "Liveness",
+    "Rendezvous",
+    "first_line",
+    "group_store",
+    "has_peers",
+    "host_store",
+    "init_process_group",
+    "lost_store",
+    "name_ranks",
+    "open_rendezvous",
+    "require_ranks",
+    "start_heartbeat",
+    "starting",
+]
+
+HEARTBEAT_S = 0.5
+DEAD_AFTER_S = 4.0  # without a heartbeat
+ENDED = -1  # the counter of a process that has ended in an orderly way
+_POLL_S = 0.02
+_LIVENESS_S = 1.0  # between looks at heartbeats
+_ANSWER_S = 30.0  # for the store to answer one request
+_JOIN_S = 120.0  # for all ranks to begin the same operation
+_KEPT_RENDEZVOUS = 4  # whose keys stay in the store
+_AGREED = "agreed"
+
+
+# Hosting and joining the store
 
 
 def host_store(
@@ -26,7 +66,11 @@ def host_store(
     num_hosts: int = 1,
     timeout: datetime.timedelta = datetime.timedelta(minutes=5),
 ) -> TCPStore:
-    """Host a store at `host`, and connect to it."""
+    """Host a store that listens at `host` only, and connect to it.
+
+    torch's own store accepts connections on every interface, and whoever reaches its port can read
+    and write what ranks publish.
+    """
     listener = listening_socket(host, port, num_hosts=num_hosts)
     return TCPStore(
         host_name=host,
@@ -38,10 +82,10 @@ def host_store(
     )
 
 
-def meeting_store(
+def group_store(
     host: str, port: int, *, rank: int, num_hosts: int, timeout: datetime.timedelta
 ) -> TCPStore | None:
-    """Return the store of a group, which rank 0 hosts; None where torchrun's agent hosts it."""
+    """Return the store of a group, hosted by rank 0; None where torchrun's agent hosts it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     if rank == 0:
@@ -55,14 +99,420 @@ def init_process_group(backend: str, timeout: datetime.timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meeting_store(
+    store = group_store(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         rank=rank,
         num_hosts=1 if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else size,
         timeout=timeout,
     )
-    place: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if store is not None:
-        place = {"store": store, "rank": rank, "world_size": size}
-    dist.init_process_group(backend, timeout=timeout, **place)
+        options = {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **options)
+
+
+def has_peers() -> bool:
+    """Return whether the default process group has other ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Connection:
+    """A private connection to the default group's store, for keys under `shardwise/`.
+
+    A connection serves one request at a time: a blocking one of another user would delay ours.
+    Reads never block, so any number of threads may share one connection.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        # Kept so that a store hosted by this process outlives the process group.
+        default: Any = torch.distributed.distributed_c10d._get_default_store()
+        self._default = default
+        # A new connection to a host that is gone would be retried for minutes: ask the open one.
+        default.check(["shardwise/alive"])
+        self._store = default.clone()
+        self._store.set_timeout(datetime.timedelta(seconds=timeout_s))
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([f"shardwise/{key}"]))
+
+    def read(self, key: str) -> str | None:
+        """Return a value that was written and not emptied since."""
+        return (self._store.get(f"shardwise/{key}").decode() or None) if self.has(key) else None
+
+    def write(self, key: str, text: str) -> None:
+        self._store.set(f"shardwise/{key}", text)
+
+    def write_first(self, key: str, text: str, expected: str = "") -> str:
+        """Write unless another rank was faster; return the value that is stored now."""
+        stored: str = self._store.compare_set(f"shardwise/{key}", expected, text).decode()
+        return stored
+
+    def count(self, key: str, increment: int = 0) -> int:
+        """Increment a counter and return it."""
+        value: int = self._store.add(f"shardwise/{key}", increment)
+        return value
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(f"shardwise/{key}")
+
+
+def lost_store() -> tuple[str, list[int]]:
+    """Describe the loss of the store, and list the ranks it implies are dead."""
+    if dist.is_torchelastic_launched():
+        return "the launcher, which hosts the store, is gone", []
+    return "rank 0 died: the store that it hosts is gone", [0]
+
+
+@contextlib.contextmanager
+def _naming_the_host(waiting_for: Callable[[], str] = str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        text = f"{lost_store()[0]}{waiting_for()}: {first_line(error)}"
+        raise RankError(text) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(error).partition("\n")[0]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks [1, 3]`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+# Heartbeats
+
+
+class Heartbeat:
+    """Show in the store that this rank is alive; read there why the others fail.
+
+    The thread reads the common cause of a failure with every beat, and says that it has: rank 0
+    keeps the store it hosts until the others know the cause.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+        self.rank = dist.get_rank()
+        self.cause: str | None = None
+        self._connection = Connection(timeout_s=10.0)
+        self._stop = threading.Event()
+        self._beat(0)
+        self._thread = threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def _run(self) -> None:
+        beats = 0
+        with contextlib.suppress(RuntimeError):
+            while not self._stop.wait(HEARTBEAT_S) and dist.group.WORLD is self.group:
+                beats += 1
+                self.cause = self._connection.read("cause")
+                self._beat(beats)
+
+    def _beat(self, beats: int) -> None:
+        text = json.dumps([beats, self.cause is not None])
+        self._connection.write(f"heartbeat/{self.rank}", text)
+
+    def end(self) -> None:
+        """Stop, and leave the mark of an orderly end."""
+        self._stop.set()
+        self._thread.join(HEARTBEAT_S)
+        with contextlib.suppress(RuntimeError):
+            self._beat(ENDED)
+
+
+_heartbeat: Heartbeat | None = None  # of the default process group
+
+
+def start_heartbeat() -> Heartbeat | None:
+    """Start this rank's heartbeat unless it runs; None without other ranks."""
+    global _heartbeat
+    if not has_peers():
+        return None
+    if _heartbeat is None or _heartbeat.group is not dist.group.WORLD:
+        try:
+            _heartbeat = Heartbeat()
+        except RuntimeError as error:
+            raise RankError(lost_store()[0], where=f"rank {dist.get_rank()}") from error
+    return _heartbeat
+
+
+class Liveness:
+    """What heartbeats say about other ranks, observed from this one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._seen: dict[int, tuple[int | None, float]] = {}  # counter, and when it changed
+
+    def heartbeat(self, rank: int) -> tuple[int | None, bool]:
+        """Return a rank's counter, and whether it knows the cause of a failure."""
+        text = self._connection.read(f"heartbeat/{rank}")
+        if text is None:
+            return None, False
+        beats, knows_cause = json.loads(text)
+        return beats, knows_cause
+
+    def observe(self, rank: int) -> tuple[int | None, float]:
+        """Return a rank's counter, and for how many seconds it has not changed."""
+        now, beats = time.monotonic(), self.heartbeat(rank)[0]
+        if rank not in self._seen or self._seen[rank][0] != beats:
+            self._seen[rank] = beats, now
+        return beats, now - self._seen[rank][1]
+
+
+# Numbered rendezvous
+
+
+class Rendezvous:
+    """One rank's part in an operation of all ranks; this base class is that of a single rank."""
+
+    rank, world = 0, 1
+
+    def publish(self, point: str, text: str = "") -> None:
+        """Announce that this rank has reached a point."""
+
+    def fail(self, error: BaseException, doing: str = "") -> None:
+        """Announce that this rank cannot continue, and why."""
+
+    def wait_for(self, point: str, ranks: Sequence[int], timeout: float) -> dict[int, str]:
+        """Return what ranks published at a point, once all have; raise if one cannot."""
+        return dict.fromkeys(ranks, "")
+
+    def settle(self, outcome: str) -> str:
+        """Record how the operation ended unless another rank has; return what is recorded."""
+        return outcome
+
+    def run(self, work: Callable[[], Any], timeout: float) -> Any:
+        """Call `work` on every rank; if it fails on one, fail on all and name that rank."""
+        return work()
+
+
+class _StoreRendezvous(Rendezvous):
+    def __init__(self, name: str, error: type[ShardwiseError]) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        start_heartbeat()
+        self.name, self._error = name, error
+        self._connection = _connection()
+        # The store counts, when a rank begins: one that fails early has taken part, and the next
+        # rendezvous of all ranks have the same number again.
+        self.number = self._connection.count(f"{name}/joined/{self.rank}", 1)
+        self.prefix = f"{name}/{self.number}"
+        self._failed = False
+        self._keys: list[str] = []
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        recent = _published.setdefault(self.name, deque())
+        recent.append(self._keys)
+        if len(recent) > _KEPT_RENDEZVOUS:
+            with contextlib.suppress(RuntimeError):
+                for key in recent.popleft():
+                    self._connection.delete(key)
+
+    def publish(self, point: str, text: str = "") -> None:
+        key = f"{self.prefix}/{point}/{self.rank}"
+        self._keys.append(key)
+        with _naming_the_host():
+            self._connection.write(key, text)
+            self._connection.count(f"{self.prefix}/{point}", 1)
+
+    def fail(self, error: BaseException, doing: str = "") -> None:
+        if self._failed:
+            return
+        self._failed = True
+        with contextlib.suppress(RuntimeError):
+            self._connection.write(f"{self.prefix}/failed/{self.rank}", _encode(error, doing))
+            self._connection.count(f"{self.prefix}/failed", 1)
+
+    def settle(self, outcome: str) -> str:
+        with _naming_the_host():
+            return self._connection.write_first(f"{self.prefix}/settled", outcome)
+
+    def wait_for(self, point: str, ranks: Sequence[int], timeout: float) -> dict[int, str]:
+        start = checked = time.monotonic()
+        liveness = Liveness(self._connection)
+        missing = list(ranks)
+        with _naming_the_host(lambda: f", before {name_ranks(missing)} of {self.world} came"):
+            while not self._all_published(point, ranks):
+                self._raise_failures(ranks)
+                now = time.monotonic()
+                if now - checked > min(_LIVENESS_S, timeout / 4):
+                    checked = now
+                    missing = [r for r in ranks if not self._has_published(point, r)]
+                    self._check_missing(missing, liveness, now - start, timeout)
+                time.sleep(_POLL_S)
+            return {r: self._connection.read(f"{self.prefix}/{point}/{r}") or "" for r in ranks}
+
+    def _has_published(self, point: str, rank: int) -> bool:
+        return self._connection.has(f"{self.prefix}/{point}/{rank}")
+
+    def _all_published(self, point: str, ranks: Sequence[int]) -> bool:
+        if len(ranks) == 1:
+            return self._has_published(point, ranks[0])
+        return self._connection.count(f"{self.prefix}/{point}") >= len(ranks)
+
+    def _raise_failures(self, ranks: Sequence[int]) -> None:
+        if not self._connection.count(f"{self.prefix}/failed"):
+            return
+        for rank in ranks:
+            text = self._connection.read(f"{self.prefix}/failed/{rank}")
+            if text is not None:
+                message, where, hint = json.loads(text)
+                # A failure that was passed on already names the rank it began on.
+                named = message if message.startswith("rank") else f"rank {rank}: {message}"
+                raise self._error(named, where=where, hint=hint)
+
+    def _check_missing(
+        self, missing: Sequence[int], liveness: Liveness, waited: float, timeout: float
+    ) -> None:
+        """Name missing ranks that died, never began, or take too long."""
+        dead, absent = [], []
+        for rank in missing:
+            beats, unchanged_s = liveness.observe(rank)
+            if beats is not None and unchanged_s > DEAD_AFTER_S:
+                dead.append(rank)
+            if self._connection.count(f"{self.name}/joined/{rank}") < self.number:
+                absent.append(rank)
+        join_s = min(_JOIN_S, timeout)
+        if dead:
+            raise RankError(f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s")
+        if absent and waited > join_s:
+            raise RankError(
+                f"ranks {absent} of {self.world} did not begin to {self.name} within {join_s:g} s",
+                hint=f"all ranks {self.name} together",
+            )
+        if missing and waited > timeout:
+            late = f"ranks {list(missing)} of {self.world}"
+            raise RankError(f"{late} did not finish to {self.name} within {timeout:g} s")
+
+    def run(self, work: Callable[[], Any], timeout: float) -> Any:
+        try:
+            result = work()
+            self.publish("done")
+            if self.rank == 0:
+                self.wait_for("done", range(self.world), timeout)
+                self.publish("outcome")
+            else:
+                self.wait_for("outcome", [0], timeout)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return result
+
+
+_published: dict[str, deque[list[str]]] = {}  # keys of this rank's latest rendezvous, by name
+_shared: tuple[Any, Connection] | None = None  # of the default process group
+
+
+def _connection() -> Connection:
+    """Return the connection that all rendezvous share."""
+    global _shared
+    if _shared is None or _shared[0] is not dist.group.WORLD:
+        _published.clear()
+        _shared = dist.group.WORLD, Connection(_ANSWER_S)
+    return _shared[1]
+
+
+def open_rendezvous(name: str, error: type[ShardwiseError] = RankError) -> Rendezvous:
+    """Open the next rendezvous of all ranks with this name, a verb such as "start".
+
+    A failure of another rank is raised as `error`; ranks that are missing, as `RankError`.
+    """
+    if not has_peers():
+        return Rendezvous()
+    with _naming_the_host():
+        return _StoreRendezvous(name, error)
+
+
+def _encode(error: BaseException, doing: str) -> str:
+    """Return message, place and hint of an error as JSON."""
+    message = getattr(error, "message", None) or first_line(error)
+    if not isinstance(error, ShardwiseError):
+        message = f"{type(error).__name__}: {message}"
+    return json.dumps(
+        [f"{doing}{message}", getattr(error, "where", None), getattr(error, "hint", None)]
+    )
+
+
+# Starting a program
+
+
+class Agree(Protocol):
+    """What `starting` yields, to be called once a program is made."""
+
+    def __call__(self, fingerprint: str, values: Mapping[str, str] | None = None) -> None: ...
+
+
+def require_ranks(num_ranks: int) -> None:
+    """Require that the default group has exactly the ranks of a plan."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks < 1:
+        raise RankError(f"a plan needs at least one rank, this one has {num_ranks}")
+    if num_ranks != world:
+        group = "the default group has" if dist.is_initialized() else "without a process group:"
+        other = f", or a plan for {world} ranks" if num_ranks < world else ""
+        raise RankError(
+            f"the plan is for {num_ranks} ranks, {group} {world}",
+            hint=f"torchrun --nproc-per-node {num_ranks}{other}",
+        )
+
+
+@contextlib.contextmanager
+def starting(timeout: float = 60.0) -> Iterator[Agree]:
+    """Start together: the body makes a program and calls the function that this yields.
+
+        with starting(timeout) as agree:
+            program = ...
+            agree(program.fingerprint)
+
+    `agree` returns once all ranks have called it with the same fingerprint and the same `values`
+    of the names they share (`agree(fingerprint, {"name": "value"})`). Otherwise it raises a
+    `RankError`, the same on all ranks, that names those that failed in their body, are missing
+    after `timeout` seconds, or differ. The first rank to know how the start ended records it.
+    """
+    if not has_peers():
+        yield lambda fingerprint, values=None: None
+        return
+    rendezvous = open_rendezvous("start")
+    ranks = range(rendezvous.world)
+
+    def agree(fingerprint: str, values: Mapping[str, str] | None = None) -> None:
+        rendezvous.publish("program", json.dumps([fingerprint, dict(values or {})]))
+        try:
+            outcome = _difference(rendezvous.wait_for("program", ranks, timeout)) or _AGREED
+        except RankError as error:
+            rendezvous.fail(error)
+            outcome = error.message
+        outcome = rendezvous.settle(outcome)
+        if outcome != _AGREED:
+            raise RankError(
+                outcome,
+                hint="look at the log of the ranks named here; all ranks take the same steps, with "
+                "the same batches, frozen parameters and modes",
+            )
+
+    try:
+        yield agree
+    except BaseException as error:
+        own = f"rank {rendezvous.rank} of {rendezvous.world} failed before the start: "
+        rendezvous.fail(error, doing=own)
+        raise
+
+
+def _difference(programs: Mapping[int, str]) -> str | None:
+    """Describe how the programs of ranks differ."""
+    by_fingerprint: dict[str, list[int]] = {}
+    first_values = json.loads(programs[0])[1]
+    for rank in sorted(programs):
+        fingerprint, values = json.loads(programs[rank])
+        by_fingerprint.setdefault(fingerprint, []).append(rank)
+        for name in sorted(first_values.keys() & values.keys()):
+            if values[name] != first_values[name]:
+                return f"rank {rank} has other values of {name} than rank 0"
+    if len(by_fingerprint) == 1:
+        return None
+    listed = "; ".join(f"ranks {ranks}: {text[:16]}" for text, ranks in by_fingerprint.items())
+    return f"ranks have different programs ({listed}): their model, batch, plan or version differ"

@@ -12,11 +12,11 @@ import warnings
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.errors import ShardwiseError, TrainingError
+from shardwise.errors import CheckpointError, ShardwiseError, TrainingError
 from shardwise.files import write_text
 from shardwise.planner.search.details import figures
 from shardwise.plans import Plan
-from shardwise.training.checkpoint.meeting import open_meeting
+from shardwise.runtime.rendezvous import open_rendezvous
 from shardwise.training.config import config_to_json
 from shardwise.training.folder_lock import locked_folder
 from shardwise.training.logs import Log, make_console, make_logs
@@ -41,7 +41,8 @@ class RunOutputs:
         self._lock = contextlib.ExitStack()
         try:
             # A folder that cannot be used is an error of all ranks, not of the first alone.
-            open_meeting().agree(lambda: self._open(session), session.config.timeout_s)
+            rendezvous = open_rendezvous("open the run", CheckpointError)
+            rendezvous.run(lambda: self._open(session), session.config.timeout_s)
         except BaseException:
             self._close()
             raise

@@ -88,7 +88,7 @@ pytestmark = pytest.mark.distributed
 def test_a_killed_rank_is_named_by_those_who_reduce_and_receive() -> None:
     ended = run("kill-1", 4)
     assert ended[1].code == -signal.SIGKILL
-    check(ended, 1, "rank 1 died: no sign of life for 4 s")
+    check(ended, 1, "rank 1 died: no heartbeat for 4 s")
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_killed_rank_0_is_named_as_the_host_of_the_store() -> None:
 @pytest.mark.slow
 def test_a_killed_rank_0_is_named_with_a_store_that_survives(tmp_path: Path) -> None:
     ended = run("kill-0", 3, str(tmp_path / "store"))
-    check(ended, 0, "rank 0 died: no sign of life for 4 s")
+    check(ended, 0, "rank 0 died: no heartbeat for 4 s")
 
 
 @pytest.mark.slow

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwise.runtime.failures import _is_communication, _Watch, naming_failures, show_life
+from shardwise.runtime.failures import FailureReports, _is_communication, naming_failures
+from shardwise.runtime.rendezvous import Heartbeat, start_heartbeat
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, dist.DistBackendError])
 def test_alone_every_error_goes_on_as_it_is(kind: type[Exception]) -> None:
-    show_life()
+    start_heartbeat()
     with pytest.raises(kind, match="Connection closed"), naming_failures(1):
         raise kind("Connection closed by peer")
 
@@ -48,12 +49,13 @@ def test_other_failures_are_a_ranks_own(error: BaseException) -> None:
 def test_a_report_is_found_until_it_is_taken_back() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        watch = _Watch()
-        assert watch.reported(0) is None
-        watch.report("Connection closed by peer")
-        assert watch.reported(0) == "Connection closed by peer"
-        watch.retract()
-        assert watch.reported(0) is None
-        watch._leave()
+        heartbeat = Heartbeat()
+        reports = FailureReports(heartbeat)
+        assert reports.report_of(0) is None
+        reports.publish("Connection closed by peer")
+        assert reports.report_of(0) == "Connection closed by peer"
+        reports.withdraw()
+        assert reports.report_of(0) is None
+        heartbeat.end()
     finally:
         dist.destroy_process_group()

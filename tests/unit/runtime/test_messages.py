@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.collectives import Network, solve
 from shardwise.errors import ProgramError
 from shardwise.messages import Chunk, Instruction, MessageProgram, interpret
-from shardwise.runtime.blame import Wait, follow
+from shardwise.runtime.failures import Wait, follow
 from shardwise.runtime.message_rounds import message_rounds, run_rounds, write_rounds
 from shardwise.runtime.message_run import run_script
 from shardwise.runtime.message_script import write_script

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError
+from shardwise.runtime.rendezvous import Rendezvous, open_rendezvous
 from shardwise.training.checkpoint.boxes import Box, Placed
 from shardwise.training.checkpoint.contents import held_copies
 from shardwise.training.checkpoint.held import Held, State, state_of
 from shardwise.training.checkpoint.manifest import MODEL, Manifest, StoredTensor, full_name
-from shardwise.training.checkpoint.meeting import Meeting, open_meeting
 from shardwise.training.checkpoint.names import Match, match_names
 from shardwise.training.checkpoint.opening import Opened, open_checkpoint, with_previous
 from shardwise.training.checkpoint.optimizers import Optimizers, load_optimizer
@@ -75,8 +75,8 @@ def load_checkpoint(
         opened = open_checkpoint(path)
         return _loaded(opened, state_dict=read_section(opened))
     state = state_of(module)
-    meeting = open_meeting() if state.collective else Meeting()
-    found: Loaded = meeting.agree(
+    rendezvous = open_rendezvous("load", CheckpointError) if state.collective else Rendezvous()
+    found: Loaded = rendezvous.run(
         lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout
     )
     return found

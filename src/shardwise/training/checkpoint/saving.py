@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError
+from shardwise.runtime.rendezvous import Rendezvous, open_rendezvous
 from shardwise.training.checkpoint.contents import Contents, collect
-from shardwise.training.checkpoint.meeting import Meeting, open_meeting
 from shardwise.training.checkpoint.optimizers import Optimizers, each_optimizer
 from shardwise.training.checkpoint.plan import portions
 from shardwise.training.checkpoint.staging import Staging
@@ -92,9 +92,9 @@ class Saving:
             writer.write(staging)
         except BaseException as error:
             staging.finished.set()
-            writer.meeting.fail(error)
+            writer.rendezvous.fail(error)
             self._error = error
-            if writer.meeting.rank == 0 and self._thread is not None:
+            if writer.rendezvous.rank == 0 and self._thread is not None:
                 _log.error("checkpoint %s failed: %s", self.path, error)
         finally:
             self.duration_s = time.monotonic() - self._begin
@@ -152,15 +152,15 @@ def save_checkpoint(
     A rank that fails or dies fails the save on all, which name it; what was at `path` stays.
     """
     saving = Saving(Path(path))
-    meeting = open_meeting()
+    rendezvous = open_rendezvous("save", CheckpointError)
     with saving._blocking():
         try:
             contents = collect(
-                module, optimizer, meeting.rank, step, extra or {}, copies or {}, frozen=frozen
+                module, optimizer, rendezvous.rank, step, extra or {}, copies or {}, frozen=frozen
             )
-            writer, staging = _prepare(saving.path, contents, meeting, timeout, wait, optimizer)
+            writer, staging = _prepare(saving.path, contents, rendezvous, timeout, wait, optimizer)
         except BaseException as error:
-            meeting.fail(error)
+            rendezvous.fail(error)
             raise
         if wait:
             saving._run(writer, staging)
@@ -172,8 +172,13 @@ def save_checkpoint(
 
 
 def _prepare(
-    path: Path, contents: Contents, meeting: Meeting, timeout: float, wait: bool, optimizer: Any
+    path: Path,
+    contents: Contents,
+    rendezvous: Rendezvous,
+    timeout: float,
+    wait: bool,
+    optimizer: Any,
 ) -> tuple[Writer, Staging]:
-    mine = portions(contents.sections, meeting.rank)
+    mine = portions(contents.sections, rendezvous.rank)
     staging = Staging(mine, at_once=not wait and optimizer is None)
-    return Writer(path, contents, mine, meeting, timeout), staging
+    return Writer(path, contents, mine, rendezvous, timeout), staging

@@ -1,6 +1,6 @@
 """One rank's part in writing a checkpoint, and the first rank's: joining the parts.
 
-Enters: what this rank writes, and the meeting of all ranks. Leaves: the folder under its final
+Enters: what this rank writes, and the rendezvous of all ranks. Leaves: the folder under its final
 name, or an error on every rank and no trace but what was there before.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
+from shardwise.runtime.rendezvous import Rendezvous
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.contents import Contents
 from shardwise.training.checkpoint.files import ToWrite, sync_folder, write_tensors
@@ -28,7 +29,6 @@ from shardwise.training.checkpoint.manifest import (
     StoredTensor,
     key_of,
 )
-from shardwise.training.checkpoint.meeting import Meeting
 from shardwise.training.checkpoint.plan import (
     Portion,
     join_plans,
@@ -59,35 +59,35 @@ class Writer:
         path: Path,
         contents: Contents,
         mine: Sequence[Portion],
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         timeout: float,
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.contents, self.mine = contents, mine
-        self.meeting, self.timeout = meeting, timeout
+        self.rendezvous, self.timeout = rendezvous, timeout
 
     def write(self, staging: Staging) -> None:
         """Write, wait for the others, and for the first rank to complete it."""
-        meeting, folder = self.meeting, self._folder()
+        rendezvous, folder = self.rendezvous, self._folder()
         try:
             report = self._write_files(folder, staging)
-            _write_json(folder / _report_name(meeting.rank), report)
-            meeting.tell("written")
-            if meeting.rank == 0:
-                meeting.hear("written", range(meeting.world), self.timeout)
+            _write_json(folder / _report_name(rendezvous.rank), report)
+            rendezvous.publish("written")
+            if rendezvous.rank == 0:
+                rendezvous.wait_for("written", range(rendezvous.world), self.timeout)
                 self._complete(folder)
-                meeting.tell("outcome")
+                rendezvous.publish("outcome")
             else:
-                meeting.hear("outcome", [0], self.timeout)
+                rendezvous.wait_for("outcome", [0], self.timeout)
         except BaseException as error:
-            meeting.fail(error)
+            rendezvous.fail(error)
             self._clear(folder)
             raise
 
     def _folder(self) -> Path:
         """The hidden folder that all ranks write into: the first makes it and says its name."""
-        meeting = self.meeting
-        if meeting.rank == 0:
+        rendezvous = self.rendezvous
+        if rendezvous.rank == 0:
             folder = self.path.with_name(f"{_partial(self.path)}{secrets.token_hex(4)}")
             require_free(self.path)
             try:
@@ -97,15 +97,15 @@ class Writer:
                 folder.mkdir()
             except OSError as error:
                 raise _disk_error(error, self.path.parent) from error
-            meeting.tell("folder", folder.name)
+            rendezvous.publish("folder", folder.name)
             return folder
-        (name,) = meeting.hear("folder", [0], self.timeout).values()
+        (name,) = rendezvous.wait_for("folder", [0], self.timeout).values()
         folder = self.path.with_name(name)
         deadline = time.monotonic() + _SEEN_S
         while not folder.is_dir():  # network file systems take their time
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank {meeting.rank} does not see the folder that rank 0 made",
+                    f"rank {rendezvous.rank} does not see the folder that rank 0 made",
                     where=str(folder),
                     hint="a folder on a file system that all ranks share",
                 )
@@ -117,7 +117,7 @@ class Writer:
         by_file: dict[str, list[int]] = {}
         for index, portion in enumerate(self.mine):
             kind = portion.section.partition(".")[0]
-            name = f"{kind}-{self.meeting.rank:05d}.safetensors"
+            name = f"{kind}-{self.rendezvous.rank:05d}.safetensors"
             by_file.setdefault(name, []).append(index)
         needed = sum(p.placed.view.nbytes for p in self.mine)
         places: dict[str, list[Any]] = {}
@@ -158,13 +158,13 @@ class Writer:
             [section, held.name, list(held.shape), dtype_name(held.dtype)]
             for section, tensors in self.contents.sections.items()
             for held in tensors
-            if 0 in held.shape and held.holders[0] == self.meeting.rank
+            if 0 in held.shape and held.holders[0] == self.rendezvous.rank
         ]
 
     def _complete(self, folder: Path) -> None:
         """Join what all ranks wrote, and give the folder its name."""
         reports = []
-        for rank in range(self.meeting.world):
+        for rank in range(self.rendezvous.world):
             path = folder / _report_name(rank)
             reports.append(_read_report(path, rank))
             path.unlink()
@@ -183,11 +183,11 @@ class Writer:
 
     def _clear(self, folder: Path) -> None:
         """Remove what this rank wrote, on the first rank everything."""
-        if self.meeting.rank == 0:
+        if self.rendezvous.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             return
         with contextlib.suppress(OSError):
-            for file in folder.glob(f"*-{self.meeting.rank:05d}.safetensors"):
+            for file in folder.glob(f"*-{self.rendezvous.rank:05d}.safetensors"):
                 file.unlink()
 
 

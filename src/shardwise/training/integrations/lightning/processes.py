@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.runtime.rendezvous import meeting_store
+from shardwise.runtime.rendezvous import group_store
 from shardwise.training.integrations.lightning.library import (
     MultiProcessingLauncher,
     ParallelStrategy,
@@ -79,7 +79,7 @@ class Processes(ParallelStrategy):
         self._process_group_backend = self._process_group_backend or default_backend(device)
         options: dict[str, Any] = {}
         if not dist.is_initialized():
-            store = meeting_store(
+            store = group_store(
                 self.cluster_environment.main_address,
                 self.cluster_environment.main_port,
                 rank=self.global_rank,
