@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from shardwise.ir import Graph
     from shardwise.planner import strategies
     from shardwise.planner.collectives import choose_collectives
-    from shardwise.planner.search import plan
+    from shardwise.planner.search.plan import plan
     from shardwise.plans import Plan, Precision, Stage
     from shardwise.reporting.build import report
     from shardwise.reporting.document import Report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
-    from shardwise.simulation import Estimate, Timeline, simulate
+    from shardwise.simulation import Estimate, Timeline
+    from shardwise.simulation.simulate import simulate
     from shardwise.training.callbacks import Callback
     from shardwise.training.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
     from shardwise.training.export import export

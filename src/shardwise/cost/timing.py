@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from shardwise.cluster import Device
-from shardwise.cost import local
 from shardwise.cost.autocast import cast
 from shardwise.cost.kernels import tensors
 from shardwise.cost.signature import Signature
@@ -87,7 +86,7 @@ def _timed(call: Signature, kind: str, budget_s: float, indices: bool) -> tuple[
     def forward() -> Any:
         return function(*args, **options)
 
-    with local.Talks(kind), torch.set_grad_enabled(bool(call.grads)):
+    with torch.set_grad_enabled(bool(call.grads)):
         results = [t for t in tensors(forward()) if t.requires_grad]
         forward_s = _median(forward, kind, budget_s)
         leaves = [t for t in made.values() if t.requires_grad]

@@ -4,10 +4,10 @@ Enters: the function and arguments of a `Step`, local types, and which operands 
 Leaves: `CallCost`, cached by exactly these.
 
 Every ATen call of forward, and of the backward that autograd makes of it, is recorded; what
-autograd saves is told by whose memory it is. Attention counts as the fused kernel (`attention`),
-functions of the runtime as the computation that they are locally (`local`). A call that cannot
-be tried (its shapes depend on data, an operator has no rule for shapes) is guessed from its
-bytes, with a note.
+autograd saves is told by whose memory it is. Attention counts as the fused kernel (`attention`);
+operators of the runtime run as they are, on a mesh that only counts collectives (`runtime_call`).
+A call that cannot be tried (its shapes depend on data, an operator has no rule for shapes) is
+guessed from its bytes, with a note.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.cost import attention, fused_norm, local
+from shardwise.cost import attention, fused_norm
 from shardwise.cost.autocast import cast
 from shardwise.cost.guess import guessed
 from shardwise.cost.kernels import (
     CallCost,
     Kernel,
     Saved,
+    Talk,
     tensors,
     touched_bytes,
 )
 from shardwise.cost.record import Recorder
+from shardwise.cost.runtime_call import runtime_function
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.ir import TensorType, map_refs
 from shardwise.ir.interpret import batch_norm
@@ -90,28 +92,28 @@ class _Trial:
 
     def run(self) -> CallCost:
         signature, recorder = self.signature, self.recorder
-        function = signature.function or function_of(signature)
+        collectives: list[Talk] = []
+        function = signature.function or function_of(signature, collectives=collectives)
         function = cast(signature.op, function, signature.autocast)
         supply = iter(self.operands)
         args, kwargs = map_refs((signature.args, signature.kwargs), lambda _: next(supply))
-        talks = local.Talks()
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
-        with talks, recorder, torch.set_grad_enabled(bool(signature.grads)), saving:
+        with recorder, torch.set_grad_enabled(bool(signature.grads)), saving:
             found = function(*args, **dict(kwargs))
         results = list(tensors(found))
         forward, kept = recorder.take(), recorder.live
         forward_peak = recorder.peak
         saved = self._saved(results)
         self.saved = []
-        talks.turn()
-        whole, weight = self._backward(results, talks)
+        in_forward = len(collectives)
+        whole, weight = self._backward(results)
         return CallCost(
             forward=tuple(forward),
             backward=tuple(whole.kernels),
             weight=weight,
             saved=saved,
-            talks=talks.forward,
-            talks_backward=talks.backward,
+            talks=tuple(collectives[:in_forward]),
+            talks_backward=tuple(collectives[in_forward:]),
             forward_temporary_bytes=forward_peak - kept,
             backward_temporary_bytes=whole.peak,
             results=tuple(TensorType(tuple(t.shape), t.dtype) for t in results),
@@ -148,9 +150,7 @@ class _Trial:
                 found[key] = Saved(result=of_results.get(key), num_bytes=size)
         return tuple(found.values())
 
-    def _backward(
-        self, results: list[Tensor], talks: local.Talks
-    ) -> tuple[_Backward, tuple[Kernel, ...]]:
+    def _backward(self, results: list[Tensor]) -> tuple[_Backward, tuple[Kernel, ...]]:
         """All of backward, and what of it only parameters need."""
         ends = [t for t in results if t.requires_grad]
         places = self._wanted()
@@ -160,7 +160,7 @@ class _Trial:
         recorder, leaves = self.recorder, [self.operands[i] for i in places]
         recorder.known(seeds)
         recorder.begin_backward()
-        with talks, recorder:  # the graph is retained: what is alive at the end was, or is new
+        with recorder:  # the graph is retained: what is alive at the end was, or is new
             found = torch.autograd.grad(ends, leaves, seeds, retain_graph=True, allow_unused=True)
         others = [g for i, g in zip(places, found, strict=True) if not self._is_parameter(i)]
         weight: tuple[Kernel, ...] = ()
@@ -215,10 +215,15 @@ def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def function_of(signature: Signature, device: str = "meta") -> Callable[..., Any]:
-    """What a call runs; factories make their tensors on `device`."""
+def function_of(
+    signature: Signature, device: str = "meta", collectives: list[Talk] | None = None
+) -> Callable[..., Any]:
+    """Return what a call runs, which makes its tensors on `device`.
+
+    Collectives of the runtime's operators are appended to `collectives`, if given.
+    """
     if signature.op.startswith("rt."):
-        return local.function(signature)
+        return runtime_function(signature, device, [] if collectives is None else collectives)
     if signature.op == "shardwise.batch_norm.default":
         return batch_norm
     found = operator(signature.op)

@@ -11,7 +11,6 @@ import torch
 
 from shardwise import runtime as rt
 from shardwise.cost import CallCost, call_cost
-from shardwise.cost.local import known
 from shardwise.ir import Ref, TensorType
 from shardwise.sharding.rule import MeshAxis
 
@@ -180,17 +179,45 @@ def test_the_weight_half_says_nothing_again() -> None:
 
 def test_draws_and_factories_follow_their_results() -> None:
     results = [TensorType((3, 4), HALF)]
-    for fn, args in (("rt.draw", ("normal",)), ("rt.arange", (0, 1)), ("rt.eye", (3, 4))):
-        options = (("shape", (6, 4)), ("splits", ())) if fn == "rt.draw" else ()
+    for fn, args in (("rt.draw", ("normal",)), ("rt.eye", (3, 4))):
+        drawn = (("shape", (6, 4)), ("splits", ()))
+        options = (("dtype", HALF), *(drawn if fn == "rt.draw" else ()))
         found = call_cost(fn, args, options, (), results=results)
         assert found.results == tuple(results)
         assert found.forward
         assert not found.note
 
 
-def test_every_function_of_the_runtime_is_known() -> None:
-    """All that rules and lowering name, but for the moves."""
-    named = {name for name, *_ in CASES} | {"attention", "draw", "draw_like", "grouped_mm"}
-    named |= {"arange", "eye", "linspace", "multinomial", "one_hot", "tril", "triu"}
-    assert named == known()
-    assert all(hasattr(rt, name) for name in known())
+def test_random_numbers_and_factories_have_the_size_of_their_results() -> None:
+    results = [TensorType((6,), INT)]
+    drawn = (("shape", (6,)), ("splits", ()), ("dtype", INT), ("device", "cpu"))
+    cut = (((1, 12, 1),), TP)
+    calls = [
+        ("rt.draw", ("randperm",), drawn),
+        ("rt.arange", (0, 1, *cut), (("dtype", INT),)),
+        ("rt.linspace", (0.0, 1.0, 12, *cut), (("dtype", INT),)),
+    ]
+    for fn, args, options in calls:
+        found = call_cost(fn, args, options, (), results=results)
+        assert (found.results, found.note) == (tuple(results), "")
+    for fn in ("rt.tril", "rt.triu", "rt.eye"):
+        dtype = TensorType((3, 4), HALF)
+        options = (("row_of", 6), ("row_axis", TP))
+        if fn == "rt.eye":
+            found = call_cost(fn, (6, 4), (*options, ("dtype", HALF)), results=[dtype])
+        else:
+            found = call_cost(fn, (A, 0), options, [dtype], results=[dtype])
+        assert (found.results, found.note) == ((dtype,), "")
+    hot = TensorType((5, 4), INT)
+    found = call_cost("rt.one_hot", (A, 8, TP), (), [TensorType((5,), INT)], results=[hot])
+    assert (found.results, found.note) == ((hot,), "")
+
+
+def test_rows_of_experts() -> None:
+    given = types(((12, 4), (2, 4, 5), ("int", 4)), FLOAT)
+    options = (("expert_axis", TP), ("experts", 4))
+    every = frozenset({0, 1})
+    found = call_cost("rt.grouped_mm", (A, B, C), options, given, every)
+    assert not found.note
+    assert [k.shape for k in found.forward if k.flops] == [(1, 3, 5, 4)] * 2
+    assert len([k for k in found.backward if k.flops]) == 4
