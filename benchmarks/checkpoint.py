@@ -76,7 +76,7 @@ def start(sizes: dict[str, int], ranks: int) -> tuple[Any, Any, Any]:
     """This rank of a fully sharded model, its optimizer and the batch."""
     model, batch = make(sizes)
     plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(ranks))
-    pm = sw.parallelize(model, batch, plan=plan, device="cpu", timeout=600.0)
+    pm = sw.parallelize(model, batch, plan=plan, device="cpu", timeout_s=600.0)
     return pm, sw.optimizer(pm, torch.optim.AdamW, lr=1e-4), batch
 
 

@@ -241,7 +241,7 @@ def differs(mutant: Mutant, plain: Sequence[Any], data: Sequence[Any]) -> bool:
     for (state, inputs), expected in zip(data, plain, strict=True):
         try:
             texts = mutant.sources or other.sources()
-            found = other.run(texts, state, inputs, timeout=10)
+            found = other.run(texts, state, inputs, timeout_s=10)
         except Exception:
             return True
         for mine, theirs in zip(found, expected, strict=True):
@@ -307,13 +307,13 @@ def sweep_programs(strategy: str, tally: Tally) -> None:
         kind = kinds.setdefault(str(subject.sources()), name)
         if not tally.known(kind):
             data = [ordinary(model, batch, s) for s in (1, 2)]
-            plain = [subject.run(subject.sources(), *d, timeout=10) for d in data]
+            plain = [subject.run(subject.sources(), *d, timeout_s=10) for d in data]
             tally.wrong[kind] = [differs(mutant, plain, data) for mutant in found]
-        if not check(program, None, wide, trials=trials, timeout=10).ok:
+        if not check(program, None, wide, trials=trials, timeout_s=10).ok:
             tally.false_alarm(f"{strategy}, {setup}")
         for index, mutant in enumerate(found):
             certificate = check(
-                mutant.program, None, wide, trials=trials, sources=mutant.sources, timeout=10
+                mutant.program, None, wide, trials=trials, sources=mutant.sources, timeout_s=10
             )
             tally.add(kind, setup, mutant.name, index, accepted=certificate.ok)
 

@@ -84,7 +84,7 @@ def _checked(
     strategy, ranks = case
     plan = make_plan(graph, strategy, ranks, **options)
     program = sw.compile(graph, plan).lowered
-    certificate = check(program, reference, batch, timeout=120.0)
+    certificate = check(program, reference, batch, timeout_s=120.0)
     found = _found(certificate)
     if strategy in FIXED_RANKS:
         return found

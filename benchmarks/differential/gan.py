@@ -67,7 +67,7 @@ def parallel(notes, rank):
     torch.manual_seed({seed}{rank})
     modules = make()
     example = batches()[0]
-    pm = sw.parallelize(modules, example, plan_for, steps=STEPS, timeout=30)
+    pm = sw.parallelize(modules, example, plan_for, steps=STEPS, timeout_s=30)
     named = dict(pm.named_parameters())
     first = [p for name, p in named.items() if name.startswith("D.")]
     rest = [p for name, p in named.items() if name.startswith("G.")]

@@ -248,7 +248,7 @@ class _Writer:
                 "    example = batches()[0]",
                 "    graph = sw.capture(model, example)",
                 f"    plan = {self.strategy_call}",
-                "    pm = sw.parallelize(model, example, plan, timeout=30)",
+                "    pm = sw.parallelize(model, example, plan, timeout_s=30)",
             ]
         return lines
 

@@ -72,7 +72,7 @@ def train(loss: str, strategy: str, ranks: int, options: dict[str, Any]) -> dict
     model = Tagger(loss).double()
     graph = sw.capture(model, batch())
     plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
-    pm = sw.parallelize(model, batch(), plan, timeout=20)
+    pm = sw.parallelize(model, batch(), plan, timeout_s=20)
     told = {}
     for name, changes in {**BAD, **GOOD, "a good batch": {}}.items():
         for step in (pm.train_step, pm.eval_step):

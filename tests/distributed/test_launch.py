@@ -286,7 +286,7 @@ def test_remote_processes_end_with_their_ssh(
     write(tmp_path / "train.py", script)
     by_ssh(tmp_path, servers, key="key", known="known")
     mark = f"mark-{tmp_path}"
-    process = start_launch(tmp_path, "--port", "0", "--grace", "5", "--", "train.py", mark)
+    process = start_launch(tmp_path, "--port", "0", "--grace-s", "5", "--", "train.py", mark)
     end = time.monotonic() + 100
     while len(list(tmp_path.glob("on*"))) < 2 and time.monotonic() < end:
         time.sleep(0.1)
@@ -325,7 +325,7 @@ def test_an_unreachable_node_is_named_in_time(tmp_path: Path) -> None:
     write(tmp_path / "train.py", "")
     cluster_file(tmp_path, addresses=("198.51.100.1", "203.0.113.1"), ssh={"port": 2222})
     began = time.monotonic()
-    code, _, err = run_launch(tmp_path, "--timeout", "1", "--", "train.py")
+    code, _, err = run_launch(tmp_path, "--timeout-s", "1", "--", "train.py")
     assert code == 1
     assert time.monotonic() - began < 15
     assert "2 of 2 nodes cannot start" in err

@@ -277,7 +277,7 @@ def test_different_batches_are_an_error(pool: Callable[[int], Pool]) -> None:
 def different_plans() -> str:
     model, batch = make("odd")
     plan = plan_for(model, batch, "ddp" if dist.get_rank() else "fsdp", 3)
-    return error_of(sw.parallelize, model, batch, plan=plan, timeout=20)
+    return error_of(sw.parallelize, model, batch, plan=plan, timeout_s=20)
 
 
 def test_ranks_with_different_plans_stop(pool: Callable[[int], Pool]) -> None:
@@ -321,7 +321,7 @@ plan = plan_for(model, batch, "ddp", 3)
 if rank == 1:
     os._exit(7)
 begin = time.monotonic()
-print(error_of(sw.parallelize, model, batch, plan=plan, timeout=5))
+print(error_of(sw.parallelize, model, batch, plan=plan, timeout_s=5))
 print(time.monotonic() - begin)
 os._exit(0)
 """

@@ -188,7 +188,7 @@ def die(rank: int, world: int, port: str) -> None:
     )
     model, batch = make("odd")
     plan = plan_for(model, batch, "pipeline", world, pp=world, num_microbatches=3)
-    pm = sw.parallelize(model, batch, plan=plan, timeout=TIMEOUT_S)
+    pm = sw.parallelize(model, batch, plan=plan, timeout_s=TIMEOUT_S)
     pm.train_step(batch)
     begun = time.monotonic()
     if rank == 1:

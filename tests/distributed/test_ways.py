@@ -178,7 +178,7 @@ def disagree() -> str:
     if dist.get_rank() == 1:
         changed = [replace(choice, chunk_bytes=512) for choice in plan.collectives]
         plan = plan.with_(collectives=tuple(changed))
-    return training.error_of(sw.parallelize, model, inputs, plan=plan, timeout=20)
+    return training.error_of(sw.parallelize, model, inputs, plan=plan, timeout_s=20)
 
 
 def test_ranks_agree_on_trees(pool: Callable[[int], Pool]) -> None:

@@ -158,7 +158,7 @@ def check(mesh_axes: dict[str, int], shape: tuple[int, ...], held: Layout, neede
         assert_local(x.grad, weight, gradient_layout(held), mesh, "gradient")
 
     try:
-        rt.run_threads(prod(mesh_axes.values()), run, timeout=20)
+        rt.run_threads(prod(mesh_axes.values()), run, timeout_s=20)
     except BaseException as error:
         error.add_note(f"{mesh_axes} {shape}: {held} -> {needed}: {[m.fn for m in moves]}")
         raise

@@ -60,7 +60,7 @@ def train(rank: int, port: int, folder: Path) -> None:
         "labels": torch.randn(4, 1, generator=made, dtype=torch.float64),
     }
     plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(RANKS))
-    pm = sw.parallelize(model, batch, plan=plan, timeout=20.0)
+    pm = sw.parallelize(model, batch, plan=plan, timeout_s=20.0)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-3)
     kept = sw.Checkpoints(folder / "kept", keep_last=2)
     step, newest = 0, kept.latest()

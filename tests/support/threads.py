@@ -16,4 +16,4 @@ def on(axes: dict[str, int], fn: Callable[..., Any], *args: Any) -> list[Any]:
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh(axes, rank, transport), *args)
 
-    return run_threads(math.prod(axes.values()), run, timeout=30)
+    return run_threads(math.prod(axes.values()), run, timeout_s=30)

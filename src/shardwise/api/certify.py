@@ -45,7 +45,7 @@ def verify(
     *,
     step: StepFn | None = None,
     program: str | Path | None = None,
-    timeout: float = 120.0,
+    timeout_s: float = 120.0,
     max_bytes: float | None = None,
 ) -> Certificate:
     """Check by execution that a plan's program computes what the model computes.
@@ -79,7 +79,7 @@ def verify(
             raise VerifyError("no plan to verify", hint="sw.verify(model, batch, plan)")
         plan = Plan.load(Path(program) / "plan.json")
     with _explained(model), double_by_default():
-        return _verify(model, batch, plan, loss_fn, program, timeout, max_bytes)
+        return _verify(model, batch, plan, loss_fn, program, timeout_s, max_bytes)
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def _verify(
     plan: Plan,
     loss_fn: Objective,
     folder: str | Path | None,
-    timeout: float,
+    timeout_s: float,
     max_bytes: float | None,
 ) -> Certificate:
     if plan.collectives:
@@ -120,7 +120,7 @@ def _verify(
         _require_no_edits(folder)
         small = wide.with_(collectives=())
         graph = widen_graph(capture_for_plan(model, batch, small, loss_fn))
-        return _certify_twin(graph, model, batch, small, timeout, limit)
+        return _certify_twin(graph, model, batch, small, timeout_s, limit)
     twin, wide_batch = double(model, batch)
     accumulates = plan.per_microbatch and plan.num_microbatches > 1
     first = microbatch(wide_batch, plan, 0) if accumulates else wide_batch
@@ -128,7 +128,7 @@ def _verify(
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
         _require_no_edits(folder)
-        return _certify_twin(graph, twin, wide_batch, wide.with_(collectives=()), timeout, limit)
+        return _certify_twin(graph, twin, wide_batch, wide.with_(collectives=()), timeout_s, limit)
     compiled = compile(graph, wide)
     sources = emitted = None
     if folder is not None:
@@ -143,7 +143,7 @@ def _verify(
         rerun=run.rerun,
         sources=sources,
         emitted=emitted,
-        timeout=timeout,
+        timeout_s=timeout_s,
     )
 
 
@@ -195,12 +195,12 @@ def _require_no_edits(folder: str | Path | None) -> None:
 
 
 def _certify_twin(
-    graph: Graph, model: nn.Module, batch: Any, plan: Plan, timeout: float, limit: float
+    graph: Graph, model: nn.Module, batch: Any, plan: Plan, timeout_s: float, limit: float
 ) -> Certificate:
     inputs, _ = flatten_batch(batch)
     buffers = dict(model.named_buffers())
     hooks, graph = graph.hooks, replace(graph, hooks=())
-    found = certify_twin(graph, plan, buffers, inputs, timeout=timeout, max_bytes=limit)
+    found = certify_twin(graph, plan, buffers, inputs, timeout_s=timeout_s, max_bytes=limit)
     if not hooks:
         return found
     omitted = f"gradient hooks left out: {', '.join(map(str, hooks))}"

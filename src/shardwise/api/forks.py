@@ -35,7 +35,7 @@ _LEFT = "left by another"
 
 
 def together(
-    work: Callable[[int, Callable[[], object]], Found], ranks: int, timeout: float = TIMEOUT_S
+    work: Callable[[int, Callable[[], object]], Found], ranks: int, timeout_s: float = TIMEOUT_S
 ) -> list[Found]:
     """What `work(rank, meet)` returned in every rank's process; in `meet()` they wait for all.
 
@@ -46,22 +46,22 @@ def together(
     ends, workers = [], []
     for rank in range(ranks):
         mine, theirs = context.Pipe(duplex=False)
-        args = (work, rank, barrier, theirs, timeout)
+        args = (work, rank, barrier, theirs, timeout_s)
         worker = context.Process(target=_work, args=args, daemon=True)
         worker.start()
         theirs.close()
         ends.append(mine)
         workers.append(worker)
     try:
-        return _answers(ends, timeout)
+        return _answers(ends, timeout_s)
     finally:
         for worker in workers:
             worker.kill()
-            worker.join(timeout)
+            worker.join(timeout_s)
 
 
 @contextlib.contextmanager
-def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iterator[Ask]:
+def standby(serve: Callable[[Any], Any], timeout_s: float = 2 * TIMEOUT_S) -> Iterator[Ask]:
     """A fork of this process as it is now, which answers what it is asked, in JSON, by `serve`."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -75,9 +75,9 @@ def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iter
             ours.send_bytes(asked)
         except OSError:
             raise RankError("the process in which plans run has ended") from None
-        if not ours.poll(timeout):
+        if not ours.poll(timeout_s):
             ours.close()  # what comes later would be taken for the next answer
-            raise RankError(f"there was no answer within {timeout:g} s")
+            raise RankError(f"there was no answer within {timeout_s:g} s")
         answer = _answer(ours, 0)
         if "failed" in answer:
             raise RankError(answer["failed"], hint=_hint(answer["failed"]))
@@ -92,7 +92,7 @@ def standby(serve: Callable[[Any], Any], timeout: float = 2 * TIMEOUT_S) -> Iter
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with ranks that it may have left
         process.kill()
-        process.join(timeout)
+        process.join(timeout_s)
 
 
 def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -> None:
@@ -116,11 +116,11 @@ def _stand_by(serve: Callable[[Any], Any], other: Connection, end: Connection) -
             return
 
 
-def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout: float) -> None:
+def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout_s: float) -> None:
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     keep_pages()  # as ranks do
     try:
-        answer: dict[str, Any] = {"found": work(rank, lambda: barrier.wait(timeout))}
+        answer: dict[str, Any] = {"found": work(rank, lambda: barrier.wait(timeout_s))}
     except BrokenBarrierError:
         answer = {"failed": _LEFT}
     except Exception as error:  # a model's own operators may fail in any way
@@ -130,11 +130,11 @@ def _work(work: Any, rank: int, barrier: Any, end: Connection, timeout: float) -
     end.close()
 
 
-def _answers(ends: list[Connection], timeout: float) -> list[Any]:
+def _answers(ends: list[Connection], timeout_s: float) -> list[Any]:
     """In the order of ranks, as they arrive; the first failure ends the waiting for others."""
     found: dict[int, Any] = {}
     left: list[int] = []
-    until = monotonic() + timeout
+    until = monotonic() + timeout_s
     while len(found) + len(left) < len(ends):
         missing = [r for r in range(len(ends)) if r not in found and r not in left]
         ready = wait_for([ends[r] for r in missing], max(0.0, until - monotonic()))
@@ -153,7 +153,7 @@ def _answers(ends: list[Connection], timeout: float) -> list[Any]:
     if len(found) < len(ends):
         late = [r for r in range(len(ends)) if r not in found and r not in left] or left
         names = ", ".join(map(str, late))
-        raise RankError(f"rank {names} did not end within {timeout:g} s")
+        raise RankError(f"rank {names} did not end within {timeout_s:g} s")
     return [found[rank] for rank in range(len(ends))]
 
 

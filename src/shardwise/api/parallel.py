@@ -72,12 +72,12 @@ def parallelize(
     compile: bool = False,
     check_batches: bool = True,
     record: bool | Literal["paused"] = False,
-    timeout: float = 60.0,
+    timeout_s: float = 60.0,
 ) -> rt.ParallelModule:
     """This rank's part of `model` under `plan`.
 
     Every rank calls this with the same model, batch and plan; they agree on the program before the
-    first collective, and a rank that fails, is missing or differs is named within `timeout`
+    first collective, and a rank that fails, is missing or differs is named within `timeout_s`
     seconds. All ranks begin with the weights of rank 0, whatever others have.
 
     A model on meta is initialized with `seed` as its modules do it (`reset_parameters`,
@@ -94,7 +94,7 @@ def parallelize(
     `batch` is one example for all steps, or a mapping with exactly their names; `plan` is one plan
     for all, a mapping with their names, or a function that makes a plan of each step's graph.
     """
-    with starting(timeout) as agree:
+    with starting(timeout_s) as agree:
         root = as_module(model)
         refuse_shared(root)
         if not root.training:
@@ -104,7 +104,7 @@ def parallelize(
                 "modules that are in eval mode within a model in training mode stay in it",
                 stacklevel=2,
             )
-        factory = _Factory(root, device, timeout, compile)
+        factory = _Factory(root, device, timeout_s, compile)
         factory.steps = read_steps(root, batch, plan, loss_fn, steps, factory.device)
         first_plan = factory.plan
         require_ranks(first_plan.num_ranks)
@@ -128,8 +128,8 @@ def parallelize(
     rng = rt.Rng(first_plan.seed, first_plan.rng, mesh)
     store, programs = factory.first_steps(compiled, homes, mesh, rng)
     store.scaler = _scaler(first_plan)
-    with rt.naming_failures(timeout):
-        load_weights(root, store, seed, init, timeout)
+    with rt.naming_failures(timeout_s):
+        load_weights(root, store, seed, init, timeout_s)
 
     def specialize(key: rt.ProgramKey, batch: Any) -> rt.StepProgram:
         return factory.specialize(key, batch, mesh, rng, store)
@@ -151,7 +151,7 @@ def parallelize(
         names=list(root.state_dict()),
         attributes=attributes_of(root),
         recorder=factory.recorder,
-        timeout=timeout,
+        timeout_s=timeout_s,
         about=trace_labels(first_plan),
         title=_title(root, first_plan),
     )
@@ -213,13 +213,13 @@ class _Factory:
     flags: rt.TrainedFlags | None = None  # once there are parameters to train
     notice: Notice | None = None  # once there is a parallel module
 
-    def __init__(self, model: nn.Module, device: Any, timeout: float, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, device: Any, timeout_s: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
         self.state, self.reads = PythonState(model), Reads()
         self._captured = 0  # the state of Python that the skeleton has
         self.originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self.training = model.training
-        self.timeout = timeout
+        self.timeout_s = timeout_s
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.compiled = compiled
         self.recorder: rt.Recorder | None = None
@@ -287,7 +287,7 @@ class _Factory:
         stages = {stage.ranks: dict(stage.mesh.axes) for stage in self.plan.all_stages}
         return rt.process_meshes(
             list(stages.items()),
-            timeout=self.timeout,
+            timeout_s=self.timeout_s,
             num_microbatches=self.plan.num_microbatches,
             timed=self.plan.splits_time,
             choices=self.plan.collectives,
@@ -335,7 +335,7 @@ class _Factory:
     ) -> rt.StepProgram:
         """A program for another batch, mode or world over the same parameters."""
         step = self.steps[key.step]
-        with starting(self.timeout) as agree:
+        with starting(self.timeout_s) as agree:
             self._take_state()
             graph, program = self.compile(step, batch, key.training)
             agree(program.fingerprint, constants_of(graph))

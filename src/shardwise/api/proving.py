@@ -69,12 +69,12 @@ def proving_ground(graph: Graph, cluster: Cluster) -> Iterator[ProvingGround]:
         yield ProvingGround(graph, cluster)
         return
     serve = ProvingGround(graph, cluster).serve
-    with standby(serve, timeout=MEASURING_S + TIMEOUT_S) as ask:
+    with standby(serve, timeout_s=MEASURING_S + TIMEOUT_S) as ask:
         yield ProvingGround(graph, cluster, ask)
 
 
 def _measured(job: dict[str, Any], ranks: int) -> list[OpTable]:
-    found = together(lambda *_: measure_job(job).to_json(), ranks, timeout=MEASURING_S)
+    found = together(lambda *_: measure_job(job).to_json(), ranks, timeout_s=MEASURING_S)
     return [OpTable.from_json(table) for table in found]
 
 

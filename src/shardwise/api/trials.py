@@ -80,7 +80,7 @@ def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[flo
             meet()
             return _race([_Tried(program, rank) for program in programs])
 
-        return together(race, cluster.num_ranks, timeout=TRIAL_S)[0]
+        return together(race, cluster.num_ranks, timeout_s=TRIAL_S)[0]
 
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -148,7 +148,7 @@ def _mesh(plan: Plan) -> rt.ProcessMesh:
     stages = {stage.ranks: dict(stage.mesh.axes) for stage in plan.all_stages}
     return rt.process_meshes(
         list(stages.items()),
-        timeout=TIMEOUT_S,
+        timeout_s=TIMEOUT_S,
         num_microbatches=plan.num_microbatches,
         timed=plan.splits_time,
         choices=plan.collectives,

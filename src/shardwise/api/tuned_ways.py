@@ -31,7 +31,7 @@ ITEM_BYTES = 4
 
 
 def tune_collectives(
-    plan: Plan, *, num_bytes: int = REFERENCE_BYTES, rounds: int = ROUNDS, timeout: float = 60.0
+    plan: Plan, *, num_bytes: int = REFERENCE_BYTES, rounds: int = ROUNDS, timeout_s: float = 60.0
 ) -> Plan:
     """The plan with measured sizes of chunks; all ranks of the plan call it and get the same.
 
@@ -39,18 +39,18 @@ def tune_collectives(
     library, `rounds` times; the medians decide. The library is taken back where no size saves a
     tenth of its time.
     """
-    if num_bytes < 1 or rounds < 1 or not 0 < timeout < math.inf:
+    if num_bytes < 1 or rounds < 1 or not 0 < timeout_s < math.inf:
         raise ProgramError(
-            f"{num_bytes} bytes, {rounds} rounds and {timeout:g} s measure nothing",
-            hint="tune_collectives(plan, num_bytes=2**24, rounds=3, timeout=60.0)",
+            f"{num_bytes} bytes, {rounds} rounds and {timeout_s:g} s measure nothing",
+            hint="tune_collectives(plan, num_bytes=2**24, rounds=3, timeout_s=60.0)",
         )
     trials = [list(_trials(choice)) for choice in plan.collectives]
     if all(len(each) < 2 for each in trials):
         return plan
-    with starting(timeout) as agree:
+    with starting(timeout_s) as agree:
         require_ranks(plan.num_ranks)
         agree(f"tune {num_bytes} {rounds} {plan.collectives}")
-    tuner = _Tuner(plan, num_bytes, rounds, timeout)
+    tuner = _Tuner(plan, num_bytes, rounds, timeout_s)
     made = [_best(each, tuner.seconds(each)) if len(each) > 1 else each[0] for each in trials]
     return plan.with_(collectives=tuple(made))
 
@@ -79,10 +79,10 @@ def _best(trials: Sequence[CollectiveChoice], seconds: Sequence[float]) -> Colle
 class _Tuner:
     """Measures choices on the processes of a plan."""
 
-    def __init__(self, plan: Plan, num_bytes: int, rounds: int, timeout: float) -> None:
+    def __init__(self, plan: Plan, num_bytes: int, rounds: int, timeout_s: float) -> None:
         self.numel, self.rounds = max(1, num_bytes // ITEM_BYTES), rounds
         groups = dict.fromkeys(ranks for choice in plan.collectives for ranks in choice.groups)
-        self.transport = ProcessGroupTransport(groups, timeout)
+        self.transport = ProcessGroupTransport(groups, timeout_s)
 
     def seconds(self, trials: Sequence[CollectiveChoice]) -> list[float]:
         """Of each trial the median over rounds of the slowest rank's time; alike on all ranks."""

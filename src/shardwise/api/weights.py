@@ -55,7 +55,7 @@ def load_weights(
     store: rt.ParameterStore,
     seed: int,
     init: Init | None = None,
-    timeout: float = BUILD_TIMEOUT_S,
+    timeout_s: float = BUILD_TIMEOUT_S,
 ) -> None:
     """Fill the store with the same initial weights on every rank; all ranks call it.
 
@@ -93,7 +93,7 @@ def load_weights(
     if not missing:
         return
     if init is not None and _takes_nothing(init):
-        _build(init, {name: named[name] for name in missing}, store, seed, timeout)
+        _build(init, {name: named[name] for name in missing}, store, seed, timeout_s)
         return
     with torch.random.fork_rng(devices=[]):
         store.uninitialized = initialize(
@@ -143,12 +143,12 @@ def _takes_nothing(init: Init) -> bool:
 
 
 def _build(
-    init: Init, missing: Mapping[str, Tensor], store: rt.ParameterStore, seed: int, timeout: float
+    init: Init, missing: Mapping[str, Tensor], store: rt.ParameterStore, seed: int, timeout_s: float
 ) -> None:
     """Let the first rank build the model with its weights, and give them to all."""
     everyone = store.mesh.everyone
     built: dict[str, Tensor] = {}
-    with starting(max(timeout, BUILD_TIMEOUT_S)) as agree:
+    with starting(max(timeout_s, BUILD_TIMEOUT_S)) as agree:
         if everyone.index == 0:
             with torch.random.fork_rng(), torch.device("cpu"):
                 torch.manual_seed(seed)

@@ -137,7 +137,9 @@ def bench(
     use: Annotated[
         str, typer.Option("--use", help="solved or library; what a plan would take if empty.")
     ] = "",
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for all.")] = 300.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=1, help="Timeout of the whole run in seconds.")
+    ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Time what a plan takes, the solved program or the library's, next to the library, by turns.
@@ -161,7 +163,7 @@ def bench(
         dtype=dtype,
         root=root,
         rounds=rounds,
-        timeout_s=timeout,
+        timeout_s=timeout_s,
         uses=(lambda _: use)
         if use
         else benches.chosen(cluster, operation, [int(name) for name in network.names]),

@@ -25,7 +25,7 @@ def tune(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it here.")] = None,
     num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times each is run.")] = 3,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ranks.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
 ) -> None:
     """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
 
@@ -42,8 +42,10 @@ def tune(
     size = bytes_of(num_bytes)
     if size < 1:
         raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
-    if not 0 < timeout <= MOST_S:
-        raise typer.BadParameter(f"--timeout {timeout:g}: seconds, above 0 and up to {MOST_S:,}")
+    if not 0 < timeout_s <= MOST_S:
+        raise typer.BadParameter(
+            f"--timeout-s {timeout_s:g}: seconds, above 0 and up to {MOST_S:,}"
+        )
     require_own(out, "plan")
     plan = load_plan(plan_file)
     if "RANK" not in os.environ:
@@ -51,8 +53,8 @@ def tune(
             f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
             f"{plan.num_ranks} shardwise collective tune {plan_file}"
         )
-    init_process_group("gloo", datetime.timedelta(seconds=timeout))
-    tuned = tune_collectives(plan, num_bytes=size, rounds=rounds, timeout=timeout)
+    init_process_group("gloo", datetime.timedelta(seconds=timeout_s))
+    tuned = tune_collectives(plan, num_bytes=size, rounds=rounds, timeout_s=timeout_s)
     if dist.get_rank() == 0:
         for choice in tuned.collectives:
             typer.echo(str(choice))

@@ -52,8 +52,12 @@ def launch(
         int | None,
         typer.Option("--port", min=0, max=65535, help="Where ranks meet; 0: any that is free."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to start in.")] = 120,
-    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds to end in.")] = 20,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=1, help="Start-up timeout in seconds.")
+    ] = 120,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", min=0, help="Seconds to wait before killing processes.")
+    ] = 20,
     ssh_program: Annotated[
         str | None, typer.Option("--ssh-program", help="Instead of ssh or the file's.")
     ] = None,
@@ -89,7 +93,7 @@ def launch(
         "port": port,
         "ssh_program": ssh_program,
         "environment": environment,
-        "settings": Settings(timeout_s=timeout, grace_s=grace),
+        "settings": Settings(timeout_s=timeout_s, grace_s=grace_s),
     }
     if dry_run:
         for line in launching.launch_commands(machines, words, **how):

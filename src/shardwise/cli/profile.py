@@ -24,7 +24,7 @@ def profile(
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Of each CPU process.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, shorter.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", help="Give up after these seconds.")] = 300,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 300,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine: rates by size, overheads, links; write a cluster file."""
@@ -43,7 +43,7 @@ def profile(
             device=device,
             quick=quick,
             threads=threads,
-            timeout_s=timeout,
+            timeout_s=timeout_s,
             progress=lambda what: status.update(f"measuring {what}"),
             report=lambda note: console.print(f"note: {note}", markup=False, highlight=False),
         )

@@ -30,8 +30,8 @@ def watch(
         Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
     ],
     once: Annotated[bool, typer.Option("--once", help="Print what is there, and stop.")] = False,
-    wait: Annotated[
-        float, typer.Option("--wait", min=0, help="Seconds to wait for a run to begin.")
+    wait_s: Annotated[
+        float, typer.Option("--wait-s", min=0, help="Seconds to wait for a run to begin.")
     ] = 60.0,
     page: Annotated[bool, typer.Option("--page", help="Serve a local page.")] = False,
     port: Annotated[
@@ -46,7 +46,7 @@ def watch(
     from shardwise.watch.run import Run
 
     try:
-        run = Run(_found(folder, 0.0 if once or as_json else wait))
+        run = Run(_found(folder, 0.0 if once or as_json else wait_s))
         run.poll()
         if once or as_json:
             from shardwise.watch.terminal import summary
@@ -65,24 +65,24 @@ def watch(
         typer.echo("", err=True)
 
 
-def _found(folder: Path, wait: float) -> Path:
+def _found(folder: Path, wait_s: float) -> Path:
     """The folder, once a run is there."""
     from shardwise.watch.run import find_run
 
-    until = time.monotonic() + wait
+    until = time.monotonic() + wait_s
     told = False
     while (found := find_run(folder)) is None:
         if time.monotonic() >= until:
             what = "has no run" if folder.exists() else "is not there"
-            after = f" after {wait:g} s" if wait else ""
+            after = f" after {wait_s:g} s" if wait_s else ""
             raise WatchError(
                 f"{what}{after}",
                 where=str(folder),
                 hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG; "
-                "--wait 600 waits longer",
+                "--wait-s 600 waits longer",
             )
         if not told:
-            typer.echo(f"waiting up to {wait:g} s for {folder} …", err=True)
+            typer.echo(f"waiting up to {wait_s:g} s for {folder} …", err=True)
             told = True
         time.sleep(min(READ_S, max(0.0, until - time.monotonic())))
     return found

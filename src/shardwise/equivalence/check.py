@@ -51,7 +51,7 @@ def check(
     trials: Sequence[Trial] | None = None,
     sources: Sequence[str] | None = None,
     emitted: Sequence[str] | None = None,
-    timeout: float = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
     scaled: tuple[str, ...] = (),
 ) -> Certificate:
     """Run the program and compare everything a training step leaves behind.
@@ -65,7 +65,7 @@ def check(
     subject = subject_of(program)
     trials = trials or make_trials(program, reference, batch, rerun)
     texts = list(emitted or subject.sources())
-    run = _Check(subject, Edit(texts, list(sources or texts)), trials, timeout)
+    run = _Check(subject, Edit(texts, list(sources or texts)), trials, timeout_s)
     difference = run.first_difference()
     return Certificate(
         plan=subject.plan.name,
@@ -94,9 +94,9 @@ class _Check:
     """The comparisons of all trials, up to the first trial that shows a difference."""
 
     def __init__(
-        self, subject: Subject, edit: Edit, trials: Sequence[Trial], timeout: float
+        self, subject: Subject, edit: Edit, trials: Sequence[Trial], timeout_s: float
     ) -> None:
-        self.subject, self.edit, self.timeout = subject, edit, timeout
+        self.subject, self.edit, self.timeout_s = subject, edit, timeout_s
         self.edited = edit.edited != edit.emitted
         self.found: list[Comparison] = []
         self.failed: _Failed | None = None
@@ -116,7 +116,7 @@ class _Check:
         reference = trial.reference
         try:
             outcomes = self.subject.run(
-                self.edit.edited, reference.state, trial.inputs, timeout=self.timeout
+                self.edit.edited, reference.state, trial.inputs, timeout_s=self.timeout_s
             )
         except Exception as error:
             known = isinstance(error, ShardwiseError)
@@ -126,7 +126,7 @@ class _Check:
 
     def _values(self, trial: Trial) -> tuple[list[Comparison], Probed]:
         """Every value of the program and its gradient."""
-        probed = run_probed(self.subject, trial, self.timeout)
+        probed = run_probed(self.subject, trial, self.timeout_s)
         if probed.raised is not None:
             text = f"{type(probed.raised).__name__}: {probed.raised}"
             return [Comparison("the run with probes", float("inf"), text, trial.about)], probed
@@ -140,7 +140,7 @@ class _Check:
 
     def _edited(self, trial: Trial) -> tuple[list[Comparison], None]:
         """Statements of edited code whose effect the results are too coarse to show."""
-        return differing_statements(self.subject, self.edit, trial, self.timeout), None
+        return differing_statements(self.subject, self.edit, trial, self.timeout_s), None
 
     def comparisons(self) -> tuple[Comparison, ...]:
         """Each thing that was compared once, with its largest error.
@@ -167,10 +167,10 @@ class _Check:
             return None
         trial, failure, probed = self.failed.trial, self.failed.raised, self.failed.probed
         if self.edited:
-            text = locate_edit(self.subject, self.edit, trial, self.timeout, failure)
+            text = locate_edit(self.subject, self.edit, trial, self.timeout_s, failure)
             if text is not None:
                 return text
-        probed = probed or run_probed(self.subject, trial, self.timeout)
+        probed = probed or run_probed(self.subject, trial, self.timeout_s)
         return locate(self.subject, trial, self.found, probed)
 
 

@@ -50,13 +50,13 @@ class Edit:
         return _changed_lines(self.emitted, self.edited)
 
 
-def _run_both(subject: Subject, edit: Edit, trial: Trial, timeout: float) -> _Statements | None:
+def _run_both(subject: Subject, edit: Edit, trial: Trial, timeout_s: float) -> _Statements | None:
     """Run both codes with probes; None where the emitted code does not agree with the model."""
     reference, inputs = trial.reference, trial.inputs
     right, wrong = (tuple(rt.Records() for _ in range(subject.num_ranks)) for _ in range(2))
     try:
         texts = [instrument(text) for text in edit.emitted]
-        outcomes = subject.run(texts, reference.state, inputs, timeout=timeout, records=right)
+        outcomes = subject.run(texts, reference.state, inputs, timeout_s=timeout_s, records=right)
     except Exception:
         return None
     loss = outcomes[0].loss.reshape(())
@@ -65,14 +65,14 @@ def _run_both(subject: Subject, edit: Edit, trial: Trial, timeout: float) -> _St
     raised: Exception | None = None
     try:
         texts = [instrument(text) for text in edit.edited]
-        subject.run(texts, reference.state, inputs, timeout=timeout, records=wrong)
+        subject.run(texts, reference.state, inputs, timeout_s=timeout_s, records=wrong)
     except Exception as error:
         raised = error
     return _Statements(right, wrong, raised)
 
 
 def differing_statements(
-    subject: Subject, edit: Edit, trial: Trial, timeout: float
+    subject: Subject, edit: Edit, trial: Trial, timeout_s: float
 ) -> list[Comparison]:
     """Compare assignments of edited code that agrees in its results.
 
@@ -80,9 +80,9 @@ def differing_statements(
     on it and would show an error. One that the results hardly depend on is refused: changing its
     value on purpose (by a tenth) must change a result.
     """
-    statements = _run_both(subject, edit, trial, timeout)
+    statements = _run_both(subject, edit, trial, timeout_s)
     for name, rank in statements.differing() if statements is not None else ():
-        if not _matters(subject, edit, name, trial, timeout):
+        if not _matters(subject, edit, name, trial, timeout_s):
             text = (
                 f"has another value than in the emitted code on rank {rank}, and no result is "
                 f"large enough to show whether that is right; {edit}"
@@ -91,23 +91,23 @@ def differing_statements(
     return []
 
 
-def _matters(subject: Subject, edit: Edit, name: str, trial: Trial, timeout: float) -> bool:
+def _matters(subject: Subject, edit: Edit, name: str, trial: Trial, timeout_s: float) -> bool:
     """Whether results show a change of one assignment of the emitted code."""
     from shardwise.equivalence.check import compare_outcome  # which imports this module
 
     try:
         texts = [instrument(text, change=name) for text in edit.emitted]
-        outcomes = subject.run(texts, trial.reference.state, trial.inputs, timeout=timeout)
+        outcomes = subject.run(texts, trial.reference.state, trial.inputs, timeout_s=timeout_s)
     except Exception:
         return True
     return not all(c.ok for c in compare_outcome(outcomes[0], trial))
 
 
 def locate_edit(
-    subject: Subject, edit: Edit, trial: Trial, timeout: float, failure: Exception | None
+    subject: Subject, edit: Edit, trial: Trial, timeout_s: float, failure: Exception | None
 ) -> str | None:
     """The first statement of the edited code that gives another value than the emitted one."""
-    statements = _run_both(subject, edit, trial, timeout)
+    statements = _run_both(subject, edit, trial, timeout_s)
     if statements is None:
         return None
     changed = str(edit)

@@ -17,14 +17,14 @@ class Probed:
     raised: Exception | None
 
 
-def run_probed(subject: Subject, trial: Trial, timeout: float) -> Probed:
+def run_probed(subject: Subject, trial: Trial, timeout_s: float) -> Probed:
     """Run the program of a subject with a probe after every statement."""
     records = tuple(rt.Records() for _ in range(subject.num_ranks))
     raised: Exception | None = None
     try:
         sources = subject.sources(probe=True)
         state = trial.reference.state
-        subject.run(sources, state, trial.inputs, timeout=timeout, records=records)
+        subject.run(sources, state, trial.inputs, timeout_s=timeout_s, records=records)
     except Exception as error:
         raised = error
     return Probed(records, raised)

@@ -41,7 +41,7 @@ def run_ranks(
     state: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     *,
-    timeout: float = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
     records: Sequence[rt.Records] | None = None,
 ) -> list[Outcome]:
     """One training step of every rank, in threads; `records` collects what probes see."""
@@ -60,7 +60,7 @@ def run_ranks(
             return _train_once(by_rank[rank], mesh, program, state, inputs)
 
     collective = along_trees(program.plan)
-    return rt.run_threads(program.mesh.size, run, timeout=timeout, collective=collective)
+    return rt.run_threads(program.mesh.size, run, timeout_s=timeout_s, collective=collective)
 
 
 def along_trees(plan: Plan) -> Collective | None:

@@ -66,7 +66,7 @@ class Subject(Protocol):
         state: Mapping[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor],
         *,
-        timeout: float,
+        timeout_s: float,
         records: Sequence[rt.Records] | None = None,
     ) -> list[Outcome]: ...
 
@@ -96,10 +96,10 @@ class OneStage:
         state: Mapping[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor],
         *,
-        timeout: float,
+        timeout_s: float,
         records: Sequence[rt.Records] | None = None,
     ) -> list[Outcome]:
-        return run_ranks(self.program, sources, state, inputs, timeout=timeout, records=records)
+        return run_ranks(self.program, sources, state, inputs, timeout_s=timeout_s, records=records)
 
 
 class Stages:
@@ -140,7 +140,7 @@ class Stages:
         state: Mapping[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor],
         *,
-        timeout: float,
+        timeout_s: float,
         records: Sequence[rt.Records] | None = None,
     ) -> list[Outcome]:
         texts = emit_pipeline(self.pipeline).with_texts(sources)
@@ -156,7 +156,7 @@ class Stages:
                 return self._train_once(loaded, state, inputs)
 
         collective = along_trees(self.plan)
-        return rt.run_threads(self.num_ranks, run, timeout=timeout, collective=collective)
+        return rt.run_threads(self.num_ranks, run, timeout_s=timeout_s, collective=collective)
 
     def _train_once(
         self,

@@ -115,7 +115,7 @@ def _answer(place: Place, asked: subprocess.Popen[bytes] | Fault, end: float) ->
     except subprocess.TimeoutExpired:
         if place.ssh is None:
             message = "its Python does not answer in time"
-            return Fault(node=place.name, message=message, hint="--timeout 300")
+            return Fault(node=place.name, message=message, hint="--timeout-s 300")
         return explain_ssh(place, MUTE)
     for line in out.decode(errors="replace").splitlines():
         if line.startswith(MARK):
@@ -155,7 +155,7 @@ def explain_ssh(place: Place, text: str) -> Fault:
         ("Could not resolve", f"there is no host {address!r}", "address: 10.0.0.1 of that node"),
         ("Connection refused", f"nothing listens at port {port} of {address}", f"{typed}: sshd?"),
         ("timed out", f"does not answer at {address} port {port}", f"ping {address}; {typed}"),
-        (MUTE, f"does not answer in time at {address} port {port}", f"{typed}; --timeout 300"),
+        (MUTE, f"does not answer in time at {address} port {port}", f"{typed}; --timeout-s 300"),
         ("No route to host", f"no route to {address}", f"ping {address}"),
         ("unreachable", f"no route to {address}", f"ping {address}"),
         ("not accessible", f"the key {ssh.key if ssh else ''} cannot be read", "ssh: {key: …}"),

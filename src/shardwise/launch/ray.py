@@ -15,7 +15,7 @@ from shardwise.errors import ClusterError
 from shardwise.launch.jobs import NO_OPTIONS, job_spec
 from shardwise.launch.places import Environment
 
-OPTIONS = ("address", "timeout")
+OPTIONS = ("address", "timeout_s")
 MARK = '"JOB"'  # in the driver's file, where the job goes
 
 
@@ -28,16 +28,18 @@ def ray_driver(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """The driver's text; `options`: address of the Ray cluster, timeout for its nodes in seconds.
+    """The driver's text; `options`: `address` of the Ray cluster, `timeout_s` for its nodes.
 
     Port 0 is chosen on the first node.
     """
     for option in options:
         if option not in OPTIONS:
             raise ClusterError(f"no option {option!r} for Ray", hint=", ".join(OPTIONS))
-    timeout = options.get("timeout", "600")
-    if not timeout.isdigit():
-        raise ClusterError(f"timeout {timeout!r} is no number", hint="--option timeout=600")
+    timeout_s = options.get("timeout_s", "600")
+    if not timeout_s.isdigit():
+        raise ClusterError(
+            f"timeout_s={timeout_s!r} is not a whole number", hint="--option timeout_s=600"
+        )
     job = job_spec(cluster, argv, name=name, python="", environment=environment, options=options)
     devices = [group.num_devices for group in job.groups for _ in range(group.num_nodes)]
     settings = {
@@ -49,7 +51,7 @@ def ray_driver(
         "folder": job.folder,
         "python": job.python,
         "environment": dict(job.environment),
-        "timeout_s": int(timeout),
+        "timeout_s": int(timeout_s),
     }
     text = resources.files("shardwise.launch").joinpath("ray_driver.py.txt").read_text("utf-8")
     # A JSON text in a Python string: data, whatever it holds.

@@ -76,7 +76,7 @@ def _wait(
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"ranks {running} of {what} were not done after {timeout_s:.0f} s",
-                hint="a longer --timeout, or fewer bytes",
+                hint="a longer --timeout-s, or fewer bytes",
             )
         time.sleep(0.02)
 

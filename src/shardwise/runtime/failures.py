@@ -165,11 +165,11 @@ def _failure_reports() -> FailureReports | None:
 
 
 @contextlib.contextmanager
-def naming_failures(timeout: float) -> Iterator[None]:
+def naming_failures(timeout_s: float) -> Iterator[None]:
     """Turn a failure of communication within the body into a `RankError` that names its cause.
 
     Any other exception is published, so that the other ranks name this rank and it, and raised
-    unchanged. Finding the cause takes at most `timeout` seconds. All ranks use this around the
+    unchanged. Finding the cause takes at most `timeout_s`. All ranks use this around the
     same work.
     """
     reports = _failure_reports()
@@ -184,7 +184,7 @@ def naming_failures(timeout: float) -> Iterator[None]:
         if not _is_communication(error):
             _publish_own(reports, error)
             raise
-        cause = _find_cause(reports, error, timeout)
+        cause = _find_cause(reports, error, timeout_s)
         raise RankError(
             cause.text,
             where=f"rank {reports.rank} saw: {first_line(error)}",
@@ -207,10 +207,10 @@ def _publish_own(reports: FailureReports, error: BaseException) -> None:
             reports.linger(cause)
 
 
-def _find_cause(reports: FailureReports, error: BaseException, timeout: float) -> _Cause:
+def _find_cause(reports: FailureReports, error: BaseException, timeout_s: float) -> _Cause:
     try:
         reports.publish(first_line(error))
-        cause = reports.record(_wait_for_cause(reports, min(timeout, GRACE_S), first_line(error)))
+        cause = reports.record(_wait_for_cause(reports, min(timeout_s, GRACE_S), first_line(error)))
         reports.linger(cause)
         return cause
     except RuntimeError:

@@ -61,14 +61,14 @@ class ParallelModule(nn.Module):
         names: Sequence[str] = (),
         attributes: Collection[str] = (),
         recorder: Recorder | None = None,
-        timeout: float = 60.0,
+        timeout_s: float = 60.0,
         about: Mapping[str, str] | None = None,
         title: str = "",
     ) -> None:
         super().__init__()
         self.store, self.mesh, self.rng = store, mesh, rng
         self.flags = flags if flags is not None else TrainedFlags(store)
-        self.recorder, self.timeout = recorder, timeout
+        self.recorder, self.timeout_s = recorder, timeout_s
         self.about, self.title = dict(about or {}), title
         self.copies = 0  # of the weights into the user's model
         if recorder is not None:
@@ -145,7 +145,7 @@ class ParallelModule(nn.Module):
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Between processes, a rank that fails is named by the others."""
         if isinstance(plain_transport(self.mesh.transport), ProcessGroupTransport):
-            return naming_failures(self.timeout)
+            return naming_failures(self.timeout_s)
         return contextlib.nullcontext()
 
     def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:

@@ -40,12 +40,12 @@ class ProcessGroupTransport:
     """
 
     def __init__(
-        self, groups: Iterable[tuple[int, ...]] = (), timeout: float | None = None
+        self, groups: Iterable[tuple[int, ...]] = (), timeout_s: float | None = None
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         world = tuple(range(self.world_size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+        limit = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         for ranks in groups:
             if max(ranks) >= self.world_size:
                 raise RankError(
@@ -59,11 +59,11 @@ class ProcessGroupTransport:
         default = dist.group.WORLD
         assert default is not None
         self._messages = self._groups.setdefault(world, default)
-        self._timeout, self.ways = timeout, Ways()
+        self._timeout_s, self.ways = timeout_s, Ways()
 
     def use(self, choices: Sequence[CollectiveChoice], derive: Derive) -> None:
         """Let some collectives go another way than the library's; all ranks call it."""
-        self.ways = Ways(choices, derive, self._groups, self._timeout)
+        self.ways = Ways(choices, derive, self._groups, self._timeout_s)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
         """Memory from which an operation needs no copies; None unless the group shares some."""
@@ -280,7 +280,7 @@ def _after(
 
 def process_meshes(
     groups: Sequence[tuple[tuple[int, ...], dict[str, int]]],
-    timeout: float | None = None,
+    timeout_s: float | None = None,
     num_microbatches: int = 1,
     timed: bool = True,
     choices: Sequence[CollectiveChoice] = (),
@@ -298,7 +298,7 @@ def process_meshes(
     rank = 0
     if dist.is_initialized():
         start_heartbeat()
-        transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout)
+        transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout_s)
         rank = transport.rank
         if derive is not None:
             transport.use(choices, derive)
@@ -326,11 +326,11 @@ def _combinations(names: tuple[str, ...]) -> list[tuple[str, ...]]:
 def process_mesh(
     axes: dict[str, int],
     combinations: Iterable[Sequence[str]] = (),
-    timeout: float | None = None,
+    timeout_s: float | None = None,
 ) -> ProcessMesh:
     """The mesh over the default process group: one group per axis, for the world, and as named."""
     if not dist.is_initialized():
         return ProcessMesh(axes, 0, LocalTransport())
     wanted = [*([name] for name in axes), *combinations, list(axes)]
-    transport = ProcessGroupTransport(axis_groups(axes, wanted), timeout)
+    transport = ProcessGroupTransport(axis_groups(axes, wanted), timeout_s)
     return ProcessMesh(axes, transport.rank, transport)

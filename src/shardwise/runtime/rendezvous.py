@@ -277,7 +277,7 @@ class Rendezvous:
     def fail(self, error: BaseException, doing: str = "") -> None:
         """Announce that this rank cannot continue, and why."""
 
-    def wait_for(self, point: str, ranks: Sequence[int], timeout: float) -> dict[int, str]:
+    def wait_for(self, point: str, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Return what ranks published at a point, once all have; raise if one cannot."""
         return dict.fromkeys(ranks, "")
 
@@ -285,7 +285,7 @@ class Rendezvous:
         """Record how the operation ended unless another rank has; return what is recorded."""
         return outcome
 
-    def run(self, work: Callable[[], Any], timeout: float) -> Any:
+    def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
         """Call `work` on every rank; if it fails on one, fail on all and name that rank."""
         return work()
 
@@ -331,7 +331,7 @@ class _StoreRendezvous(Rendezvous):
         with _naming_the_host():
             return self._connection.write_first(f"{self.prefix}/settled", outcome)
 
-    def wait_for(self, point: str, ranks: Sequence[int], timeout: float) -> dict[int, str]:
+    def wait_for(self, point: str, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
         start = checked = time.monotonic()
         liveness = Liveness(self._connection)
         missing = list(ranks)
@@ -339,10 +339,10 @@ class _StoreRendezvous(Rendezvous):
             while not self._all_published(point, ranks):
                 self._raise_failures(ranks)
                 now = time.monotonic()
-                if now - checked > min(_LIVENESS_S, timeout / 4):
+                if now - checked > min(_LIVENESS_S, timeout_s / 4):
                     checked = now
                     missing = [r for r in ranks if not self._has_published(point, r)]
-                    self._check_missing(missing, liveness, now - start, timeout)
+                    self._check_missing(missing, liveness, now - start, timeout_s)
                 time.sleep(_POLL_S)
             return {r: self._connection.read(f"{self.prefix}/{point}/{r}") or "" for r in ranks}
 
@@ -366,7 +366,7 @@ class _StoreRendezvous(Rendezvous):
                 raise self._error(named, where=where, hint=hint)
 
     def _check_missing(
-        self, missing: Sequence[int], liveness: Liveness, waited: float, timeout: float
+        self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
         """Name missing ranks that died, never began, or take too long."""
         dead, absent = [], []
@@ -376,7 +376,7 @@ class _StoreRendezvous(Rendezvous):
                 dead.append(rank)
             if self._connection.count(f"{self.name}/joined/{rank}") < self.number:
                 absent.append(rank)
-        join_s = min(_JOIN_S, timeout)
+        join_s = min(_JOIN_S, timeout_s)
         if dead:
             raise RankError(f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s")
         if absent and waited > join_s:
@@ -384,19 +384,19 @@ class _StoreRendezvous(Rendezvous):
                 f"ranks {absent} of {self.world} did not begin to {self.name} within {join_s:g} s",
                 hint=f"all ranks {self.name} together",
             )
-        if missing and waited > timeout:
+        if missing and waited > timeout_s:
             late = f"ranks {list(missing)} of {self.world}"
-            raise RankError(f"{late} did not finish to {self.name} within {timeout:g} s")
+            raise RankError(f"{late} did not finish to {self.name} within {timeout_s:g} s")
 
-    def run(self, work: Callable[[], Any], timeout: float) -> Any:
+    def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
         try:
             result = work()
             self.publish("done")
             if self.rank == 0:
-                self.wait_for("done", range(self.world), timeout)
+                self.wait_for("done", range(self.world), timeout_s)
                 self.publish("outcome")
             else:
-                self.wait_for("outcome", [0], timeout)
+                self.wait_for("outcome", [0], timeout_s)
         except BaseException as error:
             self.fail(error)
             raise
@@ -461,17 +461,17 @@ def require_ranks(num_ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def starting(timeout: float = 60.0) -> Iterator[Agree]:
+def starting(timeout_s: float = 60.0) -> Iterator[Agree]:
     """Start together: the body makes a program and calls the function that this yields.
 
-        with starting(timeout) as agree:
+        with starting(timeout_s) as agree:
             program = ...
             agree(program.fingerprint)
 
     `agree` returns once all ranks have called it with the same fingerprint and the same `values`
     of the names they share (`agree(fingerprint, {"name": "value"})`). Otherwise it raises a
     `RankError`, the same on all ranks, that names those that failed in their body, are missing
-    after `timeout` seconds, or differ. The first rank to know how the start ended records it.
+    after `timeout_s`, or differ. The first rank to know how the start ended records it.
     """
     if not has_peers():
         yield lambda fingerprint, values=None: None
@@ -482,7 +482,7 @@ def starting(timeout: float = 60.0) -> Iterator[Agree]:
     def agree(fingerprint: str, values: Mapping[str, str] | None = None) -> None:
         rendezvous.publish("program", json.dumps([fingerprint, dict(values or {})]))
         try:
-            outcome = _difference(rendezvous.wait_for("program", ranks, timeout)) or _AGREED
+            outcome = _difference(rendezvous.wait_for("program", ranks, timeout_s)) or _AGREED
         except RankError as error:
             rendezvous.fail(error)
             outcome = error.message

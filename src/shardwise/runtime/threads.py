@@ -48,8 +48,8 @@ class _Exchange:
 class _Board:
     """Where the threads of one run meet."""
 
-    def __init__(self, world_size: int, timeout: float) -> None:
-        self.world_size, self.timeout = world_size, timeout
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.world_size, self.timeout_s = world_size, timeout_s
         self.changed = threading.Condition()
         self.exchanges: dict[tuple[tuple[int, ...], int], _Exchange] = {}
         self.failed: dict[int, BaseException] = {}
@@ -64,13 +64,13 @@ class _Board:
         key = (source, target, tag)
         with self.changed:
             arrived = self.changed.wait_for(
-                lambda: self.letters.get(key) or self.failed, self.timeout
+                lambda: self.letters.get(key) or self.failed, self.timeout_s
             )
             if self.failed:
                 raise _Released
             if not arrived:
                 raise RankError(
-                    f"rank {source} sent nothing to rank {target} within {self.timeout} s",
+                    f"rank {source} sent nothing to rank {target} within {self.timeout_s} s",
                     where=f"message {tag}",
                 )
             letters = self.letters[key]
@@ -100,7 +100,7 @@ class _Board:
         with self.changed:
             exchange = self.exchanges[key]
             complete = self.changed.wait_for(
-                lambda: len(exchange.tensors) == group.size or self.failed, self.timeout
+                lambda: len(exchange.tensors) == group.size or self.failed, self.timeout_s
             )
             if self.failed:
                 raise _Released
@@ -109,7 +109,7 @@ class _Board:
                 missing = [r for i, r in enumerate(group.ranks) if i not in exchange.tensors]
                 raise RankError(
                     f"ranks {missing} did not come to {exchange.kinds[group.index]} of ranks "
-                    f"{list(group.ranks)} within {self.timeout} s",
+                    f"{list(group.ranks)} within {self.timeout_s} s",
                     where=f"collective {key[1]} of rank {here}",
                 )
             if len(set(exchange.kinds.values())) > 1:
@@ -208,16 +208,16 @@ class ThreadTransport:
 def run_threads(
     num_ranks: int,
     fn: Callable[[int, ThreadTransport], Result],
-    timeout: float = 60.0,
+    timeout_s: float = 60.0,
     collective: Collective | None = None,
 ) -> list[Result]:
     """Run `fn(rank, transport)` in a thread per rank and return the results in rank order.
 
     If a rank raises, the others are released at once and the first error is raised again with a
-    note that names its rank. `timeout` bounds each wait for other ranks, not the whole run.
+    note that names its rank. `timeout_s` bounds each wait for other ranks, not the whole run.
     `collective` may do sums and gathers in another way than in the order of ranks.
     """
-    board = _Board(num_ranks, timeout)
+    board = _Board(num_ranks, timeout_s)
     results: dict[int, Result] = {}
 
     def work(rank: int) -> None:
@@ -245,7 +245,7 @@ def _join(threads: list[threading.Thread], board: _Board) -> None:
     deadline: float | None = None
     while any(thread.is_alive() for thread in threads):
         if board.failed and deadline is None:
-            deadline = time.monotonic() + board.timeout
+            deadline = time.monotonic() + board.timeout_s
         if deadline is not None and time.monotonic() > deadline:
             return
         for thread in threads:

@@ -190,7 +190,7 @@ class Session:
             seed=config.seed,
             compile=config.compile,
             record="paused" if config.folder is not None else False,
-            timeout=config.timeout_s,
+            timeout_s=config.timeout_s,
         )
         data = {"data.train": parts.train, "data.evaluation": parts.evaluation}
         rt.require_same_lengths(self.module.mesh, data, self.module.store.device)

@@ -223,9 +223,9 @@ class Trainer:
     def _started(self) -> Session:
         if self._session is None:
             self.check()
-            device, timeout = choose_device(self.config.device), self.config.timeout_s
-            world = self._stack.enter_context(process_group(device, timeout))
-            with naming_failures(timeout):  # of one rank alone, such as a file that it lacks
+            device, timeout_s = choose_device(self.config.device), self.config.timeout_s
+            world = self._stack.enter_context(process_group(device, timeout_s))
+            with naming_failures(timeout_s):  # of one rank alone, such as a file that it lacks
                 session = Session(Ingredients(self.config, self._base), world)
                 self._resumed_from = session.resume()
             self._session = session

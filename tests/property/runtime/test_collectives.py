@@ -43,6 +43,6 @@ def test_redistribution_equals_the_dense_oracle(name: str, size: int) -> None:
         def on_rank(rank: int, transport: ThreadTransport) -> None:
             check(case, ProcessMesh({"tp": size}, rank, transport).axis("tp"))
 
-        run_threads(size, on_rank, timeout=20)
+        run_threads(size, on_rank, timeout_s=20)
 
     run()

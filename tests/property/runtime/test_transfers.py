@@ -62,7 +62,7 @@ def test_every_rank_gets_its_part(data: st.DataObject) -> None:
             return None
         return route.receive(transport, dtype, torch.device("cpu"), 5).wait(own)
 
-    for rank, found in enumerate(run_threads(world, run, timeout=10)):
+    for rank, found in enumerate(run_threads(world, run, timeout_s=10)):
         if rank in target.ranks:
             assert found is not None
             assert torch.equal(found, part(target, rank, whole)), (source, target, rank)

@@ -94,10 +94,10 @@ def test_mistakes_are_named(capsys, cluster, arguments, message):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--timeout", "0", "above 0"),
-        ("--timeout", "-3", "above 0"),
-        ("--timeout", "nan", "above 0"),
-        ("--timeout", "inf", "up to 1,000,000"),
+        ("--timeout-s", "0", "above 0"),
+        ("--timeout-s", "-3", "above 0"),
+        ("--timeout-s", "nan", "above 0"),
+        ("--timeout-s", "inf", "up to 1,000,000"),
         ("--bytes", "0", "nothing to send"),
         ("--bytes", "-4KB", "is no size"),
         ("--rounds", "0", "--rounds"),
@@ -109,7 +109,7 @@ def test_what_cannot_be_tuned_is_told_before_ranks_meet(capsys, option, value, m
     assert message in err
 
 
-@pytest.mark.parametrize("wrong", [{"num_bytes": 0}, {"rounds": 0}, {"timeout": float("nan")}])
+@pytest.mark.parametrize("wrong", [{"num_bytes": 0}, {"rounds": 0}, {"timeout_s": float("nan")}])
 def test_the_verb_refuses_it_too(wrong):
     plan = Plan(name="x", model="x", fingerprint="", mesh=Mesh.of(dp=2), roles={"dp": "batch"})
     with pytest.raises(ProgramError, match="measure nothing"):

@@ -39,7 +39,7 @@ class Case:
     trials: list[Trial]
 
     def check(self, program: Program | None = None, **options: Any) -> Certificate:
-        options = {"trials": self.trials, "timeout": 20, **options}
+        options = {"trials": self.trials, "timeout_s": 20, **options}
         return check(program or self.program, self.reference, self.batch, **options)
 
 

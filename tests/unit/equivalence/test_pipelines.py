@@ -35,7 +35,7 @@ class Case:
     trials: list[Trial]
 
     def check(self, pipeline: Pipeline | None = None, **options: Any) -> Certificate:
-        options = {"trials": self.trials, "timeout": 20, **options}
+        options = {"trials": self.trials, "timeout_s": 20, **options}
         return check(pipeline or self.pipeline, self.reference, self.batch, **options)
 
 

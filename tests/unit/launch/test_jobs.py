@@ -247,5 +247,5 @@ def test_ray_starts_every_node_once(tmp_path: Path) -> None:
         assert words[-len(WORDS) - 1 :] == ["--", *WORDS]
         assert variable == "'\"\\ $(x)\n"
     assert run(FAIL_1="3").returncode == 3
-    with pytest.raises(ClusterError, match="is no number"):
-        ray_driver(cpu_nodes(1), ["a.py"], options={"timeout": "x"})
+    with pytest.raises(ClusterError, match="timeout_s"):
+        ray_driver(cpu_nodes(1), ["a.py"], options={"timeout_s": "x"})

@@ -112,7 +112,7 @@ def test_nothing_is_left_when_the_launcher_is_stopped(
     """Not even when it is killed and cannot say anything."""
     write(two / "train.py", SLEEPER)
     mark = f"mark-{two}"
-    process = start_launch(two, "--port", "0", "--grace", "1", "--", "train.py", mark)
+    process = start_launch(two, "--port", "0", "--grace-s", "1", "--", "train.py", mark)
     for name in ("02", "03", "12", "13"):
         wait_for(two / f"started-{name}")
     process.send_signal(number)
@@ -125,7 +125,7 @@ def test_nothing_is_left_when_the_launcher_is_stopped(
 def test_a_second_interrupt_does_not_wait(two: Path) -> None:
     write(two / "train.py", SLEEPER)
     mark = f"mark-{two}"
-    process = start_launch(two, "--port", "0", "--grace", "60", "--", "train.py", mark)
+    process = start_launch(two, "--port", "0", "--grace-s", "60", "--", "train.py", mark)
     wait_for(two / "started-13")
     wait_for(two / "started-03")
     process.send_signal(signal.SIGINT)

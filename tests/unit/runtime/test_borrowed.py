@@ -59,7 +59,7 @@ def on_four(fn: Callable[..., Any], *args: Any) -> list[Any]:
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh({"dp": 2, "tp": 2}, rank, transport), *args)
 
-    return run_threads(4, run, timeout=30)
+    return run_threads(4, run, timeout_s=30)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ def on_two(fn):  # type: ignore[no-untyped-def]
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh({"tp": 2}, rank, transport).axis("tp"))
 
-    return run_threads(2, run, timeout=20)
+    return run_threads(2, run, timeout_s=20)
 
 
 def test_an_axis_of_one_rank_returns_the_argument() -> None:

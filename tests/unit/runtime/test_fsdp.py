@@ -15,7 +15,7 @@ def on_two(fn, *args):  # type: ignore[no-untyped-def]
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh({"dp": 2, "tp": 1}, rank, transport), *args)
 
-    return run_threads(2, run, timeout=30)
+    return run_threads(2, run, timeout_s=30)
 
 
 class Outside(nn.Module):

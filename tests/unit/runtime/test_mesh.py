@@ -77,7 +77,7 @@ def test_the_first_failing_rank_is_named_and_the_others_are_released() -> None:
         axis.all_reduce(torch.ones(1)).wait()
 
     with pytest.raises(ValueError, match="no") as caught:
-        run_threads(3, run, timeout=30)
+        run_threads(3, run, timeout_s=30)
     assert caught.value.__notes__ == ["on rank 1 of 3"]
 
 
@@ -87,7 +87,7 @@ def test_a_missing_rank_is_named_after_the_time_out() -> None:
             _axis(rank, transport, 3).all_reduce(torch.ones(1)).wait()
 
     with pytest.raises(RankError, match=r"ranks \[2\] did not come to all_reduce"):
-        run_threads(3, run, timeout=0.2)
+        run_threads(3, run, timeout_s=0.2)
 
 
 def test_ranks_that_do_different_things_are_told_apart() -> None:

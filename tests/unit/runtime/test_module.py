@@ -64,7 +64,7 @@ def on_two(fn):  # type: ignore[no-untyped-def]
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh({"dp": 2, "tp": 1}, rank, transport))
 
-    return run_threads(2, run, timeout=30)
+    return run_threads(2, run, timeout_s=30)
 
 
 def test_a_step_that_failed_draws_the_same_when_it_is_repeated(

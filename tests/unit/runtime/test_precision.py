@@ -21,7 +21,7 @@ def on_two(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh({"dp": 2}, rank, transport), *args, **options)
 
-    return run_threads(2, run, timeout=30)
+    return run_threads(2, run, timeout_s=30)
 
 
 def dense(steps: int, lr: float, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

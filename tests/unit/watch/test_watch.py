@@ -239,7 +239,7 @@ def test_the_command_once_as_json_and_what_is_missing(tmp_path: Path) -> None:
     assert "step 5 of 1,000" in once.stdout
     told = json.loads(runner.invoke(app, ["watch", str(tmp_path / "run"), "--json"]).stdout)
     assert told["step"] == 5
-    missing = runner.invoke(app, ["watch", str(tmp_path / "none"), "--wait", "0.2"])
+    missing = runner.invoke(app, ["watch", str(tmp_path / "none"), "--wait-s", "0.2"])
     assert isinstance(missing.exception, WatchError)
     assert "after 0.2 s" in str(missing.exception)
 
@@ -253,7 +253,7 @@ def test_lines_until_the_run_ends(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    found = CliRunner().invoke(app, ["watch", str(tmp_path / "run"), "--wait", "20"])
+    found = CliRunner().invoke(app, ["watch", str(tmp_path / "run"), "--wait-s", "20"])
     writer.join()
     assert found.exit_code == 0
     assert "waiting up to 20 s" in found.stderr

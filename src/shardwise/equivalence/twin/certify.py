@@ -77,9 +77,9 @@ def certify_twin(
     buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     *,
-    timeout: float,
+    timeout_s: float,
     max_bytes: float = float("inf"),
 ) -> Certificate:
     """Check the plan on a scaled twin."""
     twin = prepare_twin(graph, plan, buffers, inputs, max_bytes)
-    return check(twin.program, twin.reference, twin.inputs, timeout=timeout, scaled=twin.scaled)
+    return check(twin.program, twin.reference, twin.inputs, timeout_s=timeout_s, scaled=twin.scaled)

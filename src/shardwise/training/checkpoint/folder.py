@@ -67,7 +67,7 @@ class Checkpoints:
         copies: Mapping[str, Mapping[str, Tensor]] | None = None,
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
-        timeout: float = 3600.0,
+        timeout_s: float = 3600.0,
     ) -> Saving:
         """Write the state after `step`; all ranks call it. Waits for the saving under way first.
 
@@ -86,19 +86,19 @@ class Checkpoints:
             extra=given,
             copies=copies,
             wait=wait,
-            timeout=timeout,
+            timeout_s=timeout_s,
         )
         if wait:
             self.wait()
         return saving
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the saving under way, and remove what is not kept; raises what failed."""
         saving = self._saving
         if saving is None:
             return
         try:
-            saving.wait(timeout)
+            saving.wait(timeout_s)
         finally:
             if saving.done():
                 self._saving = None

@@ -55,7 +55,7 @@ def load_checkpoint(
     *,
     copies: Mapping[str, Mapping[str, Tensor]] | None = None,
     strict: bool = True,
-    timeout: float = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> Loaded:
     """Fill a module, its optimizer and further `copies` from the folder `path`.
 
@@ -77,7 +77,7 @@ def load_checkpoint(
     state = state_of(module)
     rendezvous = open_rendezvous("load", CheckpointError) if state.collective else Rendezvous()
     found: Loaded = rendezvous.run(
-        lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout
+        lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout_s
     )
     return found
 

@@ -51,21 +51,21 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, timeout_s: float | None = None) -> Path:
         """Wait until the checkpoint is complete on all ranks; raises what failed."""
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(timeout_s)
             if self._thread.is_alive():
-                raise CheckpointError(f"{self.path} is not complete after {timeout:g} s")
+                raise CheckpointError(f"{self.path} is not complete after {timeout_s:g} s")
         if self._error is not None:
             raise self._error
         return self.path
 
-    def staged(self, timeout: float | None = None) -> None:
+    def staged(self, timeout_s: float | None = None) -> None:
         """Wait until the state is copied aside; from then on anyone may change it."""
         if self._staging is not None and not self._staging.finished.is_set():
             with self._blocking():
-                if not self._staging.finished.wait(timeout):
+                if not self._staging.finished.wait(timeout_s):
                     raise CheckpointError(f"the state for {self.path} is not copied in time")
 
     def done(self) -> bool:
@@ -135,7 +135,7 @@ def save_checkpoint(
     copies: Mapping[str, Mapping[str, Tensor]] | None = None,
     frozen: bool = True,
     wait: bool = True,
-    timeout: float = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> Saving:
     """Write the state of a module and its optimizer to the folder `path`; all ranks call it.
 
@@ -158,7 +158,9 @@ def save_checkpoint(
             contents = collect(
                 module, optimizer, rendezvous.rank, step, extra or {}, copies or {}, frozen=frozen
             )
-            writer, staging = _prepare(saving.path, contents, rendezvous, timeout, wait, optimizer)
+            writer, staging = _prepare(
+                saving.path, contents, rendezvous, timeout_s, wait, optimizer
+            )
         except BaseException as error:
             rendezvous.fail(error)
             raise
@@ -175,10 +177,10 @@ def _prepare(
     path: Path,
     contents: Contents,
     rendezvous: Rendezvous,
-    timeout: float,
+    timeout_s: float,
     wait: bool,
     optimizer: Any,
 ) -> tuple[Writer, Staging]:
     mine = portions(contents.sections, rendezvous.rank)
     staging = Staging(mine, at_once=not wait and optimizer is None)
-    return Writer(path, contents, mine, rendezvous, timeout), staging
+    return Writer(path, contents, mine, rendezvous, timeout_s), staging

@@ -60,11 +60,11 @@ class Writer:
         contents: Contents,
         mine: Sequence[Portion],
         rendezvous: Rendezvous,
-        timeout: float,
+        timeout_s: float,
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.contents, self.mine = contents, mine
-        self.rendezvous, self.timeout = rendezvous, timeout
+        self.rendezvous, self.timeout_s = rendezvous, timeout_s
 
     def write(self, staging: Staging) -> None:
         """Write, wait for the others, and for the first rank to complete it."""
@@ -74,11 +74,11 @@ class Writer:
             _write_json(folder / _report_name(rendezvous.rank), report)
             rendezvous.publish("written")
             if rendezvous.rank == 0:
-                rendezvous.wait_for("written", range(rendezvous.world), self.timeout)
+                rendezvous.wait_for("written", range(rendezvous.world), self.timeout_s)
                 self._complete(folder)
                 rendezvous.publish("outcome")
             else:
-                rendezvous.wait_for("outcome", [0], self.timeout)
+                rendezvous.wait_for("outcome", [0], self.timeout_s)
         except BaseException as error:
             rendezvous.fail(error)
             self._clear(folder)
@@ -99,7 +99,7 @@ class Writer:
                 raise _disk_error(error, self.path.parent) from error
             rendezvous.publish("folder", folder.name)
             return folder
-        (name,) = rendezvous.wait_for("folder", [0], self.timeout).values()
+        (name,) = rendezvous.wait_for("folder", [0], self.timeout_s).values()
         folder = self.path.with_name(name)
         deadline = time.monotonic() + _SEEN_S
         while not folder.is_dir():  # network file systems take their time

@@ -60,7 +60,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
     graph and cluster. `replicas` is how many times `per_device_train_batch_size` makes a batch; by
     default the plan's data-parallel ranks, and with "auto" all ranks. `weights` is a checkpoint or
     Hugging Face folder to start from, of which each rank reads its part: the model may be on meta.
-    `timeout` is how long ranks wait for each other when they start. Everything else is as
+    `timeout_s` is how long ranks wait for each other when they start. Everything else is as
     `transformers.Trainer` has it.
     """
 
@@ -74,7 +74,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         cluster: Cluster | str | Path | None = None,
         replicas: int | None = None,
         weights: str | Path | None = None,
-        timeout: float = 300.0,
+        timeout_s: float = 300.0,
         **keywords: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments("tmp_trainer")
@@ -85,7 +85,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             precision="bf16-autocast" if args.bf16 else "fp16-autocast" if args.fp16 else None,
             seed=args.seed,
         )
-        self._replicas, self._weights, self._timeout = replicas, weights, timeout
+        self._replicas, self._weights, self._timeout_s = replicas, weights, timeout_s
         self._plan: Plan | None = None
         self._parallel: ParallelModel | None = None
         self._stand_in: nn.Module | None = None
@@ -164,7 +164,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
                     device=self.args.device,
                     seed=self.args.seed,
                     compile=bool(self.args.torch_compile),
-                    timeout=self._timeout,
+                    timeout_s=self._timeout_s,
                 )
             data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
             require_same_lengths(part.mesh, data, part.store.device)

@@ -81,17 +81,17 @@ class ShardwiseStrategy(Processes):
         seed: int = 0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
-        timeout: float = 300.0,
+        timeout_s: float = 300.0,
         **options: Any,
     ) -> None:
         self.choice = PlanChoice(plan=plan, options=options, cluster=cluster, seed=seed)
         super().__init__(
             start_method=start_method,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout_s),
         )
         self._evaluate, self._elementwise = evaluate, elementwise
-        self._seed, self._seconds = seed, timeout
+        self._seed, self._seconds = seed, timeout_s
         self._reset()
 
     def _reset(self) -> None:
@@ -200,7 +200,7 @@ class ShardwiseStrategy(Processes):
 
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
             self.plan = training.start(
-                batch, make_plan, optimized, seed=self._seed, timeout=self._seconds
+                batch, make_plan, optimized, seed=self._seed, timeout_s=self._seconds
             )
         pm = training.parallel
         loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}

@@ -46,13 +46,13 @@ class Training:
         optimized: frozenset[str],
         *,
         seed: int,
-        timeout: float,
+        timeout_s: float,
     ) -> Plan:
         """Plan, and take the weights; parameters that no optimizer has are not trained."""
         with _frozen(self.module, optimized):
             plan = make_plan(self.model)
             self.pm = parallelize(
-                self.model, batch, plan, device=self.device, seed=seed, timeout=timeout
+                self.model, batch, plan, device=self.device, seed=seed, timeout_s=timeout_s
             )
             self.pm.flags.ignore_originals()  # the module's own flags are back after this
         self._remember(self._key(batch, training=True))
