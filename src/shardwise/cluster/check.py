@@ -5,12 +5,12 @@ Enters: a `Cluster` as it is made. Leaves: nothing, or a `ClusterError` that say
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardwise.cluster.device import require_finite
 from shardwise.cluster.links import Link, Switch, Trunk
 from shardwise.cluster.names import expand, expand_all
 from shardwise.errors import ClusterError, did_you_mean
@@ -96,8 +96,9 @@ def _links(cluster: Cluster, in_domains: set[str]) -> None:
 
 
 def _finite(link: Link) -> None:
-    """A link alone may be infinite: from a rank to itself. One between devices is not."""
-    require_finite("bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, "link")
+    """Refuse infinite bandwidth, which only the link from a rank to itself may have."""
+    if link.bandwidth_bytes_per_s == math.inf:
+        raise ClusterError("bandwidth_bytes_per_s is inf, must be a finite number", where="link")
 
 
 def _switches(cluster: Cluster, known: set[str], domain_of: Mapping[str, int]) -> None:

@@ -1,7 +1,7 @@
-"""The machines: nodes with devices, and the network between them.
+"""The cluster: nodes with devices, and the network between them.
 
-Enters: a YAML file, a preset, or a number of ranks on this machine. Leaves: `Cluster`, which plans
-are made for and estimates are computed from. Rank order is node by node, device by device.
+A `Cluster` comes from a YAML file, a preset, or a number of ranks on this machine; plans are made
+for one, and estimates are computed from it. Ranks are numbered node by node, device by device.
 """
 
 from __future__ import annotations
@@ -14,59 +14,61 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from shardwise.cluster.device import Device
 from shardwise.cluster.links import Link, Network, Nic
-from shardwise.cluster.names import MOST, count, expand
+from shardwise.cluster.names import MOST, Pattern, count, expand
 from shardwise.errors import ClusterError
 from shardwise.files import read_text, write_text
+from shardwise.schema import AS_MAPPING, ONE_OR_MORE, Range, Stored, check_fields
 
 if TYPE_CHECKING:
     from shardwise.cluster.topology import Path as LinkPath
     from shardwise.cluster.topology import Topology
 
 DEFAULT_PORT = 29500  # torchrun's
-SSH_PORT = 22
-SSH_PROGRAM = "ssh"
 NO_NETWORK = Network()
 MAX_BYTES = 16 << 20  # of a cluster file
 _FALLBACK_MEMORY_BYTES = 8 * 2**30
+
+Port = Annotated[int, Range(1, 2**16 - 1), Stored(always=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ssh:
     """How a node is reached to start its ranks: `program -o OPTION -i KEY -p PORT user@address`."""
 
-    user: str = ""
-    key: str = ""
-    port: int = SSH_PORT
-    program: str = SSH_PROGRAM
-    options: tuple[str, ...] = ()
+    user: Annotated[str, Stored(always=True)] = ""
+    key: Annotated[str, Stored(always=True)] = ""
+    port: Port = 22
+    program: str = "ssh"
+    options: Annotated[tuple[str, ...], ONE_OR_MORE] = ()
 
     def __post_init__(self) -> None:
-        require_port(self.port)
+        check_fields(self, ClusterError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where and with what a node's ranks start; what is empty is as on the launching machine."""
+    """How a node's ranks start; empty settings are those of the launching machine."""
 
     folder: str = ""
     python: str = ""
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: Annotated[tuple[tuple[str, str], ...], AS_MAPPING] = ()
 
     def __post_init__(self) -> None:
         for name, value in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ClusterError(
-                    f"{name!r} is no name of an environment variable", hint="NCCL_DEBUG: INFO"
+                    f"{name!r} is not a valid name of an environment variable",
+                    hint="NCCL_DEBUG: INFO",
                 )
             if "\0" in value:
-                raise ClusterError(f"the value of {name} has a zero byte")
+                raise ClusterError(f"the value of {name} contains a null byte")
 
     def over(self, base: Start) -> Start:
-        """These settings, and those of `base` where they say nothing."""
+        """Return these settings, completed by those of `base`."""
         environment = dict(base.environment) | dict(self.environment)
         return Start(
             folder=self.folder or base.folder,
@@ -76,20 +78,21 @@ class Start:
 
 
 AS_HERE = Start()
+NodeDevices = Annotated[tuple[Device, ...], "by names of the file's devices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One machine, or several alike: `gpu[0-63]` stands for 64.
+    """One node, or several equal ones: `gpu[0-63]` stands for 64.
 
-    `link` connects its devices, `nic` the machine with the others. An empty address is the name.
+    `link` connects its devices, `nic` the node with the others. An empty address is the name.
     """
 
-    name: str
-    devices: tuple[Device, ...]
+    name: Pattern
+    devices: NodeDevices
     link: Link | None = None
     nic: Nic | None = None
-    address: str = ""
+    address: Pattern = ""
     ssh: Ssh | None = None
     start: Start = AS_HERE
 
@@ -118,7 +121,7 @@ class ClusterNode:
 
     @property
     def count(self) -> int:
-        """The number of devices of each machine."""
+        """The number of devices of each node."""
         return len(self.devices)
 
     @property
@@ -127,7 +130,7 @@ class ClusterNode:
         return self.devices[0]
 
     def machine(self, index: int) -> ClusterNode:
-        """The `index`-th of the machines that this stands for."""
+        """Return the `index`-th of the nodes that this stands for."""
         if self.copies == 1 and self.address:
             return self
         address = expand(self.address or self.name)[index]
@@ -149,15 +152,15 @@ class Cluster:
     name: str
     nodes: tuple[ClusterNode, ...]
     network: Network = NO_NETWORK
-    port: int = DEFAULT_PORT
+    port: Port = DEFAULT_PORT
     start: Start = AS_HERE
 
     def __post_init__(self) -> None:
+        check_fields(self, ClusterError)
         if not self.nodes:
             raise ClusterError(
                 f"cluster {self.name} has no nodes", hint="Cluster.local(4)", part=("nodes",)
             )
-        require_port(self.port)
         if self.num_ranks > MOST:
             raise ClusterError(f"{self.num_ranks:,} ranks, more than {MOST:,}", part=("nodes",))
         from shardwise.cluster.check import check
@@ -236,40 +239,40 @@ class Cluster:
         return self.topology.capacities
 
     def path(self, a: int, b: int) -> LinkPath:
-        """The resources that traffic from rank `a` to rank `b` crosses, and its latency."""
+        """Return the resources that traffic from rank `a` to rank `b` crosses, and its latency."""
         self._check_rank(a)
         self._check_rank(b)
         return self.topology.path(a, b)
 
     def device(self, rank: int) -> Device:
-        """The device that `rank` runs on."""
+        """Return the device that `rank` runs on."""
         entry, _, local = self._locate(rank)
         return self.nodes[entry].devices[local]
 
     def node_of(self, rank: int) -> ClusterNode:
-        """The machine that `rank` runs on."""
+        """Return the node that `rank` runs on."""
         entry, index, _ = self._locate(rank)
         return self.nodes[entry].machine(index)
 
     def machines(self) -> tuple[ClusterNode, ...]:
-        """Every machine, one by one."""
+        """Return every node, one by one."""
         return tuple(node.machine(i) for node in self.nodes for i in range(node.copies))
 
     def subset(self, ranks: Collection[int]) -> Cluster:
-        """The cluster of some of these ranks, numbered from 0 in this order."""
+        """Return the cluster of some of these ranks, numbered from 0 in this order."""
         from shardwise.cluster.subset import subset
 
         return subset(self, ranks)
 
     def link_between(self, a: int, b: int) -> Link:
-        """What traffic from rank `a` to rank `b` alone would see, as one link."""
+        """Return the link that traffic from rank `a` to rank `b` would see on its own."""
         path = self.path(a, b)
         capacities = self.topology.capacity_of
         slowest = min((capacities(name) for name in path.resources), default=math.inf)
         return Link(bandwidth_bytes_per_s=slowest, latency_s=path.latency_s)
 
     def _locate(self, rank: int) -> tuple[int, int, int]:
-        """The entry of `nodes`, which of its machines, and which of its devices."""
+        """Return the entry of `nodes`, the index of its node and the index of the device there."""
         self._check_rank(rank)
         for index, node in enumerate(self.nodes):
             if rank < node.count * node.copies:
@@ -282,17 +285,17 @@ class Cluster:
             raise ClusterError(f"rank {rank} is outside a cluster of {self.num_ranks} ranks")
 
     def to_yaml(self) -> str:
-        """The cluster as versioned YAML text, readable and editable."""
-        from shardwise.cluster.write import to_yaml
+        """Return the cluster as versioned YAML text, readable and editable."""
+        from shardwise.cluster.files import to_yaml
 
         return to_yaml(self)
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "cluster") -> Cluster:
-        """The cluster that a YAML or JSON text describes; errors name the line and the field."""
-        from shardwise.cluster.read import read
+        """Return the cluster that a YAML or JSON text describes; errors name the line and field."""
+        from shardwise.cluster.files import from_yaml
 
-        return read(text, where)
+        return from_yaml(text, where)
 
     def save(self, path: str | Path) -> None:
         """Write `to_yaml` to `path`."""
@@ -300,7 +303,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read what `save` or a person wrote."""
+        """Read a cluster file."""
         inside = Path(path) / "cluster.yaml"
         hint = f"{inside}" if Path(path).is_dir() else f"shardwise profile -o {path}"
         text = read_text(path, ClusterError, what="cluster file", hint=hint, max_bytes=MAX_BYTES)
@@ -316,14 +319,8 @@ class Cluster:
         return f"Cluster {self.name}: {self.num_ranks} ranks; {'; '.join(parts)}"
 
 
-def require_port(port: int) -> None:
-    """Refuse what is not the number of a port."""
-    if not 0 < port < 2**16:
-        raise ClusterError(f"port {port} is none", hint=f"port: {DEFAULT_PORT}")
-
-
 def machine_memory_bytes() -> int:
-    """The memory of this machine."""
+    """Return the memory of this machine in bytes."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system

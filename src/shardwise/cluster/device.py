@@ -1,7 +1,7 @@
-"""A device: how fast it computes, what its memory holds, and what it costs.
+"""A device: how fast it computes, how much memory it has, and what it costs.
 
-Enters: figures of a data sheet, a preset or a measurement. Leaves: `Device`, whose methods give
-the rate for a size. Every rate is scaled by `speed`, so that one slow device is one changed figure.
+`Device` holds the figures of a data sheet, a preset or a measurement; its methods return the rate
+for a size. Every rate is scaled by `speed`, so that a slow device differs in a single figure.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from shardwise.errors import ClusterError, did_you_mean
+from shardwise.errors import ClusterError
+from shardwise.schema import AS_MAPPING, OneOf, Range, Stored, check_fields
 
-KINDS = ("cuda", "cpu")  # which library computes and communicates; ROCm answers to "cuda" in torch
-DTYPES = (  # torch's names of number types that products can have
+KINDS = ("cuda", "cpu")  # torch's device types; ROCm devices are "cuda" as well
+GIB = str(2**30)
+DTYPES = (  # dtypes that matrix products can have, by torch's names
     "float64",
     "float32",
     "float16",
@@ -37,7 +39,7 @@ DTYPES = (  # torch's names of number types that products can have
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A rate by size: interpolated between points in logarithms, constant outside them.
+    """A rate as a function of size: log-log interpolation between points, constant outside.
 
     >>> Curve(((1.0, 10.0), (100.0, 1000.0))).at(10.0)
     100.0
@@ -51,15 +53,16 @@ class Curve:
         if not self.points:
             raise ClusterError("a rate needs at least one point", hint="[[1024, 1.0e12]]")
         for size, rate in self.points:
-            require_finite("size of a rate", size, "rate")
-            require_finite("rate", rate, "rate")
+            numbers = all(isinstance(value, int | float) for value in (size, rate))
+            if not numbers or not (0 < size < math.inf and 0 < rate < math.inf):
+                raise ClusterError(f"a rate has the point {(size, rate)}", hint="numbers above 0")
         sizes = [size for size, _ in self.points]
         if sorted(set(sizes)) != sizes:
             raise ClusterError(f"sizes {sizes} of a rate do not ascend", hint="sort the points")
 
     @classmethod
     def constant(cls, rate: float) -> Curve:
-        """The same rate for every size."""
+        """Return a curve with the same rate for every size."""
         return cls(((1.0, float(rate)),))
 
     @property
@@ -71,7 +74,7 @@ class Curve:
         return max(rate for _, rate in self.points)
 
     def at(self, size: float) -> float:
-        """The rate for `size`."""
+        """Return the rate for `size`."""
         index = bisect_right(self.points, size, key=lambda point: point[0])
         if index == 0:
             return self.points[0][1]
@@ -82,72 +85,57 @@ class Curve:
         return math.exp(math.log(y0) + share * math.log(y1 / y0)) if y0 != y1 else y0
 
 
-Rates = tuple[tuple[str, Curve], ...]
-
-
-_NOT_NEGATIVE = (
-    "reserved_bytes",
-    "overhead_s",
-    "host_memory_bytes",
-    "price_per_hour",
-    "overlap_loss",
-)
+Rates = Annotated[
+    tuple[tuple[Annotated[str, OneOf(DTYPES, "dtype")], Curve], ...],
+    AS_MAPPING,
+    Stored(always=True),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator, or one process's share of a CPU.
 
-    `kind` is the torch device type; `name` what people call it. Rates are by dtype name, for
-    example "bfloat16"; a product's size is the cube root of m·n·k, an attention's its sequence.
+    `kind` is the torch device type; `name` is a label. Rates are by dtype name, for example
+    "bfloat16"; the size of a matrix product is the cube root of m·n·k, that of an attention its
+    sequence length.
     """
 
-    name: str
-    kind: str
-    memory_bytes: int
+    name: Annotated[str, Stored(hidden=True)]
+    kind: Annotated[str, OneOf(KINDS)]
+    memory_bytes: Annotated[int, Range(0, above=True), Stored("memory_gib", GIB)]
+    reserved_bytes: Annotated[int, Range(0), Stored("reserved_gib", GIB, always=True)] = 0
     matmul_flops_per_s: Rates
-    memory_bytes_per_s: Curve
     attention_flops_per_s: Rates = ()
-    reserved_bytes: int = 0
-    overhead_s: float = 0.0
-    host_bytes_per_s: float = math.inf
-    host_memory_bytes: int = 0
-    price_per_hour: float = 0.0
-    overlap_loss: float = 0.0  # of computing, in the time that messages travel meanwhile
-    speed: float = 1.0
+    memory_bytes_per_s: Curve
+    overhead_s: Annotated[float, Range(0), Stored(always=True)] = 0.0
+    host_bytes_per_s: Annotated[float, Range(0, above=True, infinite=True), Stored(always=True)] = (
+        math.inf
+    )
+    host_memory_bytes: Annotated[int, Range(0), Stored("host_memory_gib", GIB, always=True)] = 0
+    price_per_hour: Annotated[float, Range(0), Stored(always=True)] = 0.0
+    # The fraction of its speed that computing loses while messages travel.
+    overlap_loss: Annotated[float, Range(0, 1), Stored(always=True)] = 0.0
+    speed: Annotated[float, Range(0, above=True), Stored(always=True)] = 1.0
 
     def __post_init__(self) -> None:
         where = f"device {self.name}"
-        if self.kind not in KINDS:
-            raise ClusterError(f"kind is {self.kind!r}, must be one of {KINDS}", where=where)
+        check_fields(self, ClusterError, where)
         if not self.matmul_flops_per_s:
             raise ClusterError(
                 "no matmul rates", where=where, hint="matmul_flops_per_s: {float32: 1.0e12}"
             )
-        for rates in (self.matmul_flops_per_s, self.attention_flops_per_s):
-            _check_dtypes(rates, where)
-        require_positive("host_bytes_per_s", self.host_bytes_per_s, where)
-        for name in ("memory_bytes", "speed"):
-            require_finite(name, getattr(self, name), where)
-        for name in _NOT_NEGATIVE:
-            require_not_negative(name, getattr(self, name), where)
-        if self.overlap_loss > 1:
-            raise ClusterError(
-                f"overlap_loss is {self.overlap_loss:g}, a part of 1",
-                where=where,
-                hint="overlap_loss: 0.5",
-            )
         if self.reserved_bytes >= self.memory_bytes:
             raise ClusterError(
-                f"reserves {self.reserved_bytes / 2**30:.2f} GiB of {self.memory_bytes / 2**30:.2f}"
-                " GiB: nothing is left",
+                f"{self.reserved_bytes / 2**30:.2f} GiB of {self.memory_bytes / 2**30:.2f} GiB are "
+                "reserved: nothing is left",
                 where=where,
                 hint="a smaller reserved_gib",
             )
 
     @property
     def usable_bytes(self) -> int:
-        """What a program may allocate."""
+        """The memory that a program may allocate."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
@@ -155,19 +143,19 @@ class Device:
         return tuple(dtype for dtype, _ in self.matmul_flops_per_s)
 
     def matmul_rate(self, dtype: str, m: float, n: float, k: float, batch: float = 1) -> float:
-        """Operations per second of `batch` products of m×k and k×n matrices.
+        """Return the operations per second of `batch` products of m×k and k×n matrices.
 
         A batch of small products fills the device like one product of as many operations.
         """
         return self._matmul(dtype).at((m * n * k * batch) ** (1 / 3)) * self.speed
 
     def attention_rate(self, dtype: str, sequence: float = math.inf) -> float:
-        """Operations per second of a fused attention over `sequence` positions."""
+        """Return the operations per second of a fused attention over `sequence` positions."""
         curve = dict(self.attention_flops_per_s).get(dtype)
         return (curve or self._matmul(dtype)).at(sequence) * self.speed
 
     def memory_rate(self, num_bytes: float) -> float:
-        """Bytes per second, read and written together, of an operator that moves `num_bytes`."""
+        """Return the bytes read and written per second by an operator that moves `num_bytes`."""
         return self.memory_bytes_per_s.at(num_bytes) * self.speed
 
     def _matmul(self, dtype: str) -> Curve:
@@ -182,32 +170,3 @@ class Device:
     def __str__(self) -> str:
         slowed = "" if self.speed == 1 else f" at {self.speed:g} of its speed"
         return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB){slowed}"
-
-
-def _check_dtypes(rates: Rates, where: str) -> None:
-    for dtype, _ in rates:
-        if dtype not in DTYPES:
-            raise ClusterError(
-                f"no number type {dtype!r}{did_you_mean(dtype, DTYPES)}",
-                where=where,
-                hint=", ".join(DTYPES[:4]),
-            )
-
-
-def require_positive(name: str, value: Any, where: str) -> None:
-    """Refuse what is not a number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ClusterError(f"{name} is {value!r}, must be a number above 0", where=where)
-
-
-def require_finite(name: str, value: Any, where: str) -> None:
-    """Refuse what is not a finite number above 0."""
-    require_positive(name, value, where)
-    if value == math.inf:
-        raise ClusterError(f"{name} is inf, must be a finite number", where=where)
-
-
-def require_not_negative(name: str, value: Any, where: str) -> None:
-    """Refuse what is not a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ClusterError(f"{name} is {value!r}, must be a number of at least 0", where=where)

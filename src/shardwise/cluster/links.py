@@ -1,17 +1,26 @@
-"""Links: what connects devices of a node, nodes with the network, and switches with each other.
+"""Links between the devices of a node, between nodes and between switches.
 
-Enters: bandwidths and latencies. Leaves: frozen descriptions; `topology.py` makes of them the
-resources that traffic shares.
+These are frozen descriptions of bandwidths and latencies; `topology.py` derives the resources that
+traffic shares from them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from shardwise.cluster.device import Curve, require_finite, require_not_negative, require_positive
-from shardwise.cluster.names import expand_all
-from shardwise.errors import ClusterError, did_you_mean
+from shardwise.cluster.device import Curve
+from shardwise.cluster.names import MOST, Pattern, expand_all
+from shardwise.errors import ClusterError
+from shardwise.schema import (
+    AS_MAPPING,
+    ONE_OR_MORE,
+    OneOf,
+    Range,
+    Stored,
+    check_fields,
+)
 
 OPERATIONS = (
     "all_reduce",
@@ -24,30 +33,40 @@ OPERATIONS = (
 )
 ONE = Curve.constant(1.0)
 
+Names = Annotated[tuple[Pattern, ...], ONE_OR_MORE, Stored(single=True)]
+Latency = Annotated[float, Range(0), Stored("latency_us", "1e-6")]
+MessageTime = Annotated[float, Range(0), Stored("message_us", "1e-6")]
+Every = Annotated[int, Range(0, MOST)]
+# Reductions inside a switch can exceed the bandwidth of a link, but not twofold.
+Efficiency = Annotated[float, Range(0, 2, above=True)]
+GBIT = "125e6"  # bytes per second
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """How many times longer an operation takes than its wires ask for: its start, and each byte.
+    """The ratio of an operation's measured time to the time its links need.
 
-    The factor of the bytes is by size. `ranks` is the size of the groups that it was measured on;
-    0 stands for any.
+    `latency` scales the constant part and `bytes`, by size, the part of each byte. `ranks` is the
+    size of the groups it was measured on; 0 stands for any.
     """
 
-    latency: float = 1.0
-    bytes: Curve = ONE
-    ranks: int = 0
+    ranks: Annotated[int, Range(0, MOST)] = 0
+    latency: Annotated[float, Range(0, above=True), Stored(always=True)] = 1.0
+    bytes: Annotated[Curve, Stored(always=True)] = ONE
 
     def __post_init__(self) -> None:
-        require_finite("latency", self.latency, "collectives")
-        require_not_negative("ranks", self.ranks, "collectives")
+        check_fields(self, ClusterError, "collectives")
 
 
-Factors = tuple[tuple[str, tuple[Factor, ...]], ...]
+Factors = Annotated[
+    tuple[tuple[Annotated[str, OneOf(OPERATIONS, "collective")], tuple[Factor, ...]], ...],
+    AS_MAPPING,
+]
 _PLAIN = Factor()
 
 
 def factor_of(factors: Factors, operation: str, ranks: int) -> Factor:
-    """The factor of `operation` on groups of `ranks`, from the nearest sizes that are known."""
+    """Return the factor of `operation` on groups of `ranks`, interpolated between known sizes."""
     known = sorted(dict(factors).get(operation, ()), key=lambda factor: factor.ranks)
     if not known:
         return _PLAIN
@@ -66,88 +85,87 @@ def factor_of(factors: Factors, operation: str, ranks: int) -> Factor:
 class Link:
     """A connection, in each direction: time = latency_s + bytes / (bandwidth × efficiency).
 
-    Between the devices of a node, the bandwidth is one device's, into and out of a crossbar;
-    `bus_bytes_per_s` limits all of them together. `efficiency` is what the communication library
-    reaches of the wire, `collectives` what it was measured to need beyond that, `shared` what the
-    same operations need through memory that processes share. `message_s` is what a message costs
-    its sender and its receiver beside the wire.
+    Between the devices of a node, the bandwidth is that of one device into and out of a crossbar;
+    `bus_bytes_per_s` limits all of them together. `efficiency` is the fraction of the bandwidth
+    that the communication library achieves. `collectives` are measured factors beyond that,
+    `shared` those of the same operations through shared memory. `message_s` is the time that a
+    message costs its sender and its receiver besides the transfer.
     """
 
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    bus_bytes_per_s: float = math.inf
-    efficiency: float = 1.0
+    # Infinite only from a rank to itself, which no file describes.
+    bandwidth_bytes_per_s: Annotated[
+        float, Range(0, above=True, infinite=True), Stored("bandwidth_gb_per_s", "1e9", finite=True)
+    ]
+    latency_s: Latency
+    bus_bytes_per_s: Annotated[
+        float, Range(0, above=True, infinite=True), Stored("bus_gb_per_s", "1e9")
+    ] = math.inf
+    efficiency: Efficiency = 1.0
     collectives: Factors = ()
     shared: Factors = ()
-    message_s: float = 0.0
+    message_s: MessageTime = 0.0
 
     def __post_init__(self) -> None:
-        require_positive("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "link")
-        require_positive("bus_bytes_per_s", self.bus_bytes_per_s, "link")
-        _require_efficiency(self.efficiency, "link")
-        require_not_negative("latency_s", self.latency_s, "link")
-        require_not_negative("message_s", self.message_s, "link")
-        check_operations(self.collectives, "link.collectives")
-        check_operations(self.shared, "link.shared")
+        check_fields(self, ClusterError, "link")
+        _check_factors(self.collectives, "link.collectives")
+        _check_factors(self.shared, "link.shared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
     """The network cards of a node: `count` equal ones, each serving as many devices."""
 
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-    count: int = 1
-    efficiency: float = 1.0
+    count: Annotated[int, Range(1, MOST), Stored(always=True)] = 1
+    bandwidth_bytes_per_s: Annotated[
+        float, Range(0, above=True), Stored("bandwidth_gbit_per_s", GBIT)
+    ]
+    latency_s: Annotated[float, Range(0), Stored("latency_us", "1e-6", always=True)] = 0.0
+    efficiency: Efficiency = 1.0
 
     def __post_init__(self) -> None:
-        require_finite("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, "nic")
-        _require_efficiency(self.efficiency, "nic")
-        require_positive("count", self.count, "nic")
-        require_not_negative("latency_s", self.latency_s, "nic")
+        check_fields(self, ClusterError, "nic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Nodes whose devices share one link, as in a rack of GB200; every `every` nodes are one."""
+    """Nodes whose devices share one link, as in a GB200 rack; each `every` nodes form one."""
 
-    nodes: tuple[str, ...]
+    nodes: Names
+    every: Every = 0
     link: Link
-    every: int = 0
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each domain's nodes."""
+        """Return the names of each domain's nodes."""
         return _every(self.nodes, self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """Nodes behind a switch, or several alike of `every` nodes each; what leaves them crosses it.
+    """Nodes behind a switch, or behind equal switches of `every` nodes each.
 
-    The way up, and the way down, carry `uplink_bytes_per_s`, or what the nodes' cards carry
-    together divided by `oversubscription`.
+    The uplink and the downlink carry `uplink_bytes_per_s` each, or else the sum of the nodes'
+    network cards divided by `oversubscription`.
     """
 
     name: str
-    nodes: tuple[str, ...]
-    every: int = 0
-    uplink_bytes_per_s: float | None = None
-    oversubscription: float = 1.0
-    latency_s: float = 0.0
+    nodes: Names
+    every: Every = 0
+    uplink_bytes_per_s: Annotated[
+        float | None, Range(0, above=True), Stored("uplink_gbit_per_s", GBIT)
+    ] = None
+    oversubscription: Annotated[float, Range(0, above=True)] = 1.0
+    latency_s: Latency = 0.0
 
     def __post_init__(self) -> None:
         where = f"switch {self.name}"
-        require_finite("oversubscription", self.oversubscription, where)
-        if self.uplink_bytes_per_s is not None:
-            require_finite("uplink_bytes_per_s", self.uplink_bytes_per_s, where)
-            if self.oversubscription != 1:
-                raise ClusterError(
-                    "an uplink and an oversubscription say the same", where=where, hint="give one"
-                )
-        require_not_negative("latency_s", self.latency_s, where)
+        check_fields(self, ClusterError, where)
+        if self.uplink_bytes_per_s is not None and self.oversubscription != 1:
+            raise ClusterError(
+                "uplink and oversubscription exclude each other", where=where, hint="give one"
+            )
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each switch's nodes."""
+        """Return the names of each switch's nodes."""
         return _every(self.nodes, self.every)
 
 
@@ -156,44 +174,34 @@ class Trunk:
     """One line that all traffic between two sets of nodes shares, in each direction."""
 
     name: str
-    between: tuple[tuple[str, ...], tuple[str, ...]]
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
+    between: tuple[Names, Names]
+    bandwidth_bytes_per_s: Annotated[
+        float, Range(0, above=True), Stored("bandwidth_gbit_per_s", GBIT)
+    ]
+    latency_s: Annotated[float, Range(0), Stored("latency_us", "1e-6", always=True)] = 0.0
 
     def __post_init__(self) -> None:
-        where = f"trunk {self.name}"
-        require_finite("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, where)
-        require_not_negative("latency_s", self.latency_s, where)
+        check_fields(self, ClusterError, f"trunk {self.name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What lies between the nodes' cards; `message_s` is as for a link."""
+    """The network between nodes; `message_s` is as for a link."""
 
-    latency_s: float = 0.0
-    message_s: float = 0.0
+    latency_s: Latency = 0.0
+    message_s: MessageTime = 0.0
     collectives: Factors = ()
     domains: tuple[Domain, ...] = ()
     switches: tuple[Switch, ...] = ()
     trunks: tuple[Trunk, ...] = ()
 
     def __post_init__(self) -> None:
-        require_not_negative("latency_s", self.latency_s, "network")
-        require_not_negative("message_s", self.message_s, "network")
-        check_operations(self.collectives, "network.collectives")
+        check_fields(self, ClusterError, "network")
+        _check_factors(self.collectives, "network.collectives")
 
 
-def _require_efficiency(value: float, where: str) -> None:
-    """Sums in a switch reach more than the wire carries, though not twice as much."""
-    require_finite("efficiency", value, where)
-    if value > 2:
-        raise ClusterError(
-            f"efficiency is {value:g}, more than twice the wire", where=where, hint="0.8 for 80%"
-        )
-
-
-def check_operations(factors: Factors, where: str) -> None:
-    """Refuse factors of operations that there are not."""
+def _check_factors(factors: Factors, where: str) -> None:
+    """Refuse two factors of an operation for groups of the same size."""
     for name, known in factors:
         ranks = [factor.ranks for factor in known]
         if len(set(ranks)) != len(ranks) or (0 in ranks and len(ranks) > 1):
@@ -201,12 +209,6 @@ def check_operations(factors: Factors, where: str) -> None:
                 f"{name} has several factors for groups of the same size",
                 where=where,
                 hint=f"{name}: [{{ranks: 2, bytes: 1.5}}, {{ranks: 8, bytes: 1.2}}]",
-            )
-        if name not in OPERATIONS:
-            raise ClusterError(
-                f"no collective {name!r}{did_you_mean(name, OPERATIONS)}",
-                where=where,
-                hint=", ".join(OPERATIONS),
             )
 
 

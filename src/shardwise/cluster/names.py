@@ -1,25 +1,24 @@
-"""Ranges of names: `gpu[0-63]` stands for 64 nodes.
-
-Enters: a name with at most one range in brackets. Leaves: the names it stands for.
-"""
+"""Ranges of names: `gpu[0-63]` stands for 64 nodes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from functools import cache
+from typing import Annotated
 
 from shardwise.errors import ClusterError
 
-MOST = 10**6  # of anything that is counted
+MOST = 10**6  # ranks, nodes, cards and so on of a cluster
 LONGEST = 255  # characters of a host name
+Pattern = Annotated[str, "a name with at most one range in brackets"]
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _RANGE = re.compile(r"^([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)$")
 
 
 @cache
 def expand(pattern: str) -> tuple[str, ...]:
-    """All names, in order.
+    """Return all names of a pattern, in order.
 
     >>> expand("gpu[08-10,20]")
     ('gpu08', 'gpu09', 'gpu10', 'gpu20')
@@ -44,17 +43,17 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 @cache
 def count(pattern: str) -> int:
-    """How many names the pattern stands for."""
+    """Return how many names the pattern stands for."""
     return len(expand(pattern)) if "[" in pattern or "]" in pattern or not pattern else 1
 
 
 def expand_all(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The names of several patterns, in order."""
+    """Return the names of several patterns, in order."""
     return tuple(name for pattern in patterns for name in expand(pattern))
 
 
 def _numbers(part: str) -> tuple[range, int]:
-    """The numbers of `08-10`, and the digits that each is written with."""
+    """Return the numbers of `08-10`, and the digits that each is written with."""
     found = _NUMBERS.fullmatch(part.strip())
     if found is None:
         raise _malformed(part)

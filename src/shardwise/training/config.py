@@ -1,8 +1,8 @@
-"""What a training is, as data: the fields of a config file and of `sw.Trainer(…)`.
+"""The settings of a training run: the fields of a config file and of `sw.Trainer(…)`.
 
-Enters: values that `reading.py` checked against these types. Leaves: `TrainConfig`, frozen.
-What is found by name (a model, a dataset, an optimizer, a strategy, a callback) is a `Named`:
-a name or import path, and the arguments of its call. In Python the object itself may stand there.
+Anything that is looked up by name (a model, a dataset, an optimizer, a strategy, a callback) is a
+`Named`: a name or import path, and the arguments to call it with. In Python, the object itself may
+be given instead. A plain value given for a class with a `SHORT_FORM` is the value of that field.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from shardwise.schema import Range, Several
 
 __all__ = [
     "CheckpointConfig",
@@ -30,21 +32,15 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Least:
-    """The least value of a number in a config."""
-
-    value: float
-
-
-Count = Annotated[int, Least(1)]
-Number = Annotated[int, Least(0)]
+Count = Annotated[int, Range(1)]
+Number = Annotated[int, Range(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
     """`name` is `package.module:function` or `file.py:function`, called with `args`."""
 
+    SHORT_FORM: ClassVar[str] = "name"
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -57,6 +53,7 @@ Class = Annotated[Any, str]
 class PlanConfig:
     """`auto`, the name of a strategy, a plan's file, or the import path of an own strategy."""
 
+    SHORT_FORM: ClassVar[str] = "name"
     name: str = "auto"
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,7 +62,7 @@ class PlanConfig:
 class GroupConfig:
     """Options of the parameters whose names match a glob."""
 
-    params: tuple[str, ...]
+    params: Several[str]
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -73,9 +70,10 @@ class GroupConfig:
 class OptimizerConfig:
     """A class of `torch.optim` by name, or any by import path; `elementwise` as `sw.optimizer`."""
 
+    SHORT_FORM: ClassVar[str] = "name"
     name: Class = "AdamW"
     args: Mapping[str, Any] = field(default_factory=dict)
-    groups: tuple[GroupConfig, ...] = ()
+    groups: Several[GroupConfig] = ()
     elementwise: bool | None = None
 
 
@@ -87,6 +85,7 @@ class ScheduleConfig:
     `total_steps` and `total_epochs` stand for these numbers.
     """
 
+    SHORT_FORM: ClassVar[str] = "name"
     name: Class
     args: Mapping[str, Any] = field(default_factory=dict)
     steps: Count | None = None
@@ -104,6 +103,7 @@ class DataConfig:
     collation is so.
     """
 
+    SHORT_FORM: ClassVar[str] = "train"
     train: Part
     evaluation: Part = None
     batch_size: Count | None = None
@@ -132,8 +132,9 @@ class EarlyStopConfig:
     `metric` is `evaluation_loss`, or one of `metrics`, for which `mode` says what is better.
     """
 
+    SHORT_FORM: ClassVar[str] = "patience"
     patience: Count
-    min_delta: Annotated[float, Least(0)] = 0.0
+    min_delta: Annotated[float, Range(0)] = 0.0
     metric: str = "evaluation_loss"
     mode: Literal["min", "max"] | None = None
 
@@ -142,7 +143,8 @@ class EarlyStopConfig:
 class EmaConfig:
     """A moving average of the parameters, by which evaluations go where `evaluate` says so."""
 
-    decay: Annotated[float, Least(0)] = 0.999
+    SHORT_FORM: ClassVar[str] = "decay"
+    decay: Annotated[float, Range(0)] = 0.999
     evaluate: bool = True
 
 
@@ -165,7 +167,8 @@ class CheckpointConfig:
 class TraceConfig:
     """Steps whose events are recorded, the first and the last, into `file` in the run's folder."""
 
-    steps: tuple[Count, ...]
+    SHORT_FORM: ClassVar[str] = "steps"
+    steps: Several[Count]
     file: str = "trace.json"
 
     @property
@@ -182,7 +185,7 @@ class LogConfig:
     """
 
     every_steps: Count = 1
-    ranks_every_s: Annotated[float, Least(0)] | None = 5.0
+    ranks_every_s: Annotated[float, Range(0)] | None = 5.0
     console: Literal["auto", "bar", "lines", "off"] = "auto"
     jsonl: bool = True
     tensorboard: bool = False
@@ -208,8 +211,8 @@ class TrainConfig:
     verify: bool = False
     cluster: Annotated[Any, str] = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: tuple[ScheduleConfig, ...] = ()
-    clip_norm: Annotated[float, Least(0)] | None = None
+    schedule: Several[ScheduleConfig] = ()
+    clip_norm: Annotated[float, Range(0)] | None = None
     num_microbatches: Count = 1
     ema: EmaConfig | None = None
     precision: str | None = None
@@ -219,26 +222,14 @@ class TrainConfig:
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = "auto"
     nonfinite: Literal["stop", "skip"] = "stop"
-    callbacks: tuple[Part, ...] = ()
+    callbacks: Several[Part] = ()
     logs: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig | None = None
     folder: str | None = None
     seed: int = 0
     device: str = "auto"
     compile: bool = False
-    timeout_s: Annotated[float, Least(1)] = 300.0
-
-
-SHORT_FORMS: Mapping[type, str] = {  # the field that a plain value stands for
-    Named: "name",
-    DataConfig: "train",
-    PlanConfig: "name",
-    OptimizerConfig: "name",
-    ScheduleConfig: "name",
-    EmaConfig: "decay",
-    EarlyStopConfig: "patience",
-    TraceConfig: "steps",
-}
+    timeout_s: Annotated[float, Range(1)] = 300.0
 
 
 def config_to_json(value: Any) -> Any:

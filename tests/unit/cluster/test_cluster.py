@@ -128,7 +128,7 @@ def test_a_domain_reaches_over_nodes() -> None:
         ({"nodes": (node("a", nic=None), node("b"))}, "has no nic, and there are other nodes"),
         ({"nodes": (node("a", link=None),)}, "2 devices and no link"),
         ({"nodes": ()}, "has no nodes"),
-        ({"port": 0}, "port 0"),
+        ({"port": 0}, "port is 0"),
         ({"network": Network(domains=(Domain(nodes=("a",), link=FAST),))}, "link of its own"),
         ({"network": Network(switches=(Switch(name="s", nodes=("c",)),))}, "no node 'c'"),
         (

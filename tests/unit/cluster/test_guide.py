@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster import Cluster, preset_names
-from shardwise.cluster.read import DEVICE_FIELDS, LINK_FIELDS
+from shardwise.cluster import Cluster, Device, Link, preset_names
 from shardwise.errors import ClusterError
+from shardwise.schema import field_names
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/clusters.md").read_text()
 EXAMPLE = re.findall(r"```yaml\n(.*?)```", GUIDE, re.S)[0]
@@ -28,6 +28,8 @@ def test_the_error_shown_is_the_error_raised() -> None:
     assert f"ClusterError: {caught.value}\n" in GUIDE
 
 
-@pytest.mark.parametrize("name", [*DEVICE_FIELDS, *LINK_FIELDS, *preset_names()])
+@pytest.mark.parametrize(
+    "name", ["preset", *field_names(Device), *field_names(Link), *preset_names()]
+)
 def test_every_field_and_preset_is_described(name: str) -> None:
     assert f"`{name}`" in GUIDE
