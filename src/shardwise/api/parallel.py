@@ -397,7 +397,7 @@ class _Step:
         self.dtypes = input_dtypes(graph, plan)
         # Hooks inside of a compiled program would break it up; those of units do so anyway.
         compiled = hasattr(module, "_orig_mod")
-        self.recorder.watch(module, plan.units if compiled else rt.blocks(module))
+        self.recorder.watch(module, plan.units if compiled else rt.called_submodules(module))
         self.hooks = graph.hooks
         self.names = [i.name for i in graph.inputs]
         self.splits = dict(generated.INPUTS)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.ir import Ref, iter_refs
+from shardwise.ir.blocks import MIN_BLOCK_NODES, assign_blocks, block_spans
 from shardwise.program import RankProgram, Step
-from shardwise.program.recompute import absorb, extents, keeps_products, numbered_module
+from shardwise.program.recompute import keeps_products
 from shardwise.sharding.rule import MeshAxis
-
-MIN_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +43,7 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
 
     `owners` maps parameter and buffer values to their full names.
     """
-    modules = [numbered_module(step.module) for step in program.steps]
-    homes = absorb([step.fn for step in program.steps], modules)
+    homes = assign_blocks([s.fn for s in program.steps], [s.module for s in program.steps])
     steps, homes = _hoist(list(program.steps), homes)
     spans = {p: s for p, s in _spans(homes).items() if _is_block(steps[slice(*s)])}
     items: list[Item] = []
@@ -76,7 +74,7 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
     for step, home in zip(steps, homes, strict=True):
         for name in step.inputs:
             users.setdefault(name, set()).add(home)
-    first = {path: extent[0] for path, extent in extents(homes).items()}
+    first = {path: extent[0] for path, extent in block_spans(homes).items()}
     made = {out: index for index, step in enumerate(steps) for out in step.outputs}
     order: list[tuple[int, int, Step, str | None]] = []
     for index, (step, home) in enumerate(zip(steps, homes, strict=True)):
@@ -99,13 +97,13 @@ def _spans(homes: list[str | None]) -> dict[str, tuple[int, int]]:
     """Index ranges of blocks whose steps are contiguous."""
     return {
         path: (first, last)
-        for path, (first, last) in extents(homes).items()
+        for path, (first, last) in block_spans(homes).items()
         if all(home == path for home in homes[first:last])
     }
 
 
 def _is_block(steps: list[Step]) -> bool:
-    return sum(not step.is_move for step in steps) >= MIN_STEPS
+    return sum(not step.is_move for step in steps) >= MIN_BLOCK_NODES
 
 
 def _block(

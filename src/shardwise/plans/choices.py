@@ -1,25 +1,17 @@
-"""Which nodes a plan forces to a choice: by name, by place, or by a glob of places.
-
-Enters: a plan's `nodes` and a graph. Leaves: the choices of every node that is meant.
-"""
+"""Look up what a plan says about nodes and blocks, by name, by place or by a glob of places."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.ir import Graph, node_keys
+from shardwise.ir import Graph, Node, node_keys
+from shardwise.ir.blocks import ConstraintKey, block_glob
 
-
-def starred(place: str) -> str:
-    """A place with a star for the number of each numbered module.
-
-    >>> starred("model.layers.7.mlp.up.linear_0")
-    'model.layers.*.mlp.up.linear_0'
-    """
-    return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", place)
+if TYPE_CHECKING:
+    from shardwise.plans.plan import Plan
 
 
 def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[str, dict[str, str]]:
@@ -57,7 +49,7 @@ def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
     places = node_keys(graph)
     by_key: dict[str, list[str]] = {}
     for name, place in places.items():
-        for key in dict.fromkeys((place, starred(place))):
+        for key in dict.fromkeys((place, block_glob(place))):
             by_key.setdefault(key, []).append(name)
     by_key |= {name: [name] for name in places}  # outside of all modules a place may be a name
     found = {}
@@ -66,3 +58,26 @@ def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
         if not found[key] and any(c in key for c in "*?["):
             found[key] = [name for name, place in places.items() if fnmatchcase(place, key)]
     return found
+
+
+def block_constraints(plan: Plan, graph: Graph) -> ConstraintKey:
+    """Return what a plan says about a block: parameter entries, choices of nodes, recomputation."""
+    forced = plan.choices(graph)
+    globs = () if isinstance(plan.recompute, str) else plan.recompute
+    owned: dict[str, list[str]] = {}
+    for parameter in graph.parameters:
+        pieces = parameter.name.split(".")
+        for end in range(1, len(pieces)):
+            owned.setdefault(".".join(pieces[:end]), []).append(parameter.name)
+
+    def key(path: str, nodes: Sequence[Node]) -> str:
+        entries = {n.removeprefix(f"{path}."): plan.entry(n) for n in owned.get(path, ())}
+        choices = [forced.get(node.name) for node in nodes]
+        recomputed = sorted(
+            module.removeprefix(path)
+            for module in {path, *(node.module for node in nodes)}
+            if any(fnmatchcase(module, glob) for glob in globs)
+        )
+        return f"{entries} {choices} {recomputed}"
+
+    return key

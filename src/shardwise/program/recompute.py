@@ -21,9 +21,9 @@ from fnmatch import fnmatchcase
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, Node
+from shardwise.ir.blocks import node_blocks
 from shardwise.plans import Plan
 
-_NUMBER = re.compile(r"0|[1-9][0-9]*")  # as lists count; "007" is a name
 PRODUCTS_KEPT = " with products kept"
 STATISTICS = ("shardwise.batch_norm",)  # give new statistics, and results that do not use the old
 
@@ -158,9 +158,8 @@ def _unrepeatable(graph: Graph) -> set[str]:
 
 def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
     """Node -> the module it counts to: its own, or the block that its code belongs to."""
-    homes = absorb([n.op for n in nodes], [numbered_module(n.module) for n in nodes])
     found = {}
-    for node, home in zip(nodes, homes, strict=True):
+    for node, home in zip(nodes, node_blocks(nodes), strict=True):
         inside = home is None or f"{node.module}.".startswith(f"{home}.")
         found[node.name] = node.module if inside else home or ""
     return found
@@ -169,51 +168,3 @@ def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
 def _prefixes(path: str) -> list[str]:
     pieces = path.split(".")
     return [".".join(pieces[: i + 1]) for i in range(len(pieces))]
-
-
-def numbered_module(path: str) -> str | None:
-    """The outermost numbered module of a path.
-
-    >>> numbered_module("model.layers.0.mlp.experts.3")
-    'model.layers.0'
-    """
-    pieces = path.split(".")
-    for i, piece in enumerate(pieces):
-        if _NUMBER.fullmatch(piece):
-            return ".".join(pieces[: i + 1])
-    return None
-
-
-def absorb(ops: Sequence[str], homes: Sequence[str | None]) -> list[str | None]:
-    """Code of an enclosing module between that of one block belongs to the block.
-
-    A model may keep the layers of a block in a container and write the block's code in its own
-    forward. What follows a block up to the next one's first step is its end; the last block's end
-    is as long as the others'.
-    """
-    homes = list(homes)
-    ordered = sorted(extents(homes).items(), key=lambda item: item[1])
-    for path, (first, last) in ordered:
-        if any(h not in (None, path) for h in homes[first:last]):
-            return homes
-    if all(None not in homes[first:last] for _, (first, last) in ordered):
-        return homes
-    tail: list[str] = []
-    for (path, (first, last)), following in zip(ordered, [*ordered[1:], None], strict=True):
-        end = last
-        if following is not None and following[0].rpartition(".")[0] == path.rpartition(".")[0]:
-            end = following[1][0]
-            tail = list(ops[last:end])
-        elif tail and list(ops[last : last + len(tail)]) == tail:
-            end = last + len(tail)
-        homes[first:end] = [path] * (end - first)
-    return homes
-
-
-def extents(homes: Sequence[str | None]) -> dict[str, tuple[int, int]]:
-    """First and last position of what every block has."""
-    found: dict[str, tuple[int, int]] = {}
-    for index, path in enumerate(homes):
-        if path is not None:
-            found[path] = (found.get(path, (index, 0))[0], index + 1)
-    return found

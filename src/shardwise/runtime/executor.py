@@ -28,7 +28,7 @@ from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.pipeline import OutputSpec, PipelineSpec, StageModules
 from shardwise.runtime.probe import probing
 from shardwise.runtime.reading import BatchReader
-from shardwise.runtime.recorder import Recorder, blocks
+from shardwise.runtime.recorder import Recorder, called_submodules
 from shardwise.runtime.splits import join
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tied import TiedParameters
@@ -272,7 +272,7 @@ class Executor:
             for module in stage.modules:
                 if not any(module is known for known in seen):
                     seen.append(module)
-                    self.recorder.watch(module, blocks(module))
+                    self.recorder.watch(module, called_submodules(module))
 
     def _span(self, action: Action) -> contextlib.AbstractContextManager[object]:
         return self.recorder.span(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Event", "Recorder", "blocks"]
+__all__ = ["Event", "Recorder", "called_submodules"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class Recorder:
 _NOTHING = contextlib.nullcontext()
 
 
-def blocks(module: nn.Module) -> list[str]:
-    """Paths of the submodules that are called: blocks of the model."""
+def called_submodules(module: nn.Module) -> list[str]:
+    """Return the paths of the submodules that are called; containers such as lists are not."""
     return [
         path
         for path, child in module.named_modules()

@@ -15,10 +15,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.equivalence.twin.layers import Said, fold_layers
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph, node_keys
-from shardwise.program.recompute import absorb, numbered_module
+from shardwise.ir.blocks import ConstraintKey, fold_blocks, node_blocks
 
 GONE = -1  # the position of a node that nothing in the small graph stands for
 
@@ -33,9 +32,11 @@ class Fold:
     blocks: tuple[str, ...]  # position -> the block it is in, "" outside of all
 
     @staticmethod
-    def of(graph: Graph, keep: Collection[str] = (), said: Said | None = None) -> Fold:
-        """The fold of a whole graph; see `drop_layers` for `keep` and `said`."""
-        small, _, stands = fold_layers(graph, keep, said)
+    def of(
+        graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
+    ) -> Fold:
+        """Fold a whole graph; see `drop_blocks` for `keep` and `constraint_key`."""
+        small, _, stands = fold_blocks(graph, keep, constraint_key)
         index = {node.name: i for i, node in enumerate(small.nodes)}
         keys = node_keys(graph)
         return Fold(
@@ -113,5 +114,4 @@ class Fold:
 
 
 def _blocks(graph: Graph) -> tuple[str, ...]:
-    homes = absorb([n.op for n in graph.nodes], [numbered_module(n.module) for n in graph.nodes])
-    return tuple(home or "" for home in homes)
+    return tuple(path or "" for path in node_blocks(graph.nodes))

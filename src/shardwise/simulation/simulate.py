@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, Signature
-from shardwise.equivalence.twin.decide import saying
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.messages.choice import chosen
 from shardwise.plans import Plan, Resolved, model_fingerprint, resolve, used_devices
+from shardwise.plans.choices import block_constraints
 from shardwise.program.means import separate_means
 from shardwise.program.pipeline import plan_schedule
 from shardwise.program.stages import with_keys
@@ -73,7 +73,7 @@ def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple
 def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
     """The folded graph, and the work of a rank of every mesh of the plan."""
     graph = as_run(graph, plan)
-    fold = Fold.of(graph, said=saying(plan, graph))
+    fold = Fold.of(graph, constraint_key=block_constraints(plan, graph))
     small = fold_plan(fold, plan, plan.choices(graph))
     facts = analyze(fold.graph)
     works: dict[Mesh, Works] = {}

@@ -15,10 +15,10 @@ from shardwise.equivalence import check
 from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.twin import build_twin, prepare_twin
 from shardwise.equivalence.twin.counts import small_size
-from shardwise.equivalence.twin.decide import saying
-from shardwise.equivalence.twin.layers import KEPT, drop_layers, kinds_of_blocks
 from shardwise.errors import VerifyError
+from shardwise.ir.blocks import BLOCKS_PER_KIND, block_kinds, drop_blocks
 from shardwise.plans import ParameterEntry
+from shardwise.plans.choices import block_constraints
 from tests.support import zoo
 from tests.unit.equivalence import mutations as m
 
@@ -70,8 +70,8 @@ def plan_of(graph: Any, strategy: str) -> sw.Plan:
 
 def num_kept(graph: sw.Graph, plan: sw.Plan) -> int:
     """Two layers of each kind; of the first a plan may say something else than of the others."""
-    (kinds,) = kinds_of_blocks(graph, 1, saying(plan, graph))[1].values()
-    return sum(min(KEPT, n) for n in Counter(kinds.values()).values())
+    (kinds,) = block_kinds(graph, 1, block_constraints(plan, graph))[1].values()
+    return sum(min(BLOCKS_PER_KIND, n) for n in Counter(kinds.values()).values())
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_layers_of_one_kind_are_kept_twice() -> None:
     model = zoo.FusedGPT(layers=5)
     _, batch = zoo.build("fused_gpt")
     graph = sw.capture(model, batch)
-    fewer, notes = drop_layers(graph)
+    fewer, notes = drop_blocks(graph)
     assert notes == ("blocks: 5 layers -> 2",)
     assert {p.name.split(".")[1] for p in fewer.parameters if "blocks" in p.name} == {"0", "1"}
     fewer.verify()

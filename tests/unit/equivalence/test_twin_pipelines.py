@@ -14,9 +14,9 @@ from shardwise.cluster import Mesh
 from shardwise.equivalence import Certificate, check
 from shardwise.equivalence.precision import widen_graph
 from shardwise.equivalence.twin import build_twin, needed_bytes, prepare_twin
-from shardwise.equivalence.twin.layers import drop_layers
 from shardwise.equivalence.twin.schedule import few_microbatches, fewer_stages
 from shardwise.ir import node_keys
+from shardwise.ir.blocks import drop_blocks
 from shardwise.runtime.exchange import Exchange, Message
 from shardwise.runtime.tied import TiedParameters
 from shardwise.schedules import make
@@ -255,7 +255,7 @@ def test_kinds_of_layers_in_turn_stay_in_turn() -> None:
 
     graph = sw.capture(InTurn(), {"x": torch.zeros(2, 6)})
     keep = [n.name for n in graph.nodes if n.module == "layers.7"]
-    small, notes = drop_layers(graph, keep)
+    small, notes = drop_blocks(graph, keep)
     assert notes == ("layers: 11 layers -> 7",)
     small.verify()
     kept = [n.module for n in small.nodes if n.op.startswith("aten.linear")]

@@ -14,18 +14,18 @@ from shardwise.equivalence.twin.counts import Counts
 from shardwise.equivalence.twin.decide import (
     forced_choices,
     matching,
-    saying,
     scale_entries,
     scale_resolved,
 )
 from shardwise.equivalence.twin.indices import computed_indices
-from shardwise.equivalence.twin.layers import drop_layers
 from shardwise.equivalence.twin.rewrite import pinned, rewrite
 from shardwise.equivalence.twin.schedule import begin_at, fewer_stages, on_meshes
 from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable
 from shardwise.errors import PlanError, RuleError, VerifyError
 from shardwise.ir import Graph, node_keys
+from shardwise.ir.blocks import drop_blocks
 from shardwise.plans import Plan, Resolved, model_fingerprint, resolve
+from shardwise.plans.choices import block_constraints
 from shardwise.program import Pipeline, Program, build_pipeline, lower
 from shardwise.sharding.factors import Facts, analyze
 
@@ -86,7 +86,7 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
     """Fewer layers, and the plan for what is left: stages begin at the same nodes."""
     nodes = {place: name for name, place in node_keys(graph).items()}
     firsts = [nodes[stage.first] for stage in plan.stages if stage.first]
-    small, notes = drop_layers(graph, firsts, saying(plan, graph))
+    small, notes = drop_blocks(graph, firsts, block_constraints(plan, graph))
     places, order = node_keys(small), [node.name for node in graph.nodes]
 
     def place(first: str) -> str:

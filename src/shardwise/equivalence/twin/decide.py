@@ -6,14 +6,13 @@ the twin's nodes, parameters and plan entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from shardwise.cluster import Mesh
-from shardwise.equivalence.twin.layers import Said
 from shardwise.equivalence.twin.rewrite import node_keys
 from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable
-from shardwise.ir import Graph, Node
+from shardwise.ir import Graph
 from shardwise.plans import ParameterEntry, Plan, Resolved, model_fingerprint
 from shardwise.sharding.assign import Assignment
 from shardwise.sharding.candidates import Candidate, Cut, Pass, cut_candidate, pass_candidate, same
@@ -109,36 +108,6 @@ def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, Parameter
         }
         entries[glob] = ParameterEntry(layout=layout, zero=entry.zero)
     return entries
-
-
-def saying(plan: Plan, graph: Graph) -> Said:
-    """What a plan says of a block: entries of its parameters, choices of nodes, recomputation."""
-    forced = plan.choices(graph)
-    owned: dict[str, list[str]] = {}
-    for parameter in graph.parameters:
-        pieces = parameter.name.split(".")
-        for end in range(1, len(pieces)):
-            owned.setdefault(".".join(pieces[:end]), []).append(parameter.name)
-    return lambda path, nodes: _said(plan, owned.get(path, ()), forced, path, nodes)
-
-
-def _said(
-    plan: Plan,
-    names: Sequence[str],
-    forced: Mapping[str, Mapping[str, str]],
-    path: str,
-    nodes: Sequence[Node],
-) -> str:
-    entries = {name.removeprefix(f"{path}."): plan.entry(name) for name in names}
-    choices = [forced.get(node.name) for node in nodes]
-    globs = () if isinstance(plan.recompute, str) else plan.recompute
-    modules = {path, *(node.module for node in nodes)}
-    again = sorted(
-        module.removeprefix(path)
-        for module in modules
-        if any(fnmatchcase(module, glob) for glob in globs)
-    )
-    return f"{entries} {choices} {again}"
 
 
 def matching(glob: str, names: list[str]) -> list[str]:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.equivalence.twin.layers import DEEPEST, Said, kinds_of_blocks
 from shardwise.ir import Graph, Node
+from shardwise.ir.blocks import MAX_DEPTH, ConstraintKey, block_kinds, is_number
 from shardwise.planner.layouts.shared import roots_of
 from shardwise.simulation.fold import Fold
 
@@ -32,14 +32,14 @@ class Likeness:
     moves: Mapping[str, int]
 
 
-def alike_of(fold: Fold, graph: Graph, said: Said | None = None) -> Likeness:
+def alike_of(fold: Fold, graph: Graph, constraint_key: ConstraintKey | None = None) -> Likeness:
     """Which nodes agree with an earlier one, and how often nodes, parameters and moves count."""
-    alike = _alike(fold, graph, said)
+    alike = _alike(fold, graph, constraint_key)
     moves = _moves(fold, graph, roots_of(alike))
     return Likeness(alike=alike, copies=_copies(fold), moves=moves)
 
 
-def _alike(fold: Fold, graph: Graph, said: Said | None) -> dict[str, str]:
+def _alike(fold: Fold, graph: Graph, constraint_key: ConstraintKey | None) -> dict[str, str]:
     """Every node of a kind of block that stands for several, by that of the kind's first block."""
     small = fold.graph
     standing: dict[str, list[str]] = {}  # node of the small graph -> modules in the model
@@ -47,8 +47,8 @@ def _alike(fold: Fold, graph: Graph, said: Said | None) -> dict[str, str]:
         if at >= 0:
             standing.setdefault(small.nodes[at].name, []).append(node.module)
     found: dict[str, str] = {}
-    for depth in range(1, DEEPEST + 1):
-        blocks, parents = kinds_of_blocks(small, depth, said)
+    for depth in range(1, MAX_DEPTH + 1):
+        blocks, parents = block_kinds(small, depth, constraint_key)
         for kinds in parents.values():
             by_kind: dict[str, list[str]] = {}
             for path, kind in kinds.items():
@@ -87,7 +87,7 @@ def _stands_for_many(
 
 def _numbers(module: str, depth: int) -> tuple[str, ...]:
     """The first numbers in a module's path."""
-    return tuple(piece for piece in module.split(".") if piece.isdigit())[:depth]
+    return tuple(piece for piece in module.split(".") if is_number(piece))[:depth]
 
 
 def _copies(fold: Fold) -> dict[str, int]:

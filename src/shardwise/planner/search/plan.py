@@ -216,8 +216,8 @@ def _prepare(
     report: Callable[[str], None],
 ) -> Search:
     few = len(graph.nodes) <= MOST_NODES  # here equal layers, too, may choose otherwise
-    said = lambda path, nodes: path if few else _said(path, fixed, graph)  # noqa: E731
-    fold = Fold.of(graph, said=said)
+    key = lambda path, nodes: path if few else _constraint_key(path, fixed, graph)  # noqa: E731
+    fold = Fold.of(graph, constraint_key=key)
     facts = analyze(fold.graph)
     evaluator = Evaluator(fold, cluster, table, chooser(cluster))
     values = {p.value for p in fold.graph.parameters}
@@ -228,7 +228,7 @@ def _prepare(
         evaluator,
         {value: placements for value, placements in fixed.items() if value in values},
         {},
-        alike_of(fold, graph, said),
+        alike_of(fold, graph, key),
         limit,
         report,
     )
@@ -333,8 +333,8 @@ def _rates(bank: Bank, evaluator: Evaluator) -> list[float]:
     return [min(seconds) / seconds[kind] for kind in evaluator.kind]
 
 
-def _said(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
-    """What the user fixed of a block's parameters: other blocks are of another kind."""
+def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
+    """Return the user's constraints on a block; blocks that differ in them are not folded."""
     if not fixed:
         return ""
     mine = {

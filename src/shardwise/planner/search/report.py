@@ -14,12 +14,12 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph
+from shardwise.ir.blocks import block_glob
 from shardwise.planner.search.found import Candidate, Found
 from shardwise.planner.search.relax import Again, relaxations
 from shardwise.planner.search.replay import step_json
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Fixed
-from shardwise.plans.choices import starred
 from shardwise.simulation.estimate import Estimate
 from shardwise.simulation.memory import peak_of
 from shardwise.simulation.sums import Share
@@ -196,7 +196,7 @@ def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     known: dict[object, list[dict[str, Any]]] = {}
     for row in rows:
-        alike = known.setdefault((row["stage"], starred(f"{row['name']}.")), [])
+        alike = known.setdefault((row["stage"], block_glob(f"{row['name']}.")), [])
         first = next((other for other in alike if _alike(other, row)), None)
         if first is None:
             found.append(dict(row))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shardwise.ir import Graph, node_keys
+from shardwise.ir.blocks import block_glob, large_blocks
 from shardwise.planner.search.found import Candidate
-from shardwise.planner.strategies.fields import batch_inputs, blocks, fold_entries
+from shardwise.planner.strategies.fields import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
-from shardwise.plans.choices import known_choices, starred
+from shardwise.plans.choices import known_choices
 from shardwise.simulation.fold import Fold
 
 Choices = dict[str, dict[str, str]]
@@ -53,7 +54,7 @@ def write_plan(
         inputs=batch_inputs(graph, None) if splits else {},
         parameters=_parameters(graph, fold, parameters, roles, setting.level),
         nodes=_nodes(graph, fold, nodes, roles),
-        units=blocks(graph),
+        units=large_blocks(graph),
         stages=stages if len(stages) > 1 else (),
         schedule=(point.schedule or "1f1b") if scheduled else "",
         num_microbatches=point.num_microbatches,
@@ -116,7 +117,7 @@ def _nodes(
         found[place] = {axis: mine[axis] for axis in axes}
     groups: dict[str, list[str]] = {}
     for place in found:
-        groups.setdefault(starred(place), []).append(place)
+        groups.setdefault(block_glob(place), []).append(place)
     folded: dict[str, dict[str, str]] = {}
     for glob, names in groups.items():
         if all(found[n] == found[names[0]] for n in names):

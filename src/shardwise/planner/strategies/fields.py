@@ -5,11 +5,11 @@ Enters: a `Graph`, or what a plan resolved to. Leaves: values for the fields of 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 
 from shardwise.ir import Graph, node_keys
+from shardwise.ir.blocks import block_glob
 from shardwise.plans import ParameterEntry, Resolved, Stage
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Shard, format_shard
@@ -92,7 +92,7 @@ def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEn
     """Equal entries of numbered modules as one glob."""
     groups: dict[str, list[str]] = {}
     for name in entries:
-        groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)
+        groups.setdefault(block_glob(name), []).append(name)
     folded: dict[str, ParameterEntry] = {}
     for glob, names in groups.items():
         first = entries[names[0]]
@@ -101,18 +101,6 @@ def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEn
         else:
             folded.update({n: entries[n] for n in names})
     return folded
-
-
-def blocks(graph: Graph) -> tuple[str, ...]:
-    """The outermost numbered modules with several nodes: what ZeRO-3 gathers at a time."""
-    counts: Counter[str] = Counter()
-    for node in graph.nodes:
-        pieces = node.module.split(".")
-        for i, piece in enumerate(pieces):
-            if piece.isdigit():
-                counts[".".join(pieces[: i + 1])] += 1
-                break
-    return tuple(path for path, count in counts.items() if count >= 6)
 
 
 def notes(resolved: Resolved) -> list[str]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
+from shardwise.ir.blocks import large_blocks
 from shardwise.planner.balance import balance
 from shardwise.planner.options import known_options
 from shardwise.planner.places import find_places
 from shardwise.planner.strategies import schedule as schedules
 from shardwise.planner.strategies.fields import (
     batch_inputs,
-    blocks,
     notes,
     parameter_entries,
     tensor_axes,
@@ -97,7 +97,7 @@ def make_plan(
         roles={a: "batch" if a == "dp" else "parameters" for m in meshes for a in m.names},
         inputs=batch_inputs(graph, batch_dim) if splits else {},
         parameters=dict(parameters or {}),
-        units=blocks(graph),
+        units=large_blocks(graph),
         stages=_stages(graph, facts, meshes, order.placement, cuts),
         schedule=order.schedule if is_scheduled else "",
         num_microbatches=num_microbatches,
