@@ -1,6 +1,6 @@
 """The dense oracle of redistributions: what every rank must hold, forward and backward.
 
-A whole tensor X becomes local tensors by kind (S, P, =, ≠); a function of `collectives` maps them
+A whole tensor X becomes local tensors by kind (S, P, R, R*); a function of `collectives` maps them
 to local tensors of another kind; both sides are compared with the same whole tensor.
 """
 
@@ -9,24 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.runtime import collectives as c
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, take_part
 
 FORWARD = {
-    "gather": ("S", "="),
-    "gather_fanout": ("S", "≠"),
-    "reduce": ("P", "="),
-    "reduce_fanout": ("P", "≠"),
-    "reduce_scatter": ("P", "S"),
-    "shard": ("=", "S"),
-    "take": ("≠", "S"),
-    "fanout": ("=", "≠"),
-    "as_partial": ("=", "P"),
-    "pad": ("S", "P"),
-    "all_to_all": ("S", "S'"),
+    r.name: (r.held, "S'" if r.name == "all_to_all" else r.given)
+    for r in REDISTRIBUTIONS.values()
+    if r.name != "once"  # its source is no value that every rank computes alike
 }
-GRADIENT = {"S": "S", "S'": "S'", "P": "=", "=": "=", "≠": "P"}
+GRADIENT = {"S": "S", "S'": "S'", "P": "R", "R": "R", "R*": "P"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +80,6 @@ def apply(case: Case, x: Tensor, axis: Axis) -> Tensor:
 def compare(got: Tensor, whole: Tensor, kind: str, case: Case, axis: Axis) -> None:
     if kind == "P":
         got = axis.all_reduce(got.contiguous().clone()).wait()
-        kind = "="
+        kind = "R"
     expected = local(whole, kind, case, axis.size, axis.index)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
+from shardwise.redistribution import between
 from shardwise.sharding.costs import kind
 from shardwise.sharding.placements import (
     FANOUT,
@@ -51,44 +52,43 @@ def plan_moves(
     moves: list[Move] = []
     now = held
 
-    def move(fn: str, axes: tuple[str, ...], target: Placement | Layout) -> None:
+    def move(
+        axes: tuple[str, ...], target: Placement | Layout, held_kind: str | None = None
+    ) -> None:
         nonlocal now
+        first = axes[0]
+        given = kind(target[first] if isinstance(target, Layout) else target)
+        found = between(held_kind or kind(now[first]), given)
+        if found is None:
+            raise ProgramError(f"no redistribution from {now[first]} to {given} over {axes}")
         if isinstance(target, Layout):
             after = Layout(tuple((n, target[n] if n in axes else p) for n, p in now.axes))
         else:
             after = Layout(tuple((n, target if n in axes else p) for n, p in now.axes))
-        moves.append(Move(fn, axes, now, after))
+        moves.append(Move(f"rt.{found.name}", axes, now, after))
         now = after
 
     for axis in reversed(changed):  # un-nest: inner axes first
         placement = held[axis]
         if isinstance(placement, Shard):
             target = needed[axis]
-            if isinstance(target, Shard) and _alone(held, needed, axis, sizes):
-                move("rt.all_to_all", (axis,), target)
-            elif isinstance(target, Partial):
-                move("rt.pad", (axis,), target)
-            elif target == FANOUT:
-                move("rt.gather_fanout", (axis,), FANOUT)
-            else:
-                move("rt.gather", (axis,), REPLICATE)
+            if isinstance(target, Shard) and not _alone(held, needed, axis, sizes):
+                target = REPLICATE
+            move((axis,), target)
     partial = [a for a in changed if isinstance(now[a], Partial)]
-    for fn, target in (("rt.reduce", REPLICATE), ("rt.reduce_fanout", FANOUT)):
+    for target in (REPLICATE, FANOUT):
         axes = tuple(a for a in partial if needed[a] == target)
         for op in dict.fromkeys(now[a] for a in axes):
-            move(fn, tuple(a for a in axes if now[a] == op), target)
+            move(tuple(a for a in axes if now[a] == op), target)
     for axis in changed:  # cut: outer axes first
         target = needed[axis]
         if isinstance(target, Shard) and now[axis] != target:
-            fn = {"P": "rt.reduce_scatter", "R": "rt.shard", "R*": "rt.take"}[kind(now[axis])]
-            move("rt.take" if fn == "rt.shard" and not carries_grad else fn, (axis,), target)
-    for fn, last in (("rt.fanout", "R*"), ("rt.as_partial", "P")):
-        axes = tuple(a for a in changed if kind(now[a]) == "R" and kind(needed[a]) == last)
+            # Without a gradient nothing has to be gathered in backward.
+            move((axis,), target, "R*" if now[axis] == REPLICATE and not carries_grad else None)
+    for held_kind, last in (("R", "R*"), ("R", "P"), ("R*", "P")):
+        axes = tuple(a for a in changed if (kind(now[a]), kind(needed[a])) == (held_kind, last))
         if axes:
-            move(fn, axes, needed)
-    differing = tuple(a for a in changed if kind(now[a]) == "R*" and kind(needed[a]) == "P")
-    if differing:
-        move("rt.once", differing, needed)
+            move(axes, needed)
     for axis in sizes:
         if not same_on_axis(now, needed, axis, sizes):
             raise ProgramError(f"no moves from {held} to {needed}: {axis} stays {now[axis]}")

@@ -17,26 +17,10 @@ from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.ir import Graph, Ref, TensorType, format_arg, iter_refs
 from shardwise.plans import Plan
+from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.costs import kind, same_placement
 from shardwise.sharding.placements import Layout, same_on_axis
 from shardwise.sharding.rule import MeshAxis
-
-# Move -> (kind held, kind given); the table of SHARDING.md, which the runtime implements.
-MOVES = {
-    "rt.gather": ("S", "R"),
-    "rt.gather_fanout": ("S", "R*"),
-    "rt.reduce": ("P", "R"),
-    "rt.reduce_fanout": ("P", "R*"),
-    "rt.reduce_scatter": ("P", "S"),
-    "rt.shard": ("R", "S"),
-    "rt.take": ("R*", "S"),
-    "rt.fanout": ("R", "R*"),
-    "rt.as_partial": ("R", "P"),
-    "rt.pad": ("S", "P"),
-    "rt.all_to_all": ("S", "S"),
-    "rt.once": ("R*", "P"),
-}
-LOCAL_MOVES = {"rt.take", "rt.pad", "rt.once"}  # what micro-batches may do: nothing is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +53,7 @@ class Step:
 
     @property
     def is_move(self) -> bool:
-        return self.fn in MOVES
+        return self.fn in REDISTRIBUTIONS
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -162,7 +146,10 @@ class Program:
         return next((axis for axis, role in self.plan.roles.items() if role == "time"), None)
 
     def _verify_time(self, program: RankProgram, step: Step) -> None:
-        if self.time_axis in step.axes and step.fn not in LOCAL_MOVES:
+        move = REDISTRIBUTIONS[step.fn]
+        # Micro-batches send nothing to each other, and what one computes with a value the others
+        # do not: there is no R along their axis.
+        if self.time_axis in step.axes and not (move.is_local and move.held != "R"):
             value = program.values[step.inputs[0]].value
             raise ProgramError(f"{step.fn} of %{value} would need other micro-batches: {step}")
 
@@ -173,7 +160,7 @@ class Program:
 def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> None:
     source = program.values[step.inputs[0]]
     target = program.values[step.outputs[0]]
-    held, given = MOVES[step.fn]
+    held, given = REDISTRIBUTIONS[step.fn].held, REDISTRIBUTIONS[step.fn].given
     for axis, before in source.layout.axes:
         after = target.layout[axis]
         if axis not in step.axes:

@@ -1,34 +1,19 @@
-"""Differentiable redistribution: what generated code calls to change how a value lies on an axis.
+"""Differentiable redistributions: what generated code calls to change how a value lies on an axis.
 
-On a mesh axis a value is S (shard), P (partial sum), R= (whole, used by the same work on every
-rank) or R≠ (whole, used by work that differs). Their gradients are g(S)=S, g(P)=R=, g(R=)=R= and
-g(R≠)=P, so that each redistribution has the dual one as its backward:
-
-    gather          S  -> R=   all-gather           | slice
-    gather_fanout   S  -> R≠   all-gather           | reduce-scatter
-    reduce          P  -> R=   all-reduce           | nothing
-    reduce_fanout   P  -> R≠   all-reduce           | all-reduce
-    reduce_scatter  P  -> S    reduce-scatter       | all-gather
-    shard           R= -> S    slice                | all-gather
-    take            R≠ -> S    slice                | zero-pad
-    fanout          R= -> R≠   nothing              | all-reduce
-    as_partial      R= -> P    keep on the first    | nothing
-    pad             S  -> P    zero-pad             | slice
-    all_to_all      S  -> S'   all-to-all           | all-to-all
-    once            R≠ -> P    keep on the first    | keep on the first
-
-`of` says how the dim is cut over this axis (see `splits`), in sizes that other axes have already
-cut. No function changes its argument; over an axis of one rank each returns it as it is.
+Each function is an entry of the table in `shardwise.redistribution`, which gives the primitives
+(`moves`) of its forward and of its backward. `of` says how the dim is split over this axis (see
+`splits`), in sizes that other axes have already split. No function changes its argument; over an
+axis of one rank each returns it as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from shardwise.redistribution import REDISTRIBUTIONS, Primitive
 from shardwise.runtime import moves
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of
@@ -48,117 +33,99 @@ __all__ = [
     "take",
 ]
 
-Move = Callable[..., Tensor]
-
 
 class _Redistribute(torch.autograd.Function):
-    """Apply one move forward and its dual backward."""
+    """Run one primitive forward and its dual backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, move: Move, args: tuple[Any, ...], dual: Move, dual_args: Any
+        ctx: Any, x: Tensor, name: str, args: tuple[Any, ...], dual_args: tuple[Any, ...]
     ) -> Tensor:
-        ctx.dual, ctx.dual_args = dual, dual_args
-        return move(x, *args)
+        redistribution = REDISTRIBUTIONS[f"rt.{name}"]
+        ctx.dual, ctx.dual_args = redistribution.backward, dual_args
+        return _run(redistribution.forward, x, args)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.dual(grads[0], *ctx.dual_args), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _run(ctx.dual, grads[0], ctx.dual_args), None, None, None
 
 
-def _redistribute_eagerly(
-    x: Tensor, move: Move, args: tuple[Any, ...], dual: Move, dual_args: tuple[Any, ...]
+def _run(primitive: Primitive, x: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return cast(Tensor, getattr(moves, primitive.name)(x, *args))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _communicate(x: Tensor, name: str, args: tuple[Any, ...], dual_args: tuple[Any, ...]) -> Tensor:
+    """Apply a redistribution; a compiled program breaks its graph here."""
+    return cast(Tensor, _Redistribute.apply(x, name, args, dual_args))  # type: ignore[no-untyped-call]
+
+
+def redistribute(
+    name: str, x: Tensor, *args: Any, dual_args: tuple[Any, ...] | None = None
 ) -> Tensor:
-    return cast(Tensor, _Redistribute.apply(x, move, args, dual, dual_args))  # type: ignore[no-untyped-call]
-
-
-# A compiled program breaks its graph here: communication is never traced.
-_redistribute: Callable[[Tensor, Move, tuple[Any, ...], Move, tuple[Any, ...]], Tensor] = (
-    torch.compiler.disable(_redistribute_eagerly)  # type: ignore[no-untyped-call]
-)
+    """Apply the redistribution `name` of the table; `args` begin with the axis."""
+    if args[0].size == 1:
+        return x
+    return cast(Tensor, _communicate(x, name, args, args if dual_args is None else dual_args))
 
 
 def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R=: the whole of all shards."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.gather, (axis, dim, of), moves.take, (axis, dim, of))
+    """S -> R: the whole of all shards."""
+    return redistribute("gather", x, axis, dim, of)
 
 
 def gather_fanout(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R≠: the whole of all shards, for work that differs between ranks."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.gather, (axis, dim, of), moves.reduce_scatter, (axis, dim, of))
+    """S -> R*: the whole of all shards, for work that differs between ranks."""
+    return redistribute("gather_fanout", x, axis, dim, of)
 
 
 def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """P -> R=: the sum over ranks; "max" and "min" have no gradient."""
-    if axis.size == 1:
-        return x
-    source = x if op == "sum" else x.detach()
-    return _redistribute(source, moves.all_reduce, (axis, op), moves.same, (axis,))
+    """P -> R: the sum over ranks; "max" and "min" have no gradient."""
+    source = x if op == "sum" or axis.size == 1 else x.detach()
+    return redistribute("reduce", source, axis, op, dual_args=(axis,))
 
 
 def reduce_fanout(x: Tensor, axis: Axis) -> Tensor:
-    """P -> R≠: the sum over ranks, for work that differs between ranks."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.all_reduce, (axis,), moves.all_reduce, (axis,))
+    """P -> R*: the sum over ranks, for work that differs between ranks."""
+    return redistribute("reduce_fanout", x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """P -> S: this rank's part of the sum over ranks."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.reduce_scatter, (axis, dim, of), moves.gather, (axis, dim, of))
+    return redistribute("reduce_scatter", x, axis, dim, of)
 
 
 def shard(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R= -> S: this rank's part of a value that every rank computes alike."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.slice_, (axis, dim, of), moves.gather, (axis, dim, of))
+    """R -> S: this rank's part of a value that is the same on every rank."""
+    return redistribute("shard", x, axis, dim, of)
 
 
 def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R≠ -> S: this rank's part, when gradients are summed over ranks elsewhere."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.slice_, (axis, dim, of), moves.pad, (axis, dim, of))
+    """R* -> S: this rank's part, when gradients are summed over ranks elsewhere."""
+    return redistribute("take", x, axis, dim, of)
 
 
 def fanout(x: Tensor, axis: Axis) -> Tensor:
-    """R= -> R≠: give a value to work that differs between ranks."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.same, (axis,), moves.all_reduce, (axis,))
+    """R -> R*: give a value to work that differs between ranks."""
+    return redistribute("fanout", x, axis)
 
 
 def as_partial(x: Tensor, axis: Axis) -> Tensor:
-    """R= -> P: the value on the axis' first rank, zeros on the others."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.keep_first, (axis,), moves.same, (axis,))
+    """R -> P: the value on the axis' first rank, zeros on the others."""
+    return redistribute("as_partial", x, axis)
 
 
 def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """S -> P: the shard in its place among zeros."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.pad, (axis, dim, of), moves.take, (axis, dim, of))
+    return redistribute("pad", x, axis, dim, of)
 
 
 def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) -> Tensor:
-    """S -> S': from a shard of `dim` to a shard of `to_dim` (or of the same dim, cut otherwise)."""
-    if axis.size == 1:
-        return x
-    there, back = (axis, dim, of, to_dim, to_of), (axis, to_dim, to_of, dim, of)
-    return _redistribute(x, moves.all_to_all, there, moves.all_to_all, back)
+    """S -> S': from a shard of `dim` to a shard of `to_dim`, or another split of the same dim."""
+    back = (axis, to_dim, to_of, dim, of)
+    return redistribute("all_to_all", x, axis, dim, of, to_dim, to_of, dual_args=back)
 
 
 def once(x: Tensor, axis: Axis) -> Tensor:
-    """R≠ -> P: the value on the first, zeros on the others, and so its gradient."""
-    if axis.size == 1:
-        return x
-    return _redistribute(x, moves.keep_first, (axis,), moves.keep_first, (axis,))
+    """R* -> P: the value on the first rank, zeros on the others, and so its gradient."""
+    return redistribute("once", x, axis)

@@ -1,7 +1,8 @@
-"""Redistributions of plain tensors: from dims and splits to the flat tensors that axes carry.
+"""The primitives of redistributions, on plain tensors: from dims to the flat tensors axes carry.
 
-Nothing here is differentiable; `collectives` pairs each with its dual. Arguments are never changed
-and may be non-contiguous; results own their memory or are views of nothing but the argument.
+Nothing here is differentiable: the table in `shardwise.redistribution` pairs each with its dual,
+by the names of these functions. Arguments are never changed and may be non-contiguous; results own
+their memory or are views of the argument.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, join, local_length, runs, segments, take_part, whole_length
 
 __all__ = [
+    "all_gather",
     "all_reduce",
     "all_to_all",
-    "gather",
+    "identity",
     "keep_first",
-    "pad",
     "reduce_scatter",
-    "same",
-    "slice_",
-    "take",
+    "slice",
+    "slice_view",
+    "zero_pad",
 ]
 
 
-def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """This rank's part, without communication."""
+def slice_view(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """Return this rank's part, a view where it is one range."""
     return take_part(x, dim, of, axis.shares, axis.index)
 
 
-def slice_(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """This rank's part, contiguous: local code may `view` it as the user's code did the whole."""
-    return take(x, axis, dim, of).contiguous()
+def slice(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """Return this rank's part, contiguous: local code may call `view` on it."""
+    return slice_view(x, axis, dim, of).contiguous()
 
 
-def same(x: Tensor, axis: Axis) -> Tensor:
-    """The tensor itself, as a value of its own for autograd."""
+def identity(x: Tensor, axis: Axis) -> Tensor:
+    """Return the tensor itself, as a value of its own for autograd."""
     return x.view_as(x)
 
 
 def keep_first(x: Tensor, axis: Axis) -> Tensor:
-    """The tensor on the axis' first rank, zeros on the others."""
+    """Return the tensor on the axis' first rank, zeros on the others."""
     return x.view_as(x) if axis.index == 0 else torch.zeros_like(x)
 
 
-def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """This rank's part in its place among zeros."""
+def zero_pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """Return this rank's part in its place in a whole tensor of zeros."""
     dim %= x.dim()
     full = x.new_zeros(_with(x, dim, whole_length(of)))
     here = 0
@@ -60,12 +61,12 @@ def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """The reduction over ranks."""
+    """Return the reduction over ranks."""
     return axis.all_reduce(x.clone(memory_format=torch.contiguous_format), op).wait()
 
 
-def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """The whole of all ranks' parts."""
+def all_gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """Return the whole tensor of all ranks' parts."""
     dim %= x.dim()
     _check(x, axis, dim, of)
     shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
@@ -78,7 +79,7 @@ def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """This rank's part of the sum over ranks."""
+    """Return this rank's part of the sum over ranks."""
     dim %= x.dim()
     shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
     sizes = [shape.numel() for shape in shapes]
@@ -90,7 +91,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) -> Tensor:
-    """From parts of `dim` to parts of `to_dim`."""
+    """Exchange parts of `dim` for parts of `to_dim`."""
     dim, to_dim = dim % x.dim(), to_dim % x.dim()
     _check(x, axis, dim, of)
     if dim == to_dim:
@@ -105,7 +106,7 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
 
 
 def _recut(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
-    """Cut the same dim otherwise: each pair of ranks exchanges what one has and the other needs."""
+    """Split the same dim differently: each pair of ranks exchanges what the other one needs."""
     me, n = axis.index, axis.shares
     sent = [x.index_select(dim, _shared(of, to_of, n, me, i).to(x.device)) for i in range(n)]
     places = [_shared(to_of, of, n, me, i).to(x.device) for i in range(n)]

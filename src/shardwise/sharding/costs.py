@@ -17,6 +17,7 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.ir import TensorType
+from shardwise.redistribution import between
 from shardwise.sharding.placements import Partial, Placement, Replicate, Shard, same_cut
 from shardwise.sharding.rule import Call, NodeRule, Part
 
@@ -27,23 +28,9 @@ PER_MADE_TRANSFER = 1e7
 PER_SLICE = 500.0  # cutting a whole value moves nothing, but every rank computed all of it
 IMPOSSIBLE = float("inf")
 
-# (all-gather or reduce-scatter, all-reduce) units of the value's size: forward, backward.
-_TRANSFERS = {
-    ("S", "R"): (1, 0),
-    ("S", "R*"): (1, 1),
-    ("P", "R"): (2, 0),
-    ("P", "R*"): (2, 2),
-    ("P", "S"): (1, 1),
-    ("R", "S"): (0, 1),
-    ("R", "R*"): (0, 2),
-    ("R", "P"): (0, 0),
-    ("S", "P"): (1, 1),  # moves nothing, but the sum that follows is as large as a gathered value
-    ("S", "S"): (0.5, 0.5),
-}
-
 
 def kind(placement: Placement) -> str:
-    """`S`, `P`, `R` or `R*`: the letter of the table in `redistribute`."""
+    """Return `S`, `P`, `R` or `R*`: the letter of the table in `redistribution`."""
     if isinstance(placement, Replicate):
         return "R*" if placement.differs else "R"
     return "S" if isinstance(placement, Shard) else "P"
@@ -71,9 +58,14 @@ def move_cost(
         return 0.0
     if isinstance(held, Partial) and held.op != "sum" and isinstance(needed, Partial):
         return IMPOSSIBLE
-    forward, backward = _TRANSFERS.get((kind(held), kind(needed)), (IMPOSSIBLE, 0))
-    if forward == IMPOSSIBLE:
+    kinds = kind(held), kind(needed)
+    found = between(*kinds)
+    if found is None or kinds[0] == "R*":
         return IMPOSSIBLE
+    forward, backward = found.forward.volume, found.backward.volume
+    if kinds == ("S", "P"):
+        # Nothing is sent, but the sum that follows is as large as a gathered value.
+        forward, backward = 1.0, 1.0
     units = forward + (backward if carries_grad else 0)
     share = (ranks - 1) / ranks
     transfers = (forward > 0) + (backward > 0 and carries_grad)

@@ -39,23 +39,6 @@ DEFERRED = {
     "conv3d",
 }
 
-# Move -> how many times its result it needs in forward, and its operand's gradient in backward; 0
-# where that is the same memory (`runtime.moves`): parts of inner dims travel as a flat copy.
-MOVED = {
-    "rt.gather": (2, 0),
-    "rt.gather_fanout": (2, 2),
-    "rt.reduce": (1, 0),
-    "rt.reduce_fanout": (1, 1),
-    "rt.reduce_scatter": (2, 2),
-    "rt.shard": (1, 2),
-    "rt.fanout": (0, 1),
-    "rt.all_to_all": (2, 2),
-    "rt.as_partial": (0, 0),
-    "rt.take": (1, 1),
-    "rt.pad": (1, 0),
-    "rt.once": (0, 0),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:

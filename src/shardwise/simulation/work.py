@@ -19,27 +19,12 @@ from numpy.typing import NDArray
 from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
 from shardwise.ir import Graph, Ref
 from shardwise.program.program import RankProgram, Step
+from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.runtime.recompute import PASSING
-from shardwise.simulation.liveness import DEFERRED, MOVED, Liveness, Moment, is_cheap
+from shardwise.simulation.liveness import DEFERRED, Liveness, Moment, is_cheap
 
 Floats = NDArray[np.float64]
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is what only gradients of parameters need
-
-# Move -> (collective of forward, collective of backward); the runtime's table of duals.
-TALKS = {
-    "rt.gather": ("all_gather", ""),
-    "rt.gather_fanout": ("all_gather", "reduce_scatter"),
-    "rt.reduce": ("all_reduce", ""),
-    "rt.reduce_fanout": ("all_reduce", "all_reduce"),
-    "rt.reduce_scatter": ("reduce_scatter", "all_gather"),
-    "rt.shard": ("", "all_gather"),
-    "rt.fanout": ("", "all_reduce"),
-    "rt.all_to_all": ("all_to_all", "all_to_all"),
-    "rt.as_partial": ("", ""),
-    "rt.take": ("", ""),
-    "rt.pad": ("", ""),
-    "rt.once": ("", ""),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +212,12 @@ class _Reader:
         source, target = step.inputs[0], step.outputs[0]
         self._use(source, at)
         self.made[target] = at
-        whole = float(max(self._bytes(source), self._bytes(target)))
-        if step.fn == "rt.all_to_all":
-            whole = float(self._bytes(source))
-        forward, backward = TALKS[step.fn]
-        if forward:
-            self.talks.append(Talk(at, FORWARD, forward, step.axes, whole))
-        if backward and self._has_grad(source):
-            self.talks.append(Talk(at, BACKWARD, backward, step.axes, whole))
-        gave, back = MOVED[step.fn]
+        move = REDISTRIBUTIONS[step.fn]
+        whole = move.num_bytes(float(self._bytes(source)), float(self._bytes(target)))
+        for phase, op in ((FORWARD, move.forward.collective), (BACKWARD, move.backward.collective)):
+            if op and (phase == FORWARD or self._has_grad(source)):
+                self.talks.append(Talk(at, phase, op, step.axes, whole))
+        gave, back = move.forward.copies, move.backward.copies
         if step.fn in ("rt.shard", "rt.take") and self._is_outermost(step):
             gave = 0  # a part of the whole's memory
         if not gave:

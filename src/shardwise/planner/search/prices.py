@@ -14,11 +14,11 @@ from shardwise.ir import Graph, Node, Parameter, TensorType
 from shardwise.planner.layouts.task import LayoutTask, Placements
 from shardwise.program.local import local_call
 from shardwise.program.moves import plan_moves
+from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Replicate, local_shape
 from shardwise.simulation.times import Clock, Group
-from shardwise.simulation.work import TALKS
 
 STATE_BYTES = 16.0  # of one trained element: float32 weight, gradient and two states of AdamW
 UPDATE_BYTES = 28.0  # that AdamW reads and writes for an element, in one pass
@@ -66,13 +66,11 @@ class CallPrices:
     def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
         """Communication of forward, and with `grad` of backward."""
         seconds = 0.0
-        before, after = self._layout(held), self._layout(needed)
-        for move in plan_moves(before, after, self.sizes, grad):
-            size = max(self._bytes(value, move.before), self._bytes(value, move.layout))
-            if move.fn == "rt.all_to_all":
-                size = self._bytes(value, move.before)
-            forward, backward = TALKS[move.fn]
-            for op in (forward, backward if grad else ""):
+        for move in plan_moves(self._layout(held), self._layout(needed), self.sizes, grad):
+            found = REDISTRIBUTIONS[move.fn]
+            before, after = self._bytes(value, move.before), self._bytes(value, move.layout)
+            size = found.num_bytes(before, after)
+            for op in (found.forward.collective, found.backward.collective if grad else ""):
                 if op and value not in self.whole:
                     seconds += self.clock.talk(op, self.group, move.axes, size)
         return seconds

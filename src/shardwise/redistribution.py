@@ -1,0 +1,109 @@
+"""The table of redistributions: how the placement of a value along one mesh axis can change.
+
+Along a mesh axis a value is sharded (S), a partial sum (P), replicated for work that is the same
+on every rank (R), or replicated for work that differs between ranks (R*). Their gradients are
+g(S) = S, g(P) = R, g(R) = R and g(R*) = P, so each forward fixes its backward:
+
+    gather          S  -> R    all-gather           | slice
+    gather_fanout   S  -> R*   all-gather           | reduce-scatter
+    reduce          P  -> R    all-reduce           | nothing
+    reduce_fanout   P  -> R*   all-reduce           | all-reduce
+    reduce_scatter  P  -> S    reduce-scatter       | all-gather
+    shard           R  -> S    slice                | all-gather
+    take            R* -> S    slice                | zero-pad
+    fanout          R  -> R*   nothing              | all-reduce
+    as_partial      R  -> P    keep on the first    | nothing
+    pad             S  -> P    zero-pad             | slice
+    all_to_all      S  -> S'   all-to-all           | all-to-all
+    once            R* -> P    keep on the first    | keep on the first
+
+To add one: add its entry here, its function to `runtime/collectives.py` (with new primitives in
+`runtime/moves.py`), and say in `program/moves.py` when to use it. Verification, cost model,
+simulator and layout search read this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Primitive:
+    """One direction of a redistribution: a function of `runtime/moves.py`.
+
+    `copies` is the memory that it needs, as a multiple of its result: 0 where the result is the
+    operand's memory, 2 where parts of inner dims travel as a flat copy. `volume` is what each rank
+    sends, in units of the value's size times (ranks - 1) / ranks.
+    """
+
+    name: str
+    copies: int = 0
+    volume: float = 0.0
+
+    @property
+    def collective(self) -> str:
+        """The name of the collective, or "" if every rank works alone."""
+        return self.name if self.volume else ""
+
+
+ALL_GATHER = Primitive(name="all_gather", copies=2, volume=1)
+REDUCE_SCATTER = Primitive(name="reduce_scatter", copies=2, volume=1)
+ALL_REDUCE = Primitive(name="all_reduce", copies=1, volume=2)
+ALL_TO_ALL = Primitive(name="all_to_all", copies=2, volume=0.5)
+SLICE = Primitive(name="slice", copies=1)  # contiguous: local code may call `view` on it
+VIEW = Primitive(name="slice_view")
+ZERO_PAD = Primitive(name="zero_pad", copies=1)
+KEEP_FIRST = Primitive(name="keep_first")
+IDENTITY = Primitive(name="identity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redistribution:
+    """One function `rt.<name>`: the kinds of placement before and after it, and its passes."""
+
+    name: str
+    held: str
+    given: str
+    forward: Primitive
+    backward: Primitive
+
+    @property
+    def is_local(self) -> bool:
+        """Whether neither pass communicates."""
+        return not self.forward.collective and not self.backward.collective
+
+    def num_bytes(self, before: float, after: float) -> float:
+        """Return the size that the collectives' cost counts, from a rank's bytes on both sides.
+
+        It is the size of the whole value; of an all-to-all, what each rank holds before.
+        """
+        return before if self.held == self.given else max(before, after)
+
+
+REDISTRIBUTIONS: dict[str, Redistribution] = {}  # by the function that generated code calls
+_BY_KINDS: dict[tuple[str, str], Redistribution] = {}
+
+
+def register(name: str, held: str, given: str, forward: Primitive, backward: Primitive) -> None:
+    """Add a redistribution to the table."""
+    entry = Redistribution(name=name, held=held, given=given, forward=forward, backward=backward)
+    REDISTRIBUTIONS[f"rt.{name}"] = _BY_KINDS[held, given] = entry
+
+
+def between(held: str, given: str) -> Redistribution | None:
+    """Return the redistribution from one kind of placement to another, if there is one."""
+    return _BY_KINDS.get((held, given))
+
+
+register("gather", "S", "R", ALL_GATHER, VIEW)
+register("gather_fanout", "S", "R*", ALL_GATHER, REDUCE_SCATTER)
+register("reduce", "P", "R", ALL_REDUCE, IDENTITY)
+register("reduce_fanout", "P", "R*", ALL_REDUCE, ALL_REDUCE)
+register("reduce_scatter", "P", "S", REDUCE_SCATTER, ALL_GATHER)
+register("shard", "R", "S", SLICE, ALL_GATHER)
+register("take", "R*", "S", SLICE, ZERO_PAD)
+register("fanout", "R", "R*", IDENTITY, ALL_REDUCE)
+register("as_partial", "R", "P", KEEP_FIRST, IDENTITY)
+register("pad", "S", "P", ZERO_PAD, VIEW)
+register("all_to_all", "S", "S", ALL_TO_ALL, ALL_TO_ALL)
+register("once", "R*", "P", KEEP_FIRST, KEEP_FIRST)
