@@ -18,6 +18,7 @@ import typer
 
 from shardwise.cli.files import load_plan
 from shardwise.errors import did_you_mean
+from shardwise.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -71,7 +72,7 @@ class Wanted:
         bool, "--per-microbatch", "Each micro-batch is a batch of its own."
     ) = False
     schedule: _option(  # type: ignore[valid-type]
-        str | None, "--schedule", "gpipe, 1f1b, interleaved, zero_bubble, zb_v, or a file."
+        str | None, "--schedule", f"{', '.join(SCHEDULES)}, or a file."
     ) = None
     recompute: _option(  # type: ignore[valid-type]
         str | None, "--recompute", "none, full, selective, or module globs with commas."
@@ -200,7 +201,7 @@ class Wanted:
         found["memory_gib"] = self.memory_gib
         found["constraints"] = constraints_of(self.constraint) or None
         found["table"] = self._table()
-        found["schedule"] = _one_of("schedule", self.schedule, _schedules())
+        found["schedule"] = _one_of("schedule", self.schedule, tuple(SCHEDULES))
         found["recompute"] = _one_of("recompute", self.recompute, ("none", "selective", "full"))
         found["offload"] = None if self.offload is None else _offloads(self.offload)
         return {name: value for name, value in found.items() if value is not None}
@@ -289,12 +290,6 @@ def constraints_of(texts: list[str]) -> dict[str, str | dict[str, str]]:
 
 def _typed(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _schedules() -> tuple[str, ...]:
-    from shardwise.schedules import NAMES
-
-    return NAMES
 
 
 def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:

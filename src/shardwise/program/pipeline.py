@@ -19,7 +19,7 @@ from shardwise.program.lower import lower
 from shardwise.program.means import separate_means
 from shardwise.program.program import Program
 from shardwise.program.stages import Part, partition, with_keys
-from shardwise.schedules import Action, Schedule, check, make
+from shardwise.schedules import Action, Schedule, check, default_schedule, make
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Layout, Placement, Shard, format_shard
 from shardwise.sharding.time import Timed, assign_time
@@ -172,7 +172,7 @@ def plan_schedule(plan: Plan) -> Schedule:
             placement=placement,
             actions=rows,
         )
-    name = plan.schedule or ("1f1b" if count == len(groups) else "interleaved")
+    name = plan.schedule or default_schedule(count, len(groups))
     made = make(
         name, num_groups=len(groups), num_microbatches=plan.num_microbatches, num_stages=count
     )

@@ -1,37 +1,45 @@
-"""Pipeline schedules as data: made, read from files, checked and replayed, without any tensors."""
+"""Pipeline schedules as data: built, read from files, checked and replayed, without any tensors."""
 
-from shardwise.schedules.action import Action, ScheduleError
-from shardwise.schedules.check import Facts, check
-from shardwise.schedules.generate import (
-    NAMES,
+from shardwise.schedules.builders import (
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    ScheduleKind,
+    default_schedule,
     forward_only,
     gpipe,
     interleaved,
     make,
     one_f_one_b,
+    register_schedule,
+    schedule_kind,
     zero_bubble_h1,
     zero_bubble_v,
 )
-from shardwise.schedules.order import Span
+from shardwise.schedules.check import Facts, check
 from shardwise.schedules.replay import Durations, Timeline, replay
-from shardwise.schedules.schedule import Schedule
+from shardwise.schedules.schedule import Action, Schedule, ScheduleError, Span
 
 __all__ = [
-    "NAMES",
+    "DEFAULT_SCHEDULE",
+    "SCHEDULES",
     "Action",
     "Durations",
     "Facts",
     "Schedule",
     "ScheduleError",
+    "ScheduleKind",
     "Span",
     "Timeline",
     "check",
+    "default_schedule",
     "forward_only",
     "gpipe",
     "interleaved",
     "make",
     "one_f_one_b",
+    "register_schedule",
     "replay",
+    "schedule_kind",
     "zero_bubble_h1",
     "zero_bubble_v",
 ]

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from shardwise.schedules.action import KINDS, Action, ScheduleError
-from shardwise.schedules.order import Links, run_in_order
-from shardwise.schedules.schedule import Schedule
+from shardwise.schedules.schedule import KINDS, Action, Links, Schedule, ScheduleError, run_in_order
 
 Message = tuple[Action, int]  # a result, and the stage that it is for
 

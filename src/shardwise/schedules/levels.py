@@ -13,9 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.schedules.action import Action
-from shardwise.schedules.order import Links, run_in_order
-from shardwise.schedules.schedule import Schedule
+from shardwise.schedules.schedule import Action, Links, Schedule, run_in_order
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

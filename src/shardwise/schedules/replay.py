@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.schedules.action import Action, ScheduleError
-from shardwise.schedules.order import Links, Span, run_in_order
-from shardwise.schedules.schedule import Schedule
+from shardwise.schedules.schedule import Action, Links, Schedule, ScheduleError, Span, run_in_order
 
 Durations = (
     Mapping[tuple[str, int], float]

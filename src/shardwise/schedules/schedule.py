@@ -1,26 +1,88 @@
-"""A pipeline schedule: for each group of ranks the list of actions it runs, in order.
+"""A pipeline schedule: for each group of ranks, the list of actions that it runs in order.
 
-Enters: what `generate` makes, or a file with one line per group. Leaves: `Schedule`. Whether it
-is complete and cannot block is for `check` to say.
+`Action` is a stage's forward or backward of one micro-batch, `Links` says which action waits for
+which, and `Schedule` holds the lists. Schedules come from `builders` or from files with one line
+per group, in the text form of torch.distributed.pipelining. `check` proves that one is complete and
+cannot block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.errors import PlanError
 from shardwise.files import read_text, write_text
-from shardwise.schedules.action import Action, ScheduleError
-from shardwise.schedules.order import Links, run_in_order
 
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the inputs",
+    "W": "backward for the weights",
+}
+
+_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 MAX_ACTIONS = 1 << 18  # forwards in one schedule
 _EXAMPLE = "one line per group, for example: 0F0, 0F1, 0B0, 0B1"
 
 
+class ScheduleError(PlanError):
+    """A schedule is malformed, incomplete, or would block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a group: a stage's forward or backward of one micro-batch.
+
+    `kind` is "F" (forward), "B" (whole backward), "I" (backward for the inputs only) or "W" (the
+    weight gradients that "I" left for later).
+
+    >>> str(Action("F", 0, 3))
+    '0F3'
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.stage < 0 or self.microbatch < 0:
+            raise ScheduleError(
+                f"there is no action of kind {self.kind!r} for stage {self.stage} and "
+                f"microbatch {self.microbatch}",
+                hint="a kind of F B I W, and numbers from 0: Action('F', 0, 3)",
+            )
+
+    @staticmethod
+    def parse(text: str, where: str | None = None) -> Action:
+        """Return the action that `str` wrote, for example "0F3"."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"{text.strip()!r} is not an action",
+                where=where,
+                hint="stage, then one of F B I W, then microbatch: 0F3",
+            )
+        stage, kind, microbatch = match.groups()
+        return Action(kind, int(stage), int(microbatch))
+
+    @property
+    def result(self) -> Action:
+        """The result that others wait for: of a whole backward, the input gradients, as of "I"."""
+        return Action("I", self.stage, self.microbatch) if self.kind == "B" else self
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+# ---------------------------------------------------------------- schedules
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Who runs what, in which order.
+    """The actions of every group of ranks, in order.
 
     `placement[stage]` is the group that runs a stage, `actions[group]` that group's list. All
     ranks of a group run the same list.
@@ -33,8 +95,8 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        whole("num_stages", self.num_stages)
-        whole("num_microbatches", self.num_microbatches)
+        require_positive("num_stages", self.num_stages)
+        require_positive("num_microbatches", self.num_microbatches)
         require_size(self.num_stages, self.num_microbatches)
         if len(self.placement) != self.num_stages:
             raise ScheduleError(
@@ -58,13 +120,13 @@ class Schedule:
         return any(action.kind in "IW" for mine in self.actions for action in mine)
 
     def stages_of(self, group: int) -> tuple[int, ...]:
-        """The stages that a group runs."""
+        """Return the stages that a group runs."""
         return tuple(s for s, where in enumerate(self.placement) if where == group)
 
     # ------------------------------------------------------------ files and text
 
     def to_text(self) -> str:
-        """One line per group; torch.distributed.pipelining reads the same form."""
+        """Return one line per group, in the form that torch.distributed.pipelining reads."""
         return "".join(", ".join(str(action) for action in mine) + "\n" for mine in self.actions)
 
     def save(self, path: str | Path) -> None:
@@ -73,7 +135,7 @@ class Schedule:
 
     @staticmethod
     def parse_text(text: str, *, name: str = "custom", where: str = "the text") -> Schedule:
-        """The schedule in a text: one line per group, without empty lines and `#` comments.
+        """Parse one line per group, skipping empty lines and `#` comments.
 
         A stage is placed on the group whose line it is in; the counts are the largest seen.
         """
@@ -84,7 +146,7 @@ class Schedule:
             if words:
                 rows.append((number, tuple(Action.parse(word, place) for word in words)))
         if not rows:
-            raise ScheduleError("there is no action", where=where, hint=_EXAMPLE)
+            raise ScheduleError("the schedule has no actions", where=where, hint=_EXAMPLE)
         placement = _placement(rows, where)
         return Schedule(
             name=name,
@@ -101,7 +163,7 @@ class Schedule:
         return Schedule.parse_text(text, name=Path(path).stem, where=str(path))
 
     def __str__(self) -> str:
-        """A table: one row per group, one column per slot when every action takes one slot."""
+        """Draw a table: one row per group, one column per slot when every action takes one slot."""
         head = (
             f"{self.name}: {self.num_stages} stages on {self.num_groups} groups, "
             f"{self.num_microbatches} micro-batches"
@@ -111,7 +173,7 @@ class Schedule:
             spans = run_in_order(self.actions, Links.of(self.num_stages))
             rows = [{int(span.start): span.action for span in mine} for mine in spans]
         except (ScheduleError, IndexError):  # blocked, or a stage that it does not have
-            head += " (as listed: it does not run through)"
+            head += " (as listed: it blocks)"
             rows = [dict(enumerate(mine)) for mine in self.actions]
         slots = range(max((1 + max(row) for row in rows if row), default=0))
         width = max((len(str(action)) for row in rows for action in row.values()), default=1)
@@ -125,7 +187,7 @@ class Schedule:
 
 
 def require_size(stages: int, num_microbatches: int) -> None:
-    """Refuse schedules so long that listing them takes minutes and gigabytes."""
+    """Refuse schedules so long that building them would take minutes and gigabytes."""
     if stages * num_microbatches > MAX_ACTIONS:
         raise ScheduleError(
             f"{num_microbatches:,} micro-batches of {stages:,} stages are "
@@ -134,14 +196,14 @@ def require_size(stages: int, num_microbatches: int) -> None:
         )
 
 
-def whole(name: str, value: object) -> None:
-    """Raise unless `value` is a whole number of at least 1."""
+def require_positive(name: str, value: object) -> None:
+    """Raise unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ScheduleError(f"{name} is {value!r}, needs a whole number of at least 1")
+        raise ScheduleError(f"{name} is {value!r}, must be an integer of at least 1")
 
 
 def _placement(rows: Iterable[tuple[int, tuple[Action, ...]]], where: str) -> tuple[int, ...]:
-    """Stage -> group, from the line that each stage's actions are in."""
+    """Map each stage to a group, by the line that its actions are in."""
     seen: dict[int, tuple[int, int, Action]] = {}
     for group, (number, mine) in enumerate(rows):
         for action in mine:
@@ -151,13 +213,148 @@ def _placement(rows: Iterable[tuple[int, tuple[Action, ...]]], where: str) -> tu
                     f"stage {action.stage} is in two lines: {first[2]} in line {first[1]}, "
                     f"{action} in line {number}",
                     where=where,
-                    hint="all actions of a stage in the line of one group",
+                    hint="put all actions of a stage into the line of one group",
                 )
     for expected, stage in enumerate(sorted(seen)):
         if stage != expected:
             raise ScheduleError(
-                f"stage {expected} has no action, stage {stage} has",
+                f"stage {expected} has no actions, but stage {stage} has",
                 where=where,
                 hint="number the stages from 0 without gaps",
             )
     return tuple(seen[stage][0] for stage in range(len(seen)))
+
+
+# ---------------------------------------------------------------- running the lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """For each stage: the stages whose output it reads, and the stages that read its output."""
+
+    producers: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(num_stages: int, edges: Iterable[tuple[int, int]] | None = None) -> Links:
+        """Build links from (producer, consumer) pairs; by default each stage feeds the next."""
+        pairs = [(s, s + 1) for s in range(num_stages - 1)] if edges is None else list(edges)
+        for at, (producer, consumer) in enumerate(pairs):
+            if not 0 <= producer < consumer < num_stages:
+                raise ScheduleError(
+                    f"the edge {producer} -> {consumer} does not lead to a later one of "
+                    f"{num_stages} stages",
+                    hint="edges=[(producer stage, consumer stage), ...]",
+                )
+            if (producer, consumer) in pairs[:at]:
+                raise ScheduleError(f"the edge {producer} -> {consumer} is given twice")
+        stages = range(num_stages)
+        return Links(
+            producers=tuple(tuple(sorted(p for p, c in pairs if c == s)) for s in stages),
+            consumers=tuple(tuple(sorted(c for p, c in pairs if p == s)) for s in stages),
+        )
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the results (see `Action.result`) that must exist before `action` starts."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "F":
+            return tuple(Action("F", p, microbatch) for p in self.producers[stage])
+        if action.kind == "W":
+            return (Action("I", stage, microbatch),)
+        gradients = tuple(Action("I", c, microbatch) for c in self.consumers[stage])
+        return (Action("F", stage, microbatch), *gradients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """An action and when it ran, in seconds from the start of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def run_in_order(
+    lists: Sequence[Sequence[Action]],
+    links: Links,
+    duration: Callable[[Action], float] = lambda _: 1.0,
+    transfer: float | Callable[[Action, Action], float] = 0.0,
+) -> tuple[tuple[Span, ...], ...]:
+    """Run every list in order with asynchronous sends; return one tuple of spans per group.
+
+    An action starts when its group is free and its needs have ended; a need that another group
+    computed arrives `transfer` seconds later, which may depend on the need and on who waits.
+    """
+    wire = transfer if callable(transfer) else lambda need, action: transfer
+    spans: list[list[Span]] = [[] for _ in lists]
+    done: dict[Action, tuple[int, float]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for group, actions in enumerate(lists):
+            mine = spans[group]
+            while len(mine) < len(actions):
+                action = actions[len(mine)]
+                needs = links.needs(action)
+                if not all(need in done for need in needs):
+                    break
+                start = mine[-1].end if mine else 0.0
+                for need in needs:
+                    maker, end = done[need]
+                    start = max(start, end if maker == group else end + wire(need, action))
+                mine.append(Span(action=action, start=start, end=start + duration(action)))
+                done[action.result] = (group, mine[-1].end)
+                moved = True
+    positions = [len(mine) for mine in spans]
+    if any(at < len(actions) for at, actions in zip(positions, lists, strict=True)):
+        raise _blocked(lists, links, positions, done.keys())
+    return tuple(tuple(mine) for mine in spans)
+
+
+def _blocked(
+    lists: Sequence[Sequence[Action]],
+    links: Links,
+    positions: Sequence[int],
+    done: Iterable[Action],
+) -> ScheduleError:
+    """Return the error for blocked lists: where each group is and what it waits for."""
+    finished = set(done)
+    place = {action.result: (g, action) for g, mine in enumerate(lists) for action in mine}
+    lines, waits = [], {}
+    for group, (at, actions) in enumerate(zip(positions, lists, strict=True)):
+        if at == len(actions):
+            lines.append(f"group {group} is done")
+            continue
+        missing = [need for need in links.needs(actions[at]) if need not in finished]
+        names = [
+            f"{place[need][1]} of group {place[need][0]}"
+            if need in place
+            else f"{_either(need)}, which is in no list"
+            for need in missing
+        ]
+        lines.append(f"group {group} is at {actions[at]} and waits for {' and '.join(names)}")
+        known = [place[need][0] for need in missing if need in place]
+        if len(known) == len(missing):
+            waits[group] = known[0]
+    total = sum(len(actions) for actions in lists)
+    text = "\n".join(f"  {line}" for line in [*lines, *_cycle(waits)])
+    return ScheduleError(f"the lists block after {sum(positions)} of {total} actions\n{text}")
+
+
+def _either(need: Action) -> str:
+    """Name the actions that would give a result."""
+    if need.kind == "I":
+        return f"{Action('B', need.stage, need.microbatch)} or {need}"
+    return str(need)
+
+
+def _cycle(waits: dict[int, int]) -> list[str]:
+    """Describe groups that wait for each other in a cycle, in one line or none."""
+    for first in waits:
+        path = [first]
+        while path[-1] in waits and path.count(path[-1]) == 1:
+            path.append(waits[path[-1]])
+        if path.count(path[-1]) > 1:
+            cycle = path[path.index(path[-1]) :]
+            return ["cycle: " + " -> ".join(f"group {group}" for group in cycle)]
+    return []

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, Signature
 from shardwise.messages.choice import Chooser
-from shardwise.schedules import Schedule, make
+from shardwise.schedules import Schedule, default_schedule, make
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
@@ -171,7 +171,7 @@ class Evaluator:
     def _scheduled(self, setting: Setting) -> Schedule:
         """The order of actions: as set, or the usual one."""
         groups, stages = len(setting.groups), len(setting.placement)
-        name = "1f1b" if stages == groups else "interleaved"
+        name = default_schedule(stages, groups)
         return setting.schedule or self.schedule(name, groups, setting.num_microbatches, stages)
 
     def schedule(self, name: str, groups: int, num_microbatches: int, stages: int) -> Schedule:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Device
-from shardwise.schedules import Schedule, make
+from shardwise.schedules import Schedule, default_schedule, make
 from shardwise.schedules.levels import KINDS as ORDER
 from shardwise.schedules.levels import levels_of
 from shardwise.simulation.play import Pass, play_backward, play_forward, play_weight
@@ -106,7 +106,7 @@ def play_step(
 ) -> Timeline:
     """Play a step; `devices` are those of the slowest rank of each group."""
     schedule = setting.schedule or make(
-        "1f1b" if len(stages) == len(setting.groups) else "interleaved",
+        default_schedule(len(stages), len(setting.groups)),
         num_groups=len(setting.groups),
         num_microbatches=setting.num_microbatches,
         num_stages=len(stages),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.cluster import Mesh
 from shardwise.plans import Plan, Stage
-from shardwise.schedules import Action, make
+from shardwise.schedules import Action, default_schedule, make
 
 KEPT_MICROBATCHES = 4
 MOST_STAGES = 16
@@ -27,7 +27,7 @@ def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     count = each * most
     kept = [stages[index * len(stages) // count] for index in range(count)]
     name = plan.schedule if isinstance(plan.schedule, str) else ""
-    name = name or ("1f1b" if count == most else "interleaved")
+    name = name or default_schedule(count, most)
     made = make(name, num_groups=most, num_microbatches=plan.num_microbatches, num_stages=count)
     owners = [kept[made.placement.index(group)].mesh for group in range(most)]
     ranks = _numbered([mesh.size for mesh in owners])

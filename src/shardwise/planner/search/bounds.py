@@ -20,6 +20,7 @@ from shardwise.planner.search.bank import Bank, Layouts
 from shardwise.planner.search.found import Bound
 from shardwise.planner.search.least import least_end, least_wire
 from shardwise.planner.search.space import Point
+from shardwise.schedules import schedule_kind
 from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import stage_memory
@@ -123,7 +124,8 @@ class Bounds:
         forward = self._times(layers, bounds, setting.placement, alike, ("forward",))
         before = np.concatenate([[0.0], np.cumsum(forward + sends)])
         around, waits = before, np.zeros(len(times))
-        if point.schedule.startswith("zb"):  # a group need not wait for others' whole backward
+        # Input gradients travel on without waiting for weight gradients that come later.
+        if schedule_kind(point.schedule).splits_backward:
             waits = self._times(layers, bounds, setting.placement, alike, ("weight",))
         else:
             around = np.concatenate([[0.0], np.cumsum(times + 2 * sends)])

@@ -20,6 +20,7 @@ from shardwise.planner.search.larger import Fewer, copied
 from shardwise.planner.search.relax import Again
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import RECOMPUTES, Fixed, Limits, Point, points
+from shardwise.schedules import DEFAULT_SCHEDULE, schedule_kind
 from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
@@ -270,7 +271,7 @@ def _fewer_microbatches(point: Point, rows: int, fixed: Fixed) -> Point | None:
     count = min(point.num_microbatches, rows // point.dp)
     if count < max(1, fixed.num_microbatches or 1):
         return None
-    if point.schedule == "interleaved" and count < point.pp:
+    if schedule_kind(point.schedule).runs_in_rounds and count < point.pp:
         return None
     return replace(point, num_microbatches=count)
 
@@ -281,7 +282,7 @@ def _more_devices(search: Search, fixed: Fixed, limits: Limits) -> Iterator[dict
         fixed,
         zero=3 if fixed.zero is None else fixed.zero,
         recompute=fixed.recompute or "full",
-        schedule=fixed.schedule or "1f1b",
+        schedule=fixed.schedule or DEFAULT_SCHEDULE,
     )
     for factor in COPIES:
         larger = copied(search.evaluator.cluster, factor)

@@ -30,6 +30,7 @@ from shardwise.planner.search.bank import QUICKEST, Nearby
 from shardwise.planner.search.found import Found, Polish
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import Point
+from shardwise.schedules import schedule_kind
 from shardwise.simulation.times import Group
 
 MOST_RANKS = 16
@@ -124,7 +125,12 @@ class _Polisher:
         for point in points:
             yield point
             if point.stages > 1 and self._least(point) < self._goal:
-                key = (point.stages, point.pp, point.schedule == "zb_v", point.layout)
+                key = (
+                    point.stages,
+                    point.pp,
+                    schedule_kind(point.schedule).is_v_shaped,
+                    point.layout,
+                )
                 if key not in known:
                     known[key] = self._cuts(point)
                 for cuts in known[key]:
@@ -237,5 +243,5 @@ def _times(point: Point) -> float:
     count, pp = point.num_microbatches, point.pp
     if pp == 1 or point.virtual > 1:
         return count / pp
-    waits = LEAST_FORWARD if point.schedule.startswith("zb") else 1.0
+    waits = LEAST_FORWARD if schedule_kind(point.schedule).splits_backward else 1.0
     return waits / (1 - (1 - waits / count) ** pp)

@@ -24,7 +24,7 @@ from shardwise.planner.search.found import Bound, Candidate, Found
 from shardwise.planner.search.grouping import Grouping
 from shardwise.planner.search.space import Point
 from shardwise.plans import Precision
-from shardwise.schedules import Schedule
+from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 from shardwise.simulation.setting import Setting
@@ -248,7 +248,13 @@ class Search:
     def _cut(self, point: Point, layouts: Layouts, groups: tuple[Group, ...]) -> tuple[int, ...]:
         if point.stages == 1 or point.cuts:
             return point.cuts or (0,)
-        key = (id(layouts), point.stages, point.pp, point.grouping, point.schedule == "zb_v")
+        key = (
+            id(layouts),
+            point.stages,
+            point.pp,
+            point.grouping,
+            schedule_kind(point.schedule).is_v_shaped,
+        )
         if key not in self._cuts:
             speeds = self.groupings(point.pp)[point.grouping].speeds
             placement = self._placement(point)
@@ -273,7 +279,7 @@ class Search:
         return self._named(point, 1).placement
 
     def _named(self, point: Point, num_microbatches: int) -> Schedule:
-        name = point.schedule or "1f1b"
+        name = point.schedule or DEFAULT_SCHEDULE
         return self.evaluator.schedule(name, point.pp, num_microbatches, point.stages)
 
     def _per_byte(self, groups: Sequence[Group]) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from shardwise.planner.search.found import Candidate, Found
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.space import RECOMPUTES, Point
+from shardwise.schedules import DEFAULT_SCHEDULE
 
 NEARLY = 0.01  # of the step: how much longer a simpler plan may take
 MOST_TRIED = 24  # simpler points whose memory and step are worked out
@@ -25,7 +26,7 @@ def simplicity(point: Point) -> tuple[object, ...]:
         sum(size > 1 for size in (point.dp, point.tp, point.pp)),
         point.tp > 1,
         point.virtual > 1,
-        point.schedule not in ("", "1f1b"),
+        point.schedule not in ("", DEFAULT_SCHEDULE),
         point.num_microbatches > 1,
         RECOMPUTES.index(point.recompute) if point.recompute in RECOMPUTES else len(RECOMPUTES),
         point.outer is not None,

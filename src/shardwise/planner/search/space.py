@@ -13,12 +13,10 @@ from math import ceil
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plans.execution import OFFLOADS
-from shardwise.schedules import NAMES
+from shardwise.schedules import SCHEDULES, default_schedule, schedule_kind
 
 RECOMPUTES = ("none", "selective", "full")
 MOST_STAGES = 128
-VIRTUAL = (2, 3, 4, 6, 8)
-LEAST_VIRTUAL = {"interleaved": 2, "zb_v": 2}  # stages of a group, by the schedule
 LAYOUTS = ("", "lean layouts", "mixed layouts", "leanest layouts", "polished layouts")  # and above
 FAR = 3  # times as many micro-batches
 MICROBATCH_COUNTS = 14  # of all divisors of a rank's rows, at most so many are tried
@@ -118,7 +116,7 @@ class Fixed:
                 raise PlanError(f"{name}={value!r}", hint="a whole number of at least 1")
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={self.zero!r}", hint="0, 1, 2 or 3")
-        known = {"schedule": NAMES, "recompute": RECOMPUTES}
+        known = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTES}
         for name, values in known.items():
             value = getattr(self, name)
             if value is not None and value not in values:
@@ -141,7 +139,7 @@ def points(limits: Limits, fixed: Fixed, *, offloads: bool = False) -> Iterator[
     for dp, tp, pp in meshes(limits, fixed):
         for virtual, schedule in _schedules(pp, limits.virtual_stages, fixed):
             for count in _microbatches(limits, dp, fixed):
-                if virtual > 1 and schedule == "interleaved" and count < pp:
+                if virtual > 1 and schedule_kind(schedule).runs_in_rounds and count < pp:
                     continue
                 yield from _savings(dp, tp, pp, virtual, schedule, count, fixed, offloads)
 
@@ -166,17 +164,19 @@ def meshes(limits: Limits, fixed: Fixed) -> Iterator[tuple[int, int, int]]:
 def _schedules(pp: int, most_stages: int, fixed: Fixed) -> list[tuple[int, str]]:
     if pp == 1:
         return [(1, "")]
-    found = [(1, "1f1b"), (1, "zb_h1")]
-    found += [(v, "interleaved") for v in VIRTUAL if pp * v <= most_stages]
-    if 2 * pp <= most_stages:
-        found.append((2, "zb_v"))
+    found = [
+        (virtual, kind.name)
+        for kind in SCHEDULES.values()
+        for virtual in kind.searched_stages_per_group
+        if virtual == 1 or pp * virtual <= most_stages
+    ]
     if fixed.schedule is not None:
-        name = {"zero_bubble": "zb_h1"}.get(fixed.schedule, fixed.schedule)
+        name = SCHEDULES[fixed.schedule].searched_as or fixed.schedule
         known = [pair for pair in found if pair[1] == name]
-        found = known or [(fixed.virtual_stages or LEAST_VIRTUAL.get(name, 1), name)]
+        found = known or [(fixed.virtual_stages or SCHEDULES[name].default_stages_per_group, name)]
     if fixed.virtual_stages is not None:
         found = [pair for pair in found if pair[0] == fixed.virtual_stages] or [
-            (fixed.virtual_stages, "interleaved" if fixed.virtual_stages > 1 else "1f1b")
+            (fixed.virtual_stages, default_schedule(fixed.virtual_stages, 1))
         ]
     return found
 

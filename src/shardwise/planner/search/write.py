@@ -15,6 +15,7 @@ from shardwise.planner.search.found import Candidate
 from shardwise.planner.strategies.fields import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
 from shardwise.plans.choices import known_choices
+from shardwise.schedules import DEFAULT_SCHEDULE
 from shardwise.simulation.fold import Fold
 
 Choices = dict[str, dict[str, str]]
@@ -56,7 +57,7 @@ def write_plan(
         nodes=_nodes(graph, fold, nodes, roles),
         units=large_blocks(graph),
         stages=stages if len(stages) > 1 else (),
-        schedule=(point.schedule or "1f1b") if scheduled else "",
+        schedule=(point.schedule or DEFAULT_SCHEDULE) if scheduled else "",
         num_microbatches=point.num_microbatches,
         recompute=point.recompute,
         precision=precision,

@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.schedules import NAMES, Action, Schedule, check, make
+from shardwise.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    check,
+    default_schedule,
+    make,
+    schedule_kind,
+)
 
 Rows = tuple[tuple[str, ...], ...]
-PER_GROUP = {"interleaved": 2, "zb_v": 2}  # stages of a group where none are asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,7 @@ def read(schedule: str | Path | Schedule | None) -> str | Schedule | None:
     """A name, or the schedule itself; a text that is no name may be the path of a file."""
     if isinstance(schedule, Path):
         return Schedule.load(schedule)
-    if isinstance(schedule, str) and schedule not in NAMES:
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
         path = Path(schedule)
         return Schedule.load(path) if path.suffix or path.is_file() else schedule
     return schedule
@@ -47,7 +54,7 @@ def default_stages(schedule: str | Schedule | None) -> int:
     """The stages of each group where nothing else is asked for."""
     if isinstance(schedule, Schedule):
         return max(1, schedule.num_stages // schedule.num_groups)
-    return PER_GROUP.get(schedule or "", 1)
+    return schedule_kind(schedule or "").default_stages_per_group
 
 
 def order(
@@ -60,7 +67,7 @@ def order(
         check(schedule)
         rows = tuple(tuple(str(action) for action in mine) for mine in schedule.actions)
         return Order(schedule=rows, placement=schedule.placement)
-    name = schedule or ("1f1b" if stages == groups else "interleaved")
+    name = schedule or default_schedule(stages, groups)
     made = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
     check(made)
     return Order(schedule=name, placement=made.placement)

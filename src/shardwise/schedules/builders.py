@@ -1,6 +1,4 @@
-"""The known pipeline schedules.
-
-Enters: numbers of stages, micro-batches and groups. Leaves: a `Schedule`; `check` proves each one.
+"""Build the known pipeline schedules, and keep the registry of them.
 
 All but `zero_bubble_v` are one pattern (`_alternate`): some forwards to warm up, then one forward
 and one backward in turn, then the remaining backwards. They differ in how many warm up, in the
@@ -11,56 +9,90 @@ slot by slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardwise.errors import did_you_mean
-from shardwise.schedules.action import Action, ScheduleError
-from shardwise.schedules.schedule import Schedule, require_size, whole
+from shardwise.schedules.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    require_positive,
+    require_size,
+)
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb_h1", "zb_v")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """A schedule that plans can name, with everything that the planner has to know about it.
+
+    `build(num_stages, num_microbatches, num_groups)` returns the schedule.
+    """
+
+    name: str
+    build: Callable[[int, int, int], Schedule]
+    stages_per_group: tuple[int, ...] = (1,)  # the counts it can run; () means any
+    default_stages_per_group: int = 1
+    searched_stages_per_group: tuple[int, ...] = ()  # the counts that automatic planning tries
+    searched_as: str = ""  # the kind that automatic planning tries for this name, if another
+    splits_backward: bool = False  # weight gradients are separate actions, I and W
+    is_v_shaped: bool = False  # the first and the last stage are on one group
+    runs_in_rounds: bool = False  # each round has a micro-batch per group: fewer leave groups idle
+
+
+SCHEDULES: dict[str, ScheduleKind] = {}
+DEFAULT_SCHEDULE = "1f1b"
+
+
+def register_schedule(kind: ScheduleKind) -> None:
+    """Add a schedule under its name: plans, strategies, the planner and the CLI then know it."""
+    if kind.name in SCHEDULES:
+        raise ScheduleError(f"a schedule named {kind.name!r} is already registered")
+    SCHEDULES[kind.name] = kind
+
+
+def default_schedule(num_stages: int, num_groups: int) -> str:
+    """Return the schedule of a plan that names none."""
+    return DEFAULT_SCHEDULE if num_stages == num_groups else "interleaved"
+
+
+def schedule_kind(name: str) -> ScheduleKind:
+    """Look up a schedule; an empty name means the default."""
+    if name and name not in SCHEDULES:
+        raise ScheduleError(
+            f"there is no schedule {name!r}{did_you_mean(name, list(SCHEDULES))}",
+            hint=f"one of {', '.join(SCHEDULES)}, or a file: Schedule.load(path)",
+        )
+    return SCHEDULES[name or DEFAULT_SCHEDULE]
 
 
 def make(
     name: str, *, num_groups: int, num_microbatches: int, num_stages: int | None = None
 ) -> Schedule:
-    """The schedule of a name in `NAMES`.
+    """Build the schedule of a name in `SCHEDULES`.
 
     Without `num_stages` there is one stage per group, two for "interleaved" and "zb_v".
     "zero_bubble" is "zb_h1" for one stage per group and "zb_v" for two.
     """
-    if name not in NAMES:
-        raise ScheduleError(
-            f"there is no schedule {name!r}{did_you_mean(name, NAMES)}",
-            hint=f"one of {', '.join(NAMES)}, or a file: Schedule.load(path)",
-        )
-    whole("num_groups", num_groups)
+    kind = schedule_kind(name)
+    require_positive("num_groups", num_groups)
     if num_stages is None:
-        num_stages = 2 * num_groups if name in ("interleaved", "zb_v") else num_groups
-    if name == "interleaved":
-        return interleaved(num_stages, num_microbatches, num_groups)
-    per_group = {"zb_v": (2,), "zero_bubble": (1, 2)}.get(name, (1,))
-    if num_stages not in [count * num_groups for count in per_group]:
-        wanted = " or ".join(str(count * num_groups) for count in per_group)
+        num_stages = kind.default_stages_per_group * num_groups
+    counts = [count * num_groups for count in kind.stages_per_group]
+    if counts and num_stages not in counts:
         raise ScheduleError(
-            f"{name} on {num_groups} groups needs {wanted} stages, not {num_stages}",
+            f"{name} on {num_groups} groups needs {' or '.join(map(str, counts))} stages, "
+            f"not {num_stages}",
             hint=f"make('interleaved', num_groups={num_groups}, num_stages={num_stages}, "
             f"num_microbatches={num_microbatches})"
             if num_groups <= num_stages
             else f"num_groups={num_stages}",
         )
-    by_name: dict[str, Callable[[int, int], Schedule]] = {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "zb_h1": zero_bubble_h1,
-        "zb_v": zero_bubble_v,
-        "zero_bubble": zero_bubble_h1 if num_stages == num_groups else zero_bubble_v,
-    }
-    return by_name[name](num_stages, num_microbatches)
+    return kind.build(num_stages, num_microbatches, num_groups)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule in their order, for evaluation."""
+    """Return the forwards of a schedule in their order, for evaluation."""
     forwards = (tuple(a for a in mine if a.kind == "F") for mine in schedule.actions)
     return replace(schedule, name=f"{schedule.name} forward", actions=tuple(forwards))
 
@@ -69,21 +101,21 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards (GPipe)."""
+    """Run all forwards, then all backwards (GPipe)."""
     return _one_stage_each(
         "gpipe", num_stages, num_microbatches, warm_up=lambda _: num_microbatches
     )
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """One forward, one backward in turn (1F1B): group g holds at most stages - g micro-batches."""
+    """Alternate forwards and backwards (1F1B): group g holds at most stages - g micro-batches."""
     return _one_stage_each(
         "1f1b", num_stages, num_microbatches, warm_up=lambda g: num_stages - 1 - g
     )
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B whose group g computes weight gradients g micro-batches late (ZB-H1).
+    """Delay the weight gradients of 1F1B's group g by g micro-batches (ZB-H1).
 
     At most `num_stages` micro-batches wait for their weight gradients, as many as 1F1B's group 0
     holds. With equal times for F, I and W a step takes 3 * num_microbatches + stages - 1 of them,
@@ -105,8 +137,8 @@ def _one_stage_each(
     warm_up: Callable[[int], int],
     late: Callable[[int], int | None] = lambda _: None,
 ) -> Schedule:
-    whole("num_stages", num_stages)
-    whole("num_microbatches", num_microbatches)
+    require_positive("num_stages", num_stages)
+    require_positive("num_microbatches", num_microbatches)
     require_size(num_stages, num_microbatches)
     work = [[(stage, m) for m in range(num_microbatches)] for stage in range(num_stages)]
     return Schedule(
@@ -124,7 +156,7 @@ def _alternate(
     warm_up: int,
     late: int | None = None,
 ) -> tuple[Action, ...]:
-    """`warm_up` forwards, then a forward and a backward in turn while there are forwards.
+    """Run `warm_up` forwards, then alternate forwards and backwards while there are forwards.
 
     With `late`, backwards are I, and each is followed by the W of the one `late` before it.
     """
@@ -143,16 +175,16 @@ def _alternate(
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Schedule:
-    """1F1B over several stages per group, stage s on group s % groups (Megatron's interleaving).
+    """Run 1F1B over several stages per group, stage s on group s % groups, as Megatron does.
 
-    Microbatches go in rounds of about as many as there are groups, each round through all of a
-    group's stages. Stages that are no multiple of the groups are filled up to one, and the
-    actions of the added last stages are left out: that only takes waits away.
+    Micro-batches go in rounds of about one per group, each round through all of a group's stages.
+    A number of stages that is not a multiple of the groups is padded to one, and the actions of
+    the added last stages are left out, which can only shorten waits.
     """
-    whole("num_stages", num_stages)
-    whole("num_microbatches", num_microbatches)
+    require_positive("num_stages", num_stages)
+    require_positive("num_microbatches", num_microbatches)
     require_size(num_stages, num_microbatches)
-    whole("num_groups", num_groups)
+    require_positive("num_groups", num_groups)
     if num_stages < num_groups:
         raise ScheduleError(
             f"{num_stages} stages on {num_groups} groups: {num_groups - num_stages} groups have no "
@@ -181,7 +213,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Sche
 
 
 def _rounds(num_microbatches: int, num_groups: int) -> list[range]:
-    """The micro-batches in even rounds, the larger ones first, each of at least `num_groups`."""
+    """Divide the micro-batches into even rounds of at least `num_groups`, larger ones first."""
     count = max(1, num_microbatches // num_groups)
     size, larger = divmod(num_microbatches, count)
     starts = [at * size + min(at, larger) for at in range(count + 1)]
@@ -192,14 +224,14 @@ def _rounds(num_microbatches: int, num_groups: int) -> list[range]:
 
 
 def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Two stages per group, the first half placed forth and the second half back (ZB-V).
+    """Place two stages on each group, the second half in reverse order (ZB-V).
 
     No group holds more than `num_stages` forwards (of half a 1F1B stage each) that wait for their
     weight gradients: 1F1B's memory. With equal times for F, I and W, a group waits little more
     than for its first input.
     """
-    whole("num_stages", num_stages)
-    whole("num_microbatches", num_microbatches)
+    require_positive("num_stages", num_stages)
+    require_positive("num_microbatches", num_microbatches)
     require_size(num_stages, num_microbatches)
     if num_stages % 2:
         raise ScheduleError(
@@ -220,12 +252,12 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
 def _slot_by_slot(
     num_stages: int, num_microbatches: int, reserve: int
 ) -> tuple[int, tuple[tuple[Action, ...], ...]] | None:
-    """Plan the V greedily, F, I and W taking one slot each: the number of slots and the lists.
+    """Plan ZB-V greedily, one slot for each F, I and W; return the number of slots and the lists.
 
     In each slot each group takes what is ready: I before F before W, then the oldest microbatch,
     then the later stage. A forward needs room among the `num_stages` held; one of the first half
     leaves `reserve` places free, so that with one place micro-batches under way always reach their
-    backward. None where all wait for room.
+    backward. None if every group waits for room.
     """
     lists: list[list[Action]] = [[] for _ in range(num_stages // 2)]
     held = [0] * len(lists)
@@ -256,10 +288,60 @@ def _slot_by_slot(
 def _available(
     kind: str, stage: int, counts: dict[str, tuple[int, ...]], num_microbatches: int
 ) -> int:
-    """For how many micro-batches a stage could have run `kind` by now, by what others gave it."""
+    """Return for how many micro-batches a stage has the inputs of `kind` by now."""
     if kind == "W":
         return counts["I"][stage]
     if kind == "F":
         return counts["F"][stage - 1] if stage else num_microbatches
     later = counts["I"][stage + 1] if stage + 1 < len(counts["I"]) else num_microbatches
     return min(counts["F"][stage], later)
+
+
+# ---------------------------------------------------------------- the registry
+
+
+def _zero_bubble(num_stages: int, num_microbatches: int, num_groups: int) -> Schedule:
+    build = zero_bubble_h1 if num_stages == num_groups else zero_bubble_v
+    return build(num_stages, num_microbatches)
+
+
+# Automatic planning tries schedules in this order, and prefers the earlier of equally fast ones.
+for _kind in (
+    ScheduleKind(name="gpipe", build=lambda stages, count, _: gpipe(stages, count)),
+    ScheduleKind(
+        name="1f1b",
+        build=lambda stages, count, _: one_f_one_b(stages, count),
+        searched_stages_per_group=(1,),
+    ),
+    ScheduleKind(
+        name="zb_h1",
+        build=lambda stages, count, _: zero_bubble_h1(stages, count),
+        searched_stages_per_group=(1,),
+        splits_backward=True,
+    ),
+    ScheduleKind(
+        name="interleaved",
+        build=interleaved,
+        stages_per_group=(),
+        default_stages_per_group=2,
+        searched_stages_per_group=(2, 3, 4, 6, 8),
+        runs_in_rounds=True,
+    ),
+    ScheduleKind(
+        name="zb_v",
+        build=lambda stages, count, _: zero_bubble_v(stages, count),
+        stages_per_group=(2,),
+        default_stages_per_group=2,
+        searched_stages_per_group=(2,),
+        splits_backward=True,
+        is_v_shaped=True,
+    ),
+    ScheduleKind(
+        name="zero_bubble",
+        build=_zero_bubble,
+        stages_per_group=(1, 2),
+        searched_as="zb_h1",
+        splits_backward=True,
+    ),
+):
+    register_schedule(_kind)

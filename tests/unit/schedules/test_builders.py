@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.schedules import (
-    NAMES,
+    SCHEDULES,
     Action,
     Schedule,
     ScheduleError,
@@ -129,7 +129,7 @@ def test_forward_only_keeps_the_forwards_in_order() -> None:
     assert (facts.alive, facts.sends, facts.receives) == ((0, 0), (3, 0), (0, 3))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list(SCHEDULES))
 def test_make_by_name(name: str) -> None:
     schedule = make(name, num_groups=3, num_microbatches=4)
     assert schedule.num_groups == 3
