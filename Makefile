@@ -22,7 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-browser test-slow test-dist dist lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-shared-memory bench-unequal differential demo gpu clean
+.PHONY: help setup same test test-browser test-slow test-dist dist lint format docs zoo bench bench-checkpoint bench-pipeline bench-quality bench-recompute bench-reality bench-shared-memory bench-unequal differential demo gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ bench-unequal: setup ## Compare automatic plans with even shares on ranks of une
 
 differential: setup ## Compare 500 random training scripts with plain PyTorch
 	@$(PY) -m benchmarks.differential $(BENCH_ARGS)
+
+same: setup ## Compare emitted code, plans, figures and files with the frozen record
+	@$(PY) -m benchmarks.same $(SAME_ARGS)
 
 clean: ## Remove build outputs and caches, keep .venv
 	@rm -rf build dist docs/_build out zoo-results .shardwise-cache

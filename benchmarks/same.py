@@ -1,0 +1,336 @@
+"""Compare what Shardwise produces with a frozen record of it.
+
+    python -m benchmarks.same [--quick] [--only emit,plans] [--match llama]
+    python -m benchmarks.same --write
+
+The record is in benchmarks/results/same: every text of `benchmarks.same_cases` by section, and the
+CPU time of planning. Each item is one of
+
+    identical   character by character
+    reworded    the same code with other comments, or the same figures under other keys
+    accepted    differs as `accepted.json` allows
+    differs     anything else; the status is 1
+
+Both texts of an item that is not identical are written to out/same, old and new. `accepted.json`
+has `replacements`, regular expressions applied to recorded texts before they are compared (for
+names that changed on purpose), and `differences`, patterns of items that may differ; every entry
+has a reason. Planning that takes 25 % more CPU time than recorded is a warning, with
+`--strict-time` a failure: other work on the machine shows in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import lzma
+import os
+import re
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import zip_longest
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).parent / "results/same"
+OUT = Path("out/same")
+SLOWER = 1.25
+SHORTEST_S = 1.0  # planning below this is too short to compare
+SHOWN = 12  # differing items of a section
+VERDICTS = ("identical", "reworded", "accepted", "differs", "missing", "new")
+FAILURES = ("differs", "missing", "new")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """Differences that were introduced on purpose."""
+
+    replacements: tuple[tuple[str, str, str], ...]  # item pattern, regular expression, text
+    differences: tuple[str, ...]  # item patterns
+
+    @staticmethod
+    def read() -> Accepted:
+        """Read the file beside the record."""
+        path = RECORD / "accepted.json"
+        data = json.loads(path.read_text()) if path.exists() else {}
+        return Accepted(
+            replacements=tuple(
+                (entry["items"], entry["replace"], entry["with"])
+                for entry in data.get("replacements", ())
+            ),
+            differences=tuple(entry["items"] for entry in data.get("differences", ())),
+        )
+
+    def translate(self, name: str, text: str) -> str:
+        """Return a recorded text with the names of today."""
+        for items, pattern, new in self.replacements:
+            if fnmatchcase(name, items):
+                text = re.sub(pattern, new, text)
+        return text
+
+
+# ------------------------------------------------------------------ the record
+
+
+def read_record(sections: Sequence[str]) -> dict[str, str]:
+    """Return the recorded texts of some sections."""
+    texts: dict[str, str] = {}
+    for section in sections:
+        path = RECORD / f"{section}.json.xz"
+        if path.exists():
+            texts |= json.loads(lzma.decompress(path.read_bytes()))
+    return texts
+
+
+def read_times() -> dict[str, float]:
+    """Return the recorded CPU seconds of planning."""
+    path = RECORD / "planning.json"
+    return dict(json.loads(path.read_text())["cpu_s"]) if path.exists() else {}
+
+
+def write_record(items: Mapping[str, str], times: Mapping[str, float]) -> None:
+    """Freeze what a run gave; what it did not make stays as recorded."""
+    import numpy
+    import torch
+
+    RECORD.mkdir(parents=True, exist_ok=True)
+    sections: dict[str, dict[str, str]] = {}
+    for name, text in sorted(items.items()):
+        sections.setdefault(name.partition("/")[0], {})[name] = text
+    for section, texts in sections.items():
+        texts = dict(sorted({**read_record([section]), **texts}.items()))
+        packed = lzma.compress(json.dumps(texts, indent=0).encode(), preset=9)
+        (RECORD / f"{section}.json.xz").write_bytes(packed)
+    about = {
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": sys.version.split()[0],
+    }
+    times = {**read_times(), **times}
+    data = {"made_with": about, "cpu_s": {name: round(times[name], 2) for name in sorted(times)}}
+    (RECORD / "planning.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+# ------------------------------------------------------------------ running
+
+
+def run_jobs(names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Run jobs one after the other; an unexpected error is its traceback."""
+    import torch
+
+    from benchmarks.same_cases import jobs
+
+    torch.set_num_threads(1)
+    everything = jobs()
+    results: list[tuple[str, Any]] = []
+    for name in names:
+        try:
+            results.append((name, everything[name].run()))
+        except Exception:
+            results.append((name, traceback.format_exc()))
+        print(f"  {name}", file=sys.stderr, flush=True)
+    return results
+
+
+def run_all(names: Sequence[str], processes: int) -> tuple[dict[str, str], dict[str, float], int]:
+    """Run jobs in fresh processes; return texts, CPU seconds of planning, and failed jobs."""
+    items: dict[str, str] = {}
+    times: dict[str, float] = {}
+    failed = 0
+    # Always the same jobs in the same order in a process: caches affect the time of planning.
+    shares = [names[start::processes] for start in range(processes)]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for results in pool.map(run_jobs, shares):
+            for name, result in results:
+                if isinstance(result, str):
+                    failed += 1
+                    print(f"{name} failed:\n{result}", file=sys.stderr)
+                else:
+                    items |= result.items
+                    times |= result.planning_s
+    return items, times, failed
+
+
+# ------------------------------------------------------------------ comparing
+
+
+def verdict(name: str, old: str | None, new: str | None, accepted: Accepted) -> str:
+    """Say how an item of today relates to the recorded one."""
+    if old is not None and new is not None:
+        old = accepted.translate(name, old)
+        if old == new:
+            return "identical"
+        if meaning(name, old) == meaning(name, new):
+            return "reworded"
+    if any(fnmatchcase(name, pattern) for pattern in accepted.differences):
+        return "accepted"
+    return "new" if old is None else "missing" if new is None else "differs"
+
+
+def meaning(name: str, text: str) -> object:
+    """Return what a text says apart from its words: code without comments, values without keys."""
+    if name.endswith(".py"):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and _is_docstring(body[0]):
+                del body[0]
+        return ast.dump(tree)
+    try:
+        return Counter(map(repr, _values(json.loads(text))))
+    except json.JSONDecodeError:
+        return text
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _values(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        for value in data.values():
+            yield from _values(value)
+    elif isinstance(data, list):
+        yield len(data)
+        for value in data:
+            yield from _values(value)
+    else:
+        yield data
+
+
+def first_difference(old: str, new: str) -> str:
+    """Return the first line in which two texts differ."""
+    lines = zip_longest(old.splitlines(), new.splitlines(), fillvalue="(end)")
+    for number, (before, after) in enumerate(lines, start=1):
+        if before != after:
+            return f"line {number}: {before.strip()[:150]!r} is now {after.strip()[:150]!r}"
+    return "line ends"
+
+
+def write_both(name: str, old: str | None, new: str | None) -> None:
+    """Write the texts of an item to out/same, for a diff."""
+    file = re.sub(r"[^\w.-]+", "_", name)
+    OUT.mkdir(parents=True, exist_ok=True)
+    for kind, text in (("old", old), ("new", new)):
+        if text is not None:
+            (OUT / f"{file}.{kind}").write_text(text)
+
+
+def compare(old: Mapping[str, str], new: Mapping[str, str], accepted: Accepted) -> int:
+    """Print how many items of each section are as recorded; return how many are not."""
+    counts: dict[str, Counter[str]] = {}
+    lines: dict[str, list[str]] = {}
+    for name in sorted({*old, *new}):
+        section = name.partition("/")[0]
+        before, after = old.get(name), new.get(name)
+        found = verdict(name, before, after, accepted)
+        counts.setdefault(section, Counter())[found] += 1
+        if found == "identical":
+            continue
+        translated = None if before is None else accepted.translate(name, before)
+        write_both(name, translated, after)
+        if found in FAILURES:
+            detail = ""
+            if translated is not None and after is not None:
+                detail = ": " + first_difference(translated, after)
+            lines.setdefault(section, []).append(f"{found:8} {name}{detail}")
+    print(f"{'section':14}" + "".join(f"{word:>11}" for word in VERDICTS))
+    for section, counter in counts.items():
+        print(f"{section:14}" + "".join(f"{counter[word] or '·':>11}" for word in VERDICTS))
+    for section, texts in lines.items():
+        print(f"\n{section}")
+        print(*(f"  {text}" for text in texts[:SHOWN]), sep="\n")
+        if len(texts) > SHOWN:
+            print(f"  … and {len(texts) - SHOWN} more: {OUT}")
+    return sum(counter[word] for counter in counts.values() for word in FAILURES)
+
+
+def compare_times(old: Mapping[str, float], new: Mapping[str, float]) -> int:
+    """Print the CPU time of planning next to the recorded one; return how many cases are slower."""
+    both = [name for name in new if name in old]
+    if not both:
+        return 0
+    total_old, total_new = (sum(times[name] for name in both) for times in (old, new))
+    print(
+        f"\nplanning: {total_new:.1f} s of CPU for {len(both)} plans, recorded {total_old:.1f} s "
+        f"({total_new / total_old - 1:+.0%})"
+    )
+    slower = [n for n in both if new[n] > SLOWER * old[n] and new[n] - old[n] > SHORTEST_S]
+    for name in slower:
+        print(f"  slower: {name}: {new[name]:.1f} s, recorded {old[name]:.1f} s")
+    return len(slower)
+
+
+# ------------------------------------------------------------------ command line
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    from benchmarks.same_cases import SECTIONS
+
+    words = lambda text: text.split(",")  # noqa: E731
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.same", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--only", type=words, default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--match", default="", help="jobs whose name contains this, such as llama")
+    parser.add_argument("--quick", action="store_true", help="small models only")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--write", action="store_true", help="freeze what is selected")
+    parser.add_argument("--strict-time", action="store_true", help="fail when planning is slower")
+    options = parser.parse_args()
+    unknown = [section for section in options.only if section not in SECTIONS]
+    if unknown:
+        parser.error(f"unknown section {unknown[0]!r}; known: {', '.join(SECTIONS)}")
+    return options
+
+
+def main() -> int:
+    """Run the selected jobs and compare or freeze what they give."""
+    from benchmarks.same_cases import jobs
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    options = read_options()
+    everything = jobs()
+    selected = [
+        name
+        for name, job in everything.items()
+        if options.match in name
+        and (job.quick or not options.quick)
+        and set(job.sections) & set(options.only)
+    ]
+    items, times, failed = run_all(selected, options.jobs)
+    if options.write:
+        if failed:
+            return 1
+        write_record(items, times)
+        print(f"froze {len(items)} items in {RECORD}")
+        return 0
+    items = {n: text for n, text in items.items() if n.partition("/")[0] in options.only}
+    recorded = read_record(options.only)
+    if len(selected) < len(everything):
+        # Items that no selected job was to make are not missing.
+        made = {job_prefix(name) for name in items}
+        recorded = {n: text for n, text in recorded.items() if job_prefix(n) in made}
+    differing = compare(recorded, items, Accepted.read())
+    slower = compare_times(read_times(), times)
+    return 1 if failed or differing or (options.strict_time and slower) else 0
+
+
+def job_prefix(name: str) -> str:
+    """Return the section and the case of an item, without what it is divided into."""
+    return "/".join(name.split("/")[:3])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
