@@ -2,11 +2,12 @@
 
     python -m benchmarks.collectives [--cases slow,trunk] [--sizes 16MB,64MB] [--rounds 5]
 
-Needs root and Debian's iproute2. The namespaces are made and removed here (`shardwise.measuring`);
-rates are those of the wires, of which TCP leaves 95.6% to data. Both sides run by turns in the same
-processes; figures are medians. "ours" is what the selection takes: the solved program, or the
-library's own where it gains nothing. "of bound" is our time over the least that any algorithm can
-take; "of wires" is the same if headers counted as data. Writes benchmarks/results/collectives.json.
+Needs root and Debian's iproute2. The namespaces are made and removed here (see
+`shardwise.measuring`); rates are those of the links, of which TCP leaves 95.6% to data. Both sides
+run by turns in the same processes; figures are medians. "ours" is what the selection takes: the
+solved program, or the library's own where it gains nothing. "of bound" is our time over the least
+that any algorithm can take; "of wires" is the same if headers counted as data. Writes
+benchmarks/results/collectives.json.
 """
 
 from __future__ import annotations

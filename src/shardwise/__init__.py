@@ -13,16 +13,13 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import errors, schedules
-    from shardwise.api import (
-        Program,
-        capture_for_plan,
-        compile,
-        explain,
-        parallelize,
-        predict_memory,
-        verify,
-    )
     from shardwise.api.advise import Advice, advise
+    from shardwise.api.captured import capture_for_plan
+    from shardwise.api.certify import verify
+    from shardwise.api.compiled import Program, compile
+    from shardwise.api.explanation import explain
+    from shardwise.api.memory import predict_memory
+    from shardwise.api.parallel import parallelize
     from shardwise.api.tuned_ways import tune_collectives
     from shardwise.api.tuning import tune
     from shardwise.cluster import Cluster, Mesh
@@ -98,31 +95,31 @@ _HOME = {
     "Mesh": "shardwise.cluster",
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
-    "Program": "shardwise.api",
+    "Program": "shardwise.api.compiled",
     "Report": "shardwise.reporting.document",
     "Stage": "shardwise.plans",
     "Timeline": "shardwise.simulation",
     "Trainer": "shardwise.training.trainer",
     "advise": "shardwise.api.advise",
     "capture": "shardwise.frontend",
-    "capture_for_plan": "shardwise.api",
+    "capture_for_plan": "shardwise.api.captured",
     "choose_collectives": "shardwise.planner.collectives",
     "clip_grad_norm_": "shardwise.runtime",
-    "compile": "shardwise.api",
-    "explain": "shardwise.api",
+    "compile": "shardwise.api.compiled",
+    "explain": "shardwise.api.explanation",
     "export": "shardwise.training.export",
     "load_checkpoint": "shardwise.training.checkpoint",
     "optimizer": "shardwise.runtime",
-    "parallelize": "shardwise.api",
+    "parallelize": "shardwise.api.parallel",
     "plan": "shardwise.planner.search",
-    "predict_memory": "shardwise.api",
+    "predict_memory": "shardwise.api.memory",
     "register_rule": "shardwise.sharding",
     "report": "shardwise.reporting.build",
     "save_checkpoint": "shardwise.training.checkpoint",
     "simulate": "shardwise.simulation",
     "tune": "shardwise.api.tuning",
     "tune_collectives": "shardwise.api.tuned_ways",
-    "verify": "shardwise.api",
+    "verify": "shardwise.api.certify",
 }
 _MODULES = {
     "errors": "shardwise.errors",
