@@ -35,7 +35,7 @@ CONFIGS = (
     "CheckpointConfig",
     "OptimizerConfig",
     "GroupConfig",
-    "ScheduleConfig",
+    "LrScheduleConfig",
     "PlanConfig",
     "EmaConfig",
     "TraceConfig",

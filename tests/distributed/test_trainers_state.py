@@ -60,7 +60,7 @@ def train(plan: str, folder: Path | None = None, steps: int = 7) -> dict[str, Te
     options: dict[str, Any] = {"ema": None, "plan": plan, "callbacks": [Freezes()], "steps": steps}
     if folder is not None:
         options |= {"folder": str(folder), "checkpoints": {"every_steps": 4}, "resume": "auto"}
-    with sw.Trainer(**fields(model=model, schedule=[], **options)) as made:
+    with sw.Trainer(**fields(model=model, lr_schedule=[], **options)) as made:
         made.fit()
         return made.state_dict()
 

@@ -22,7 +22,9 @@ class Slow(Samples):
 
 def main(folder: Path) -> int:
     data = {"train": Slow(400), "evaluation": None, "workers": 2}
-    with sw.Trainer(**fields(folder=str(folder), data=data, steps=100_000, schedule=())) as trainer:
+    with sw.Trainer(
+        **fields(folder=str(folder), data=data, steps=100_000, lr_schedule=())
+    ) as trainer:
         result = trainer.fit()
     return EXIT_STOPPED if result.stopped == "signal" else 0
 

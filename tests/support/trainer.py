@@ -165,7 +165,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         "data": data,
         "steps": 8,
         "optimizer": {"name": "AdamW", "args": {"lr": 0.02}},
-        "schedule": [
+        "lr_schedule": [
             {"name": "LinearLR", "args": {"start_factor": 0.1, "total_iters": 3}, "steps": 3},
             {"name": "CosineAnnealingLR", "args": {"T_max": "total_steps"}},
         ],

@@ -22,10 +22,10 @@ __all__ = [
     "EvaluationConfig",
     "GroupConfig",
     "LogConfig",
+    "LrScheduleConfig",
     "Named",
     "OptimizerConfig",
     "PlanConfig",
-    "ScheduleConfig",
     "TraceConfig",
     "TrainConfig",
     "config_to_json",
@@ -78,7 +78,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleConfig:
+class LrScheduleConfig:
     """A class of `torch.optim.lr_scheduler`, stepped each step, epoch or evaluation.
 
     Several make a chain: each but the last is for `steps` of them. In `args`, the texts
@@ -204,14 +204,14 @@ class TrainConfig:
 
     model: Part
     data: DataConfig
-    loss: Part = None
+    loss_fn: Part = None
     steps: Count | None = None
     epochs: Count | None = None
     plan: Annotated[Any, PlanConfig] = field(default_factory=PlanConfig)
     verify: bool = False
     cluster: Annotated[Any, str] = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: Several[ScheduleConfig] = ()
+    lr_schedule: Several[LrScheduleConfig] = ()
     clip_norm: Annotated[float, Range(0)] | None = None
     num_microbatches: Count = 1
     ema: EmaConfig | None = None

@@ -129,10 +129,10 @@ class Loop:
             if session.ema is not None:
                 session.ema.update()
         session.optimizer.zero_grad()
-        self.metrics["learning_rate"] = session.schedule.learning_rate
+        self.metrics["learning_rate"] = session.lr_schedule.learning_rate
         session.step += 1
         session.position, session.data_state = fetched.after, fetched.state
-        session.schedule.happened("step", self.metrics["loss"])
+        session.lr_schedule.happened("step", self.metrics["loss"])
         self.losses.append(self.metrics["loss"])
 
     def _is_usable(self) -> bool:
@@ -178,7 +178,7 @@ class Loop:
         epochs = fetched.epoch + 1 if fetched.ends_epoch else 0
         session.callbacks.tell("on_step", self.trainer, dict(self.metrics))
         if epochs:
-            session.schedule.happened("epoch", self.metrics["loss"])
+            session.lr_schedule.happened("epoch", self.metrics["loss"])
             session.callbacks.tell("on_epoch", self.trainer, fetched.epoch)
         when = self.config.evaluation
         if _is_due(step, epochs, when.every_steps, when.every_epochs):
@@ -193,7 +193,7 @@ class Loop:
         found = session.evaluate()
         self.evaluated_step = session.step
         self.metrics |= found
-        session.schedule.happened("evaluation", found["evaluation_loss"])
+        session.lr_schedule.happened("evaluation", found["evaluation_loss"])
         if session.world.talks:
             self._log(found)
             self.terminal.say(f"step {session.step}  {summary(found)}")

@@ -92,7 +92,7 @@ def make_planned(
     config: TrainConfig,
     model: nn.Module,
     batch: Any,
-    loss: Any,
+    loss_fn: Any,
     *,
     ranks: int | None,
     device: str,
@@ -113,7 +113,7 @@ def make_planned(
             "num_microbatches",
             config.num_microbatches,
         )
-    graph = capture_for_plan(model, batch, kinds, loss)
+    graph = capture_for_plan(model, batch, kinds, loss_fn)
     if given is None:
         _require_known(config, known, device)
         plan = _made(config, graph, cluster, base, started=ranks is not None)

@@ -1,8 +1,4 @@
-"""The learning rate over time: one class of `torch.optim.lr_scheduler`, or a chain of several.
-
-Enters: the config and an optimizer. Leaves: `Schedule`, which is told of steps, epochs and
-evaluations, and steps the scheduler at those that the config names.
-"""
+"""The learning rate over time: one class of `torch.optim.lr_scheduler`, or a chain of several."""
 
 from __future__ import annotations
 
@@ -18,18 +14,18 @@ import torch
 from torch.optim import lr_scheduler
 
 from shardwise.errors import ConfigError
-from shardwise.training.config import ScheduleConfig
+from shardwise.training.config import LrScheduleConfig
 from shardwise.training.imports import check_arguments, find_class, resolved
 
-__all__ = ["Schedule", "from_plain", "to_plain"]
+__all__ = ["LrSchedule", "from_plain", "to_plain"]
 
 
-class Schedule:
+class LrSchedule:
     """Steps the learning rate of an optimizer; without any config it stays as it is."""
 
     def __init__(
         self,
-        configs: Sequence[ScheduleConfig],
+        configs: Sequence[LrScheduleConfig],
         optimizer: torch.optim.Optimizer,
         totals: Mapping[str, int | None],
         base: Path | None = None,
@@ -38,7 +34,7 @@ class Schedule:
         self.each = _common(configs)
         self._scheduler: Any = None
         made = [
-            _make(config, f"schedule.{i}", optimizer, totals, base)
+            _make(config, f"lr_schedule.{i}", optimizer, totals, base)
             for i, config in enumerate(configs)
         ]
         if len(made) == 1:
@@ -77,23 +73,25 @@ class Schedule:
         self._scheduler.load_state_dict(fresh | {n: from_plain(v) for n, v in state.items()})
 
 
-def _common(configs: Sequence[ScheduleConfig]) -> str:
+def _common(configs: Sequence[LrScheduleConfig]) -> str:
     kinds = {config.each for config in configs}
     if len(kinds) > 1:
         several = " and each ".join(sorted(kinds))
-        raise ConfigError(f"a chain steps each {several}", where="schedule")
+        raise ConfigError(
+            f"the schedules of a chain step at different times: each {several}", where="lr_schedule"
+        )
     for index, config in enumerate(configs[:-1]):
         if config.steps is None:
             raise ConfigError(
-                "when does the next one begin?",
-                where=f"schedule.{index}",
+                "how long this schedule of the chain lasts is not set",
+                where=f"lr_schedule.{index}",
                 hint="steps: 100 on all but the last of a chain",
             )
     return next(iter(kinds), "step")
 
 
 def _make(
-    config: ScheduleConfig,
+    config: LrScheduleConfig,
     key: str,
     optimizer: torch.optim.Optimizer,
     totals: Mapping[str, int | None],

@@ -37,7 +37,7 @@ from shardwise.training.planning import Planned, check_plan_name, make_planned
 from shardwise.training.positions import Position
 from shardwise.training.processes import World, choose_device
 from shardwise.training.random_state import load_random_state, random_state, seed_everything
-from shardwise.training.schedule import Schedule, from_plain, to_plain
+from shardwise.training.schedule import LrSchedule, from_plain, to_plain
 
 __all__ = ["Ingredients", "Session", "check", "gather"]
 
@@ -61,7 +61,7 @@ class Ingredients:
                 where="model",
                 hint="a function that returns an nn.Module",
             )
-        self.loss = load_function(config.loss, "loss", base)
+        self.loss_fn = load_function(config.loss_fn, "loss_fn", base)
         self.metrics = make_metrics(config, base)
         data = config.data
         collate = load_function(data.collate, "data.collate", base)
@@ -114,8 +114,8 @@ def check(config: TrainConfig, base: Path | None) -> None:
     choose_device(config.device)
     check_plan_name(config, base)
     find_class(config.optimizer.name, torch.optim, "optimizer", base)
-    for index, each in enumerate(config.schedule):
-        find_class(each.name, lr_scheduler, f"schedule.{index}", base)
+    for index, each in enumerate(config.lr_schedule):
+        find_class(each.name, lr_scheduler, f"lr_schedule.{index}", base)
 
 
 def _check_trace(config: TrainConfig) -> None:
@@ -170,7 +170,7 @@ class Session:
             config,
             parts.model,
             parts.batch,
-            parts.loss,
+            parts.loss_fn,
             ranks=world.size,
             device=choose_device(config.device),
             base=base,
@@ -180,12 +180,12 @@ class Session:
             parts.model.train()  # as trainers do; modules in eval mode within it stay so
         if config.verify:
             folder = None if config.folder is None else Path(config.folder)
-            verified.verify_first(parts.model, parts.batch, plan, parts.loss, folder=folder)
+            verified.verify_first(parts.model, parts.batch, plan, parts.loss_fn, folder=folder)
         self.module = parallelize(
             parts.model,
             parts.batch,
             plan,
-            parts.loss,
+            parts.loss_fn,
             device=world.device,
             seed=config.seed,
             compile=config.compile,
@@ -195,7 +195,7 @@ class Session:
         data = {"data.train": parts.train, "data.evaluation": parts.evaluation}
         rt.require_same_lengths(self.module.mesh, data, self.module.store.device)
         self.optimizer = self._optimizer()
-        self.schedule = Schedule(config.schedule, self.optimizer, self.totals(), base)
+        self.lr_schedule = LrSchedule(config.lr_schedule, self.optimizer, self.totals(), base)
         self.ema = Ema(self.module, config.ema) if config.ema is not None else None
         self.parts = self._parts(parts, parts.train, training=True)
         self.evaluator = self._evaluator(parts)
@@ -328,7 +328,7 @@ class Session:
                 "state": to_plain(self.data_state),
                 **self._order(),
             },
-            "schedule": self.schedule.state_dict(),
+            "schedule": self.lr_schedule.state_dict(),
             "rng_step": self.module.rng.step,
             "random": random_state(),
             "scaler": scaler.state_dict() if scaler is not None else None,
@@ -379,7 +379,7 @@ class Session:
         self.step = self.saved_step = int(extra["step"])
         self.position = Position.from_json(extra["data"]["position"])
         self.data_state = from_plain(extra["data"]["state"])
-        self.schedule.load_state_dict(extra["schedule"])
+        self.lr_schedule.load_state_dict(extra["schedule"])
         self.module.rng.step = int(extra["rng_step"])
         scaler = self.module.store.scaler
         if scaler is not None and extra["scaler"] is not None:

@@ -180,7 +180,7 @@ class Trainer:
             self.config,
             parts.model,
             parts.batch,
-            parts.loss,
+            parts.loss_fn,
             ranks=ranks,
             device=device,
             base=self._base,

@@ -18,7 +18,7 @@ SCRIPT = """
 import shardwise as sw
 from tests.support.trainer import fields
 
-sw.Trainer(**fields(optimizer={"name": "SGD", "args": {"lr": 1e300}}, schedule=())).fit()
+sw.Trainer(**fields(optimizer={"name": "SGD", "args": {"lr": 1e300}}, lr_schedule=())).fit()
 """
 
 

@@ -29,14 +29,14 @@ def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
 
 
 def test_files_keywords_and_overrides_have_the_same_names(tmp_path: Path) -> None:
-    found = load(tmp_path, GOOD, "optimizer.args.lr=0.5", "ema=0.9", "schedule=StepLR", "plan=fsdp")
+    found = load(tmp_path, GOOD, "optimizer.args.lr=0.5", "ema=0.9", "lr_schedule=StepLR", "plan=fsdp")
     same = sw.Trainer(
         model={"name": "model.py:make", "args": {"width": 8}},
         data={"train": "data.py:samples", "batch_size": 4},
         optimizer={"name": "SGD", "args": {"lr": 0.5}},
         steps=10,
         ema=0.9,
-        schedule="StepLR",
+        lr_schedule="StepLR",
         plan="fsdp",
     )
     assert same.config == found
@@ -73,8 +73,8 @@ def test_objects_stand_where_names_may(tmp_path: Path) -> None:
             "'model' is missing",
             "",
         ),
-        (GOOD + "loss: !!python/object/apply:os.system [id]\n", "not plain YAML", ":7"),
-        (GOOD + "loss: !!python/name:os.system\n", "not plain YAML", ":7"),
+        (GOOD + "loss_fn: !!python/object/apply:os.system [id]\n", "not plain YAML", ":7"),
+        (GOOD + "loss_fn: !!python/name:os.system\n", "not plain YAML", ":7"),
         (GOOD + "logs: {wandb: [\n", "not plain YAML", "config.yaml"),
         ("- 1\n", "a list", ""),
         ("", "empty", ""),

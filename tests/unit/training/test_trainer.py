@@ -49,7 +49,7 @@ NO_DROPOUT = {"name": "tests.support.trainer:Net", "args": {"dropout": 0.0}}
 
 
 def test_a_training_is_that_of_plain_torch() -> None:
-    found = support.fit(model=NO_DROPOUT, schedule=(), ema=None)
+    found = support.fit(model=NO_DROPOUT, lr_schedule=(), ema=None)
     assert found.losses == pytest.approx(plain(8), rel=1e-12)
 
 
@@ -175,7 +175,7 @@ def test_early_stop_waits_and_is_remembered(tmp_path: Path) -> None:
     changes = {
         "evaluation": {"every_steps": 1},
         "optimizer": {"name": "SGD", "args": {"lr": 0.0}},
-        "schedule": (),
+        "lr_schedule": (),
         "early_stop": {"patience": 3, "min_delta": 0.01},
     }
     assert support.fit(**changes).steps == 4
@@ -207,10 +207,10 @@ def test_plateaus_and_epochs_step_the_schedule() -> None:
         "each": "evaluation",
     }
     changes = {"optimizer": {"name": "SGD", "args": {"lr": 0.5}}, "evaluation": {"every_steps": 1}}
-    found = support.fit(**changes, schedule=plateau, steps=6)
+    found = support.fit(**changes, lr_schedule=plateau, steps=6)
     assert found.metrics["learning_rate"] < 0.5
     by_epoch = {"name": "StepLR", "args": {"step_size": 1}, "each": "epoch"}
-    found = support.fit(**changes, schedule=by_epoch, steps=None, epochs=2)
+    found = support.fit(**changes, lr_schedule=by_epoch, steps=None, epochs=2)
     assert found.metrics["learning_rate"] == pytest.approx(0.05)
 
 
@@ -225,8 +225,8 @@ def test_plateaus_and_epochs_step_the_schedule() -> None:
         ({"optimizer": "adamw"}, "did you mean 'AdamW'?"),
         ({"optimizer": {"name": "SGD", "args": {"learning": 1}}}, "SGD: "),
         ({"optimizer": {"groups": [{"params": "nothing.*"}]}}, "no parameter matches 'nothing.*'"),
-        ({"schedule": "CosineAnealingLR"}, "did you mean 'CosineAnnealingLR'?"),
-        ({"schedule": ["LinearLR", "ConstantLR"]}, "when does the next one begin?"),
+        ({"lr_schedule": "CosineAnealingLR"}, "did you mean 'CosineAnnealingLR'?"),
+        ({"lr_schedule": ["LinearLR", "ConstantLR"]}, "lr_schedule.0"),
         ({"plan": "fsdpp"}, "did you mean 'fsdp'?"),
         ({"plan": "none.json"}, "no plan none.json"),
         ({"plan": {"name": "ddp", "args": {"sed": 1}}}, "did you mean 'seed'?"),
