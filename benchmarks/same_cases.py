@@ -133,7 +133,7 @@ CASES = {  # every model
     "fsdp": _case("fsdp", 2),
     "tensor": _case("tensor", 2),
     "hybrid": _case("hybrid", 4, dp=2, tp=2),
-    "pipeline": _case("pipeline", 2, stages=2, num_microbatches=2),
+    "pipeline": _case("pipeline", 2, pp=2, num_microbatches=2),
     "hybrid_pp": _case("hybrid", 8, dp=2, tp=2, pp=2, num_microbatches=2),
 }
 FURTHER_MODELS = ("mlp", "resnet", "fused_gpt", "llama", "t5", "mixtral")
@@ -146,15 +146,15 @@ FURTHER_CASES = {
     "accumulate": _case("ddp", 2, num_microbatches=2),
     "per_microbatch": _case("ddp", 2, num_microbatches=2, per_microbatch=True),
     "hybrid_zero3": _case("hybrid", 4, dp=2, tp=2, zero=3),
-    "gpipe": _case("pipeline", 2, stages=2, num_microbatches=4, schedule="gpipe"),
-    "interleaved": _case("pipeline", 2, stages=4, num_microbatches=4, schedule="interleaved"),
-    "zb_h1": _case("pipeline", 2, stages=2, num_microbatches=4, schedule="zb_h1"),
-    "zb_v": _case("pipeline", 2, stages=4, num_microbatches=4, schedule="zb_v"),
-    "stage_ranks": _case("pipeline", 3, stages=2, num_microbatches=2, stage_ranks=(1, 2)),
+    "gpipe": _case("pipeline", 2, pp=2, num_microbatches=4, schedule="gpipe"),
+    "interleaved": _case("pipeline", 2, pp=2, num_microbatches=4, schedule="interleaved"),
+    "zb_h1": _case("pipeline", 2, pp=2, num_microbatches=4, schedule="zb_h1"),
+    "zb_v": _case("pipeline", 2, pp=2, num_microbatches=4, schedule="zb_v"),
+    "stage_ranks": _case("pipeline", 3, pp=2, num_microbatches=2, stage_ranks=(1, 2)),
     "recompute_full": _case("fsdp", 2, recompute="full"),
     "recompute_selective": _case("tensor", 2, recompute="selective"),
     "recompute_pipeline": _case(
-        "pipeline", 2, stages=2, num_microbatches=2, recompute="full", schedule="zb_h1"
+        "pipeline", 2, pp=2, num_microbatches=2, recompute="full", schedule="zb_h1"
     ),
     "offload_optimizer": _case("zero1", 2, offload="optimizer"),
     "offload_parameters": _case("fsdp", 2, offload="parameters"),
@@ -165,7 +165,7 @@ FURTHER_CASES = {
     "fp16": replace(_case("tensor", 2, precision="fp16"), dtype=torch.float32),
     "dropout": replace(_case("tensor", 2), dropout=0.1),
     "dropout_pipeline": replace(
-        _case("pipeline", 2, stages=2, num_microbatches=2, recompute="full"), dropout=0.1
+        _case("pipeline", 2, pp=2, num_microbatches=2, recompute="full"), dropout=0.1
     ),
 }
 MEMORY_CASES = ("ddp", "tensor", "pipeline", "zero2", "recompute_full", "zb_v", "bf16")
@@ -268,7 +268,7 @@ PLANNED = {
     ),
     "fused_gpt in little memory": _planned("fused_gpt", preset("a100", 1, 4), memory_gib=0.002),
     "fused_gpt, sizes fixed": _planned(
-        "fused_gpt", preset("h100", 2, 2), dp=1, tp=2, pp=2, microbatches=2
+        "fused_gpt", preset("h100", 2, 2), dp=1, tp=2, pp=2, num_microbatches=2
     ),
     "fused_gpt in bf16": _planned("fused_gpt", preset("h100", 1, 4), precision="bf16"),
     "fused_gpt constrained": _planned(
@@ -417,7 +417,7 @@ SAVED: dict[
     "one": (1, "", {}),
     "fsdp": (2, "fsdp", {}),
     "tensor": (2, "tensor", {}),
-    "pipeline": (2, "pipeline", {"stages": 2, "num_microbatches": 2}),
+    "pipeline": (2, "pipeline", {"pp": 2, "num_microbatches": 2}),
     "shares": (2, "tensor", {"shares": {"tp": (1, 3)}}),
 }
 
@@ -476,7 +476,7 @@ def schedules_job() -> Result:
         for groups, microbatches in ((1, 1), (2, 2), (2, 5), (3, 7), (4, 8), (8, 16)):
             where = f"schedules/{name}/{groups} groups, {microbatches} micro-batches"
             try:
-                made = sw.schedules.make(name, groups=groups, microbatches=microbatches)
+                made = sw.schedules.make(name, num_groups=groups, num_microbatches=microbatches)
                 items[where] = made.to_text()
             except ShardwiseError as error:
                 items[where] = refusal(error)

@@ -29,7 +29,9 @@ def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
 
 
 def test_files_keywords_and_overrides_have_the_same_names(tmp_path: Path) -> None:
-    found = load(tmp_path, GOOD, "optimizer.args.lr=0.5", "ema=0.9", "lr_schedule=StepLR", "plan=fsdp")
+    found = load(
+        tmp_path, GOOD, "optimizer.args.lr=0.5", "ema=0.9", "lr_schedule=StepLR", "plan=fsdp"
+    )
     same = sw.Trainer(
         model={"name": "model.py:make", "args": {"width": 8}},
         data={"train": "data.py:samples", "batch_size": 4},
