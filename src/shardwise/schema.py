@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "AS_MAPPING",
     "ONE_OR_MORE",
+    "Form",
     "KeyPath",
     "Match",
     "OneOf",
@@ -112,6 +113,15 @@ class Stored:
     single: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A value that files hold as another type, text by default; `read` raises if it is invalid."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] = lambda value: value
+    kind: Any = str
+
+
 ONE_OR_MORE = object()  # a tuple that may be written as its only item
 AS_MAPPING = object()  # a tuple of pairs that is written as a mapping
 Several: TypeAlias = Annotated[tuple[T, ...], ONE_OR_MORE]
@@ -124,19 +134,17 @@ def field_names(kind: type) -> tuple[str, ...]:
 
 def check_fields(value: Any, error: type[ShardwiseError], where: str | None = None) -> None:
     """Raise `error` if a field of a dataclass violates its `Range` or `OneOf`."""
-    for name, kind, marker, optional in _constraints(typing.cast(Any, type(value))):
-        item = getattr(value, name)
-        if item is None and optional:
-            continue
-        if isinstance(marker, OneOf):
-            for key in [item] if isinstance(item, str) else [key for key, _ in item]:
-                if key not in marker.values:
-                    message, hint = _unknown(key, marker, name)
-                    raise error(message, where=where, hint=hint)
-            continue
-        real = not isinstance(item, bool) and isinstance(item, int | float)
-        if not real or (kind is int and not isinstance(item, int)) or item not in marker:
-            raise error(_wrong_number(name, repr(item), kind, marker, item), where=where)
+    for name, kind, marker, part in _constraints(typing.cast(Any, type(value))):
+        field = getattr(value, name)
+        items = [field] if part is None else [pair[part] for pair in _pairs_of(field)]
+        for item in items:
+            if item is None:
+                continue  # of an optional field
+            if isinstance(marker, OneOf) and item not in marker.values:
+                message, hint = _unknown(item, marker, name)
+                raise error(message, where=where, hint=hint)
+            if isinstance(marker, Range) and not _is_number(item, kind, marker):
+                raise error(_wrong_number(name, repr(item), kind, marker, item), where=where)
 
 
 # ------------------------------------------------------------ YAML with lines
@@ -222,7 +230,8 @@ class Reader:
     `name` is the file and `lines` the lines of its keys. With `decimals`, scalars are the texts of
     `parse_yaml(typed=False)`, null stands for an absent field, and units are applied exactly.
     `hooks` are the functions that read types whose form in files is special. In a `call`, values
-    are a caller's, whose objects may stand where files have names.
+    are a caller's, whose objects may stand where files have names. `hint` is that of errors that
+    have none of their own.
     """
 
     def __init__(
@@ -234,9 +243,11 @@ class Reader:
         decimals: bool = False,
         call: bool = False,
         hooks: Mapping[Any, Hook] | None = None,
+        hint: str | None = None,
     ) -> None:
         self.error, self.name, self.lines = error, name, lines or {}
         self.decimals, self.call, self._hooks = decimals, call, hooks or {}
+        self._hint = hint
         self._readers: dict[Any, _Read] = {}
 
     def at(self, path: KeyPath, about: str | None = None) -> str:
@@ -248,7 +259,7 @@ class Reader:
 
     def fail(self, message: str, path: KeyPath, hint: str | None = None) -> NoReturn:
         """Raise an error about the value at `path`."""
-        raise self.error(message, where=self.at(path), hint=hint)
+        raise self.error(message, where=self.at(path), hint=hint or self._hint)
 
     def read(self, kind: Any, value: Any, path: KeyPath = ()) -> Any:
         """Return the value as a type."""
@@ -257,11 +268,11 @@ class Reader:
         return self._readers[kind](value, path)
 
     def fields(
-        self, kind: Any, value: Any, path: KeyPath = (), *, partial: bool = False
+        self, kind: Any, value: Any, path: KeyPath = (), *, required: bool | None = None
     ) -> dict[str, Any]:
         """Return the values of a dataclass's fields, by their names in Python.
 
-        With `partial`, fields without a default may be absent.
+        All fields must be given if `required`, none if it is False; else those without a default.
         """
         known = _fields_of(kind)
         if not isinstance(value, Mapping):
@@ -278,21 +289,22 @@ class Reader:
             absent = field.python not in result or (
                 result[field.python] is None and not field.optional
             )
-            if field.required and absent and not partial:
+            if absent and (field.required if required is None else required):
                 reason = "empty" if name in value and self.decimals else "missing"
                 place = (*path, name) if reason == "empty" else path
                 self.fail(f"field {name!r} is {reason}", place, hint=f"{name}: …")
         return result
 
     def construct(self, make: Callable[..., T], path: KeyPath, /, *args: Any, **values: Any) -> T:
-        """Call `make`; an error of this format that it raises gets the place of `path`."""
+        """Call `make`; an error that it raises gets the class of this reader and the place."""
         try:
             return make(*args, **values)
-        except self.error as problem:
+        except ShardwiseError as problem:
             # Checks of the whole name the part that they are about.
             part = getattr(problem, "part", ())
             place = self.at((*path, *part), None if path else problem.where)
-            raise self.error(problem.message, where=place, hint=problem.hint) from None
+            hint = problem.hint or self._hint
+            raise self.error(problem.message, where=place, hint=hint) from None
 
     # ------------------------------------------------------------ a reader for each type
 
@@ -324,6 +336,9 @@ class Reader:
         limits = next((m for m in markers if isinstance(m, Range)), Range())
         stored = next((m for m in markers if isinstance(m, Stored)), Stored())
         texts = next((m for m in markers if isinstance(m, OneOf | Match)), None)
+        form = next((m for m in markers if isinstance(m, Form)), None)
+        if form is not None:
+            return functools.partial(self._form, form)
         if kind is Any and not isinstance(markers[0], Stored):
             return functools.partial(self._object_or, markers[0])
         if ONE_OR_MORE in markers:
@@ -341,6 +356,15 @@ class Reader:
             read = self._annotated(optional[0], markers)
             return lambda value, path: None if value is None else read(value, path)
         return functools.partial(self.read, kind)
+
+    def _form(self, form: Form, value: Any, path: KeyPath) -> Any:
+        plain = self.read(form.kind, value, path)
+        try:
+            return self.construct(form.read, path, plain)
+        except self.error:
+            raise
+        except (ValueError, OverflowError) as problem:
+            self.fail(f"{_name(path)} is {_shown(value)}: {problem}", path)
 
     def _union(self, args: tuple[Any, ...]) -> _Read:
         """Read `X | None`, or a text or number that may be a list instead."""
@@ -435,8 +459,7 @@ class Reader:
             limits = dataclasses.replace(limits, infinite=False)
         if self.decimals:
             return self._decimal(kind, limits, stored.unit, value, path)
-        real = not isinstance(value, bool) and isinstance(value, int | float)
-        if not real or (kind is int and not isinstance(value, int)) or value not in limits:
+        if not _is_number(value, kind, limits):
             self.fail(_wrong_number(_name(path), _shown(value), kind, limits, value), path)
         return int(value) if kind is int else float(value)
 
@@ -497,6 +520,9 @@ class Writer:
         if hook is not None:
             return hook(value)
         stored, markers = _stored(kind), _markers(kind)
+        form = next((m for m in markers if isinstance(m, Form)), None)
+        if form is not None:
+            return form.write(value)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return self._number(value, stored.unit)
         if dataclasses.is_dataclass(value):
@@ -582,21 +608,31 @@ def _is_optional(kind: Any) -> bool:
 
 
 @functools.cache
-def _constraints(kind: Any) -> tuple[tuple[str, Any, Range | OneOf, bool], ...]:
-    """Return the fields of a dataclass that `check_fields` looks at."""
-    result: list[tuple[str, Any, Range | OneOf, bool]] = []
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for name, hint in hints.items():
-        optional = _is_optional(hint)
-        whole = int in (hint, *_flattened(hint)) and float not in _flattened(hint)
-        markers = _markers(hint)
-        if AS_MAPPING in markers:  # constraints of the keys
-            pair = typing.get_args(typing.get_args(typing.get_args(hint)[0])[0])
-            markers = _markers(pair[0])
-        for marker in markers:
-            if isinstance(marker, Range | OneOf):
-                result.append((name, int if whole else float, marker, optional))
+def _constraints(kind: Any) -> tuple[tuple[str, type, Range | OneOf, int | None], ...]:
+    """Return what `check_fields` checks: field, type, constraint, and which part of its pairs."""
+    result: list[tuple[str, type, Range | OneOf, int | None]] = []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        args = typing.get_args(plain)
+        parts: list[tuple[Any, int | None]] = [(hint, None)]
+        if AS_MAPPING in _markers(hint):
+            parts = [(each, i) for i, each in enumerate(typing.get_args(args[0]))]
+        elif len(args) == 2 and typing.get_origin(plain) is typing.get_origin(Mapping[str, int]):
+            parts = [(each, i) for i, each in enumerate(args)]
+        for each, part in parts:
+            number = int if int in _flattened(each) else float
+            found = [m for m in _markers(each) if isinstance(m, Range | OneOf)]
+            result += [(name, number, marker, part) for marker in found]
     return tuple(result)
+
+
+def _pairs_of(value: Any) -> Any:
+    return value.items() if isinstance(value, Mapping) else value
+
+
+def _is_number(value: Any, kind: type, limits: Range) -> bool:
+    expected = int if kind is int else int | float
+    return isinstance(value, expected) and not isinstance(value, bool) and value in limits
 
 
 def _flattened(kind: Any) -> tuple[Any, ...]:

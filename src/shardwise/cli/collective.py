@@ -98,9 +98,10 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
+    from shardwise.errors import ProgramError
     from shardwise.messages import check, svg
-    from shardwise.messages.program import placed
     from shardwise.reporting.files import write_whole
+    from shardwise.schema import Reader
 
     require_own(picture, "picture", option="--svg")
     program = _read(source)
@@ -108,8 +109,7 @@ def show(
         program = _solved(source, operation, num_bytes, dtype, root, ranks).program
     if rank is not None and not 0 <= rank < program.num_ranks:
         raise typer.BadParameter(f"--rank {rank}: the program has {program.num_ranks} ranks")
-    with placed(source):
-        facts = check(program)
+    facts = Reader(ProgramError, source).construct(check, (), program)
     if picture is not None:
         write_whole(picture, svg(program), option="--svg")
     if as_json:

@@ -27,7 +27,7 @@ from shardwise.cluster.cluster import (
 )
 from shardwise.cluster.device import Curve, Device
 from shardwise.cluster.links import Factor, Network
-from shardwise.cluster.names import MOST, Pattern, expand
+from shardwise.cluster.names import MOST
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.schema import KeyPath, Range, Reader, Writer, parse_yaml
 
@@ -78,7 +78,6 @@ def open_reader(text: str, file: str) -> tuple[Reader, Any]:
     hooks: dict[Any, Any] = {
         Curve: _read_curve,
         tuple[Factor, ...]: _read_factors,
-        Pattern: _read_pattern,
         Mapping[str, Device]: partial(_read_devices, devices),
         NodeDevices: partial(_read_node_devices, devices),
     }
@@ -100,7 +99,7 @@ def _changed(
     reader: Reader, base: Device, value: Mapping[str, Any], path: KeyPath, *omit: str, **more: str
 ) -> Device:
     rest = {name: item for name, item in value.items() if name not in omit}
-    given = reader.fields(Device, rest, path, partial=True)
+    given = reader.fields(Device, rest, path, required=False)
     return reader.construct(partial(replace, base), path, **given, **more)
 
 
@@ -137,12 +136,6 @@ def _read_node_devices(
         number = reader.read(Count, item.get("count") or "1", (*inner, "count"))
         result += [_changed(reader, base, item, inner, "device", "count")] * number
     return tuple(result)
-
-
-def _read_pattern(reader: Reader, value: Any, path: KeyPath) -> str:
-    pattern: str = reader.read(str, value, path)
-    reader.construct(expand, path, pattern)
-    return pattern
 
 
 def _read_curve(reader: Reader, value: Any, path: KeyPath) -> Curve:

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Annotated
 
 from shardwise.errors import ClusterError
+from shardwise.schema import Form
 
 MOST = 10**6  # ranks, nodes, cards and so on of a cluster
 LONGEST = 255  # characters of a host name
-Pattern = Annotated[str, "a name with at most one range in brackets"]
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _RANGE = re.compile(r"^([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)$")
 
@@ -50,6 +50,14 @@ def count(pattern: str) -> int:
 def expand_all(patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the names of several patterns, in order."""
     return tuple(name for pattern in patterns for name in expand(pattern))
+
+
+def _checked(pattern: str) -> str:
+    expand(pattern)  # raises
+    return pattern
+
+
+Pattern = Annotated[str, Form(_checked)]  # in files
 
 
 def _numbers(part: str) -> tuple[range, int]:

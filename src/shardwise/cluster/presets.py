@@ -109,7 +109,7 @@ def _presets() -> dict[str, Preset]:
 
     def read(name: str, item: Mapping[str, Any]) -> Preset:
         rest = {key: inner for key, inner in item.items() if key != "device"}
-        given = reader.fields(Preset, rest, (name,), partial=True)
+        given = reader.fields(Preset, rest, (name,), required=False)
         device = read_device(reader, item["device"], (name, "device"), name)
         return Preset(device=device, **given)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from shardwise.cluster import Curve, Device
 from shardwise.cost.rates import kernels_seconds
@@ -23,6 +24,7 @@ from shardwise.cost.signature import Signature
 from shardwise.cost.trial import cost_of
 from shardwise.errors import ShardwiseError
 from shardwise.files import parse_json, read_text, write_text
+from shardwise.schema import Range, Reader, Stored, Writer
 
 FORMAT_VERSION = 1
 UPDATE = "optim.AdamW(float32[{}])"  # the optimizer's step for one parameter
@@ -131,54 +133,36 @@ class OpTable:
         self.notes += [note for note in other.notes if note not in self.notes]
 
     def to_json(self) -> str:
-        entries: list[dict[str, Any]] = [
-            {"call": call, "device": device, "forward_s": forward, "backward_s": backward}
-            for (call, device), (forward, backward) in sorted(self.entries.items())
-        ]
-        for entry in entries:
-            computed = self.computed.get((entry["call"], entry["device"]))
-            if computed is not None:
-                entry["computed_s"] = list(computed)
-        programs = [
-            {"device": device, "training": training, "optimizer": update}
-            for device, training, update in self.programs
-        ]
-        document = {
-            "version": FORMAT_VERSION,
-            "entries": entries,
-            "programs": programs,
-            "notes": self.notes,
-        }
-        return json.dumps(document, indent=1) + "\n"
+        document = _TableFile(
+            version=FORMAT_VERSION,
+            entries=tuple(
+                _Entry(call, device, *seconds, self.computed.get((call, device)))
+                for (call, device), seconds in sorted(self.entries.items())
+            ),
+            programs=tuple(_Program(*program) for program in self.programs),
+            notes=tuple(self.notes),
+        )
+        return json.dumps(Writer().fields(document), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "op table") -> OpTable:
-        """The table that `to_json` wrote; errors name the entry."""
+        """Read the table that `to_json` wrote."""
         document = parse_json(text, where=where)
+        reader = Reader(ShardwiseError, where, hint="measure again: shardwise profile")
         version = document.get("version") if isinstance(document, dict) else None
         if version != FORMAT_VERSION:
-            raise ShardwiseError(
-                f"format version {version!r} of measured times, this is {FORMAT_VERSION}",
-                where=where,
-                hint="measure again: shardwise profile",
+            reader.fail(
+                f"format version {version!r} of measured times, this is {FORMAT_VERSION}", ()
             )
-        found = cls()
-        for name in ("entries", "programs"):
-            if not isinstance(document.get(name, []), list):
-                raise ShardwiseError(f"{name} must be a list", where=where)
-        for index, entry in enumerate(document.get("entries", ())):
-            call, device, *seconds = _entry(entry, f"{where}, entry {index}")
-            found.add(call, device, *seconds)
-            computed = entry.get("computed_s")
-            if computed is not None:
-                found.compare(call, device, *_pair(computed, f"{where}, entry {index}"))
-        for index, entry in enumerate(document.get("programs", ())):
-            found.programs.append(_program(entry, f"{where}, program {index}"))
-        notes = document.get("notes", [])
-        if not isinstance(notes, list):
-            raise ShardwiseError(f"notes are {notes!r}, must be a list", where=where)
-        found.notes += map(str, notes)
-        return found
+        file: _TableFile = reader.read(_TableFile, document)
+        table = cls()
+        for entry in file.entries:
+            table.add(entry.call, entry.device, entry.forward_s, entry.backward_s)
+            if entry.computed_s is not None:
+                table.compare(entry.call, entry.device, *entry.computed_s)
+        table.programs += [(p.device, p.training, p.optimizer) for p in file.programs]
+        table.notes += file.notes
+        return table
 
     @classmethod
     def load(cls, path: str | Path) -> OpTable:
@@ -206,38 +190,32 @@ class OpTable:
         return f"{text}: " + ", ".join(shown) + (f", and {more} more" if more > 0 else "")
 
 
-def _entry(entry: Any, where: str) -> tuple[str, str, float, float]:
-    names = ("call", "device", "forward_s", "backward_s")
-    if not isinstance(entry, dict) or any(name not in entry for name in names):
-        raise ShardwiseError(f"expected an object with {', '.join(names)}", where=where)
-    forward, backward = (_seconds(name, entry[name], where) for name in names[2:])
-    return str(entry["call"]), str(entry["device"]), forward, backward
+Seconds = Annotated[float, Range(0)]
+Ratio = Annotated[float, Range(0, above=True)]
 
 
-def _pair(value: Any, where: str) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ShardwiseError("computed_s must be a list of two numbers", where=where)
-    forward, backward = (_seconds("computed_s", item, where) for item in value)
-    return forward, backward
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    call: str
+    device: str
+    forward_s: Seconds
+    backward_s: Seconds
+    computed_s: tuple[Seconds, Seconds] | None = None
 
 
-def _seconds(name: str, value: Any, where: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < float("inf"):
-        raise ShardwiseError(f"{name} is {str(value)[:80]}, must be at least 0", where=where)
-    return float(value)
+@dataclass(frozen=True, slots=True)
+class _Program:
+    device: str
+    training: Ratio
+    optimizer: Ratio
 
 
-def _program(entry: Any, where: str) -> tuple[str, float, float]:
-    names = ("training", "optimizer")
-    if not isinstance(entry, dict) or any(name not in entry for name in ("device", *names)):
-        raise ShardwiseError(f"expected an object with device, {', '.join(names)}", where=where)
-    for name in names:
-        value = entry[name]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf"):
-            raise ShardwiseError(f"{name} is {value!r}, must be above 0", where=where)
-    return str(entry["device"]), float(entry["training"]), float(entry["optimizer"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TableFile:
+    version: int
+    entries: Annotated[tuple[_Entry, ...], Stored(always=True)] = ()
+    programs: Annotated[tuple[_Program, ...], Stored(always=True)] = ()
+    notes: Annotated[tuple[str, ...], Stored(always=True)] = ()
 
 
 def call_seconds(call: Signature, device: Device, table: OpTable | None = None) -> CallTime:

@@ -1,7 +1,6 @@
-"""Ranks as text, for files and people.
+"""Ranks as text: ranges such as `0-2,5`, with the step where it is not 1.
 
-Enters: ranks, or a text of a file. Leaves: ranges such as `0-2,5`, with the step where it is not 1;
-or ranks, of which no text can ask for more than a cluster has.
+No text of a file can stand for more ranks than a cluster may have.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,8}))?)?", re.ASCII)
 
 
 def format_ranks(ranks: Ranks) -> str:
-    """Ranks as ranges.
+    """Return ranks as ranges.
 
     >>> format_ranks((0, 1, 2, 5))
     '0-2,5'
@@ -30,7 +29,7 @@ def format_ranks(ranks: Ranks) -> str:
 
 
 def format_steps(ranks: Ranks) -> str:
-    """Ranks as ranges, as one where all are as far apart.
+    """Return ranks as ranges, as a single one where all are equally far apart.
 
     >>> format_steps((0, 1, 2, 5)), format_steps((0, 4, 8, 12))
     ('0-2,5', '0-12/4')
@@ -41,16 +40,16 @@ def format_steps(ranks: Ranks) -> str:
     return format_ranks(ranks)
 
 
-def parse_ranks(text: str, where: str) -> Ranks:
-    """The inverse of both.
+def parse_ranks(text: str, where: str | None = None) -> Ranks:
+    """Return the ranks of a text that either of the others wrote.
 
-    >>> parse_ranks("0-2,5", ""), parse_ranks("0-12/4", "")
+    >>> parse_ranks("0-2,5"), parse_ranks("0-12/4")
     ((0, 1, 2, 5), (0, 4, 8, 12))
     """
     ranks: list[int] = []
     for piece in text.split(","):
-        found = _RANGE.fullmatch(piece.strip())
-        first, last, step = found.groups() if found is not None else ("1", "0", "1")
+        match = _RANGE.fullmatch(piece.strip())
+        first, last, step = match.groups() if match is not None else ("1", "0", "1")
         span = range(int(first), int(last or first) + 1, int(step or 1))
         if not span or len(ranks) + len(span) > MOST_RANKS:
             raise PlanError(

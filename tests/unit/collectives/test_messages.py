@@ -31,7 +31,7 @@ def program(*lists: str, window: int = 1, chunks: int = 1) -> MessageProgram:
         numel=4,
         chunks=tuple(Chunk(i * size, (i + 1) * size) for i in range(chunks)),
         instructions=tuple(
-            tuple(Instruction.parse(step, "test") for step in text.split(";") if step.strip())
+            tuple(Instruction.parse(step) for step in text.split(";") if step.strip())
             for text in lists
         ),
         window=window,
@@ -141,12 +141,12 @@ def test_files_and_text(tmp_path: Path):
     assert str(Instruction("reduce", 3, 4, 6)) == "reduce 4:6 <- 3"
     data = json.loads((tmp_path / "p.json").read_text())
     data["ranks"][0][0] = "send x -> 1"
-    with pytest.raises(ProgramError, match="'send x -> 1' is no instruction"):
+    with pytest.raises(ProgramError, match="'send x -> 1'"):
         MessageProgram.from_json(data)
     del data["ranks"]
     with pytest.raises(ProgramError, match="'ranks' is missing"):
         MessageProgram.from_json(data)
-    with pytest.raises(ProgramError, match="no program of version 1"):
+    with pytest.raises(ProgramError, match="version 9"):
         MessageProgram.from_json({"version": 9})
     with pytest.raises(ProgramError, match="there is no program"):
         MessageProgram.load(tmp_path / "none.json")
@@ -155,20 +155,21 @@ def test_files_and_text(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message", "place"),
     [
-        ({"numel": math.inf}, "inf is no whole number", "p.json: numel"),
-        ({"num_ranks": "3"}, "'3' is no whole number", "p.json: num_ranks"),
-        ({"window": True}, "True is no whole number", "p.json: window"),
-        ({"version": True}, "no program of version 1", "p.json"),
+        ({"numel": math.inf}, "inf, must be a whole number", "p.json (numel)"),
+        ({"num_ranks": "3"}, "'3', must be a whole number", "p.json (num_ranks)"),
+        ({"window": True}, "True, must be a whole number", "p.json (window)"),
+        ({"version": True}, "version True", "p.json"),
         ({"root": 7}, "all_reduce of 3 ranks with root 7", "p.json"),
         ({"operation": "allreduce"}, "did you mean 'all_reduce'", "p.json"),
-        ({"counts": 4}, "4 is no list", "p.json: counts"),
+        ({"counts": 4}, "4, must be a list", "p.json (counts)"),
         ({"windw": 3}, "unknown field 'windw'; did you mean 'window'?", "p.json"),
-        ({"chunks": [[0, 10, 1, 2, 0]]}, "a chunk of 5 numbers", "p.json: chunks[0]"),
-        ({"chunks": [[0, None]]}, "None is no whole number", "p.json: chunks[0][1]"),
-        ({"chunks": []}, "0 chunks, 3 ranks", "p.json: rank 0, instruction 0"),
-        ({"ranks": {}}, "{} is no list", "p.json: ranks"),
-        ({"ranks": [[5], [], []]}, "5 is no instruction", "p.json: rank 0, instruction 0"),
-        ({"ranks": [[], ["sned 0 -> 1"], []]}, "is no instruction", "rank 1, instruction 0"),
+        ({"chunks": [[0, 10, 1, 2, 0]]}, "[0, 10, 1, 2, 0]", "p.json"),
+        ({"chunks": [[0, 10, 1]]}, "3 numbers", "p.json (chunks[0])"),
+        ({"chunks": [[0, None]]}, "must be a whole number", "p.json (chunks[0][1])"),
+        ({"chunks": []}, "0 chunks, 3 ranks", "p.json (rank 0, instruction 0)"),
+        ({"ranks": {}}, "must be a list", "p.json (ranks)"),
+        ({"ranks": [[5], [], []]}, "5, must be text", "p.json (ranks[0][0])"),
+        ({"ranks": [[], ["sned 0 -> 1"], []]}, "'sned 0 -> 1'", "p.json (ranks[1][0])"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_place(change, message, place):

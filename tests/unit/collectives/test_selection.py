@@ -172,7 +172,7 @@ def test_errors_name_what_is_wrong() -> None:
     [
         (["min_bytes"], math.inf, "min_bytes is inf"),
         (["chunk_bytes"], 2.5, "chunk_bytes is 2.5"),
-        (["predicted_s", "library"], -1, "are not all times"),
+        (["predicted_s", "library"], -1, "predicted_s"),
         (["latency_s"], True, "latency_s is True"),
         (["forests", 0, "ranks"], math.inf, "ranks is inf"),
         (["forests", 0, "message_s"], -1, "message_s is -1"),

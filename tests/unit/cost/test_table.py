@@ -155,7 +155,7 @@ def test_saving_adds_to_a_file(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "format version None"),
         ('{"version": 9}', "format version 9"),
-        ('{"version": 1, "entries": [{"call": "f()"}]}', "entry 0"),
+        ('{"version": 1, "entries": [{"call": "f()"}]}', r"entries\[0\]"),
         (
             '{"version": 1, "entries":'
             ' [{"call": "f", "device": "d", "forward_s": -1, "backward_s": 0}]}',
@@ -200,7 +200,7 @@ def test_notes_are_in_the_file_once(tmp_path: Path) -> None:
     for _ in range(2):
         table.save(tmp_path / "times.json")
     assert OpTable.load(tmp_path / "times.json").notes == table.notes
-    with pytest.raises(ShardwiseError, match="notes are 3"):
+    with pytest.raises(ShardwiseError, match="notes is 3"):
         OpTable.from_json('{"version": 1, "notes": 3}')
 
 

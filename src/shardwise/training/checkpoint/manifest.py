@@ -1,8 +1,8 @@
-"""What `checkpoint.json` says: the tensors by section and name, where their boxes lie, the rest.
+"""The manifest of a checkpoint, `checkpoint.json`: its tensors, their files, and the rest.
 
 Sections are `model`, `optimizer.<key>` and those of further copies; each has tensors by the names
-of the single device. A manifest from a file is untrusted: every field is checked before use, and
-the whole has a checksum of its own.
+that they have on a single device. A tensor is stored as boxes. A manifest from a file is untrusted:
+every field is checked before use, and the whole has a checksum of its own.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from shardwise.errors import CheckpointError, did_you_mean
+from shardwise.errors import CheckpointError
 from shardwise.files import parse_json, read_text
+from shardwise.schema import Form, Match, Range, Reader, Stored, Writer
 from shardwise.training.checkpoint.boxes import Box, check_cover
 from shardwise.training.checkpoint.types import dtype_name, dtype_named
 
@@ -30,14 +30,28 @@ MANIFEST = "checkpoint.json"
 MODEL = "model"
 VERSION = 1
 _FORMAT = "shardwise checkpoint"
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-_FIELDS = {"format", "version", "step", "files", "sections", "aliases", "optimizer", "module"} | {
-    "extra",
-    "crc32",
-}
 _MAX_DIMS = 64
 _MAX_BYTES = 1 << 28
 _MAX_VALUES = 20_000_000
+
+Size = Annotated[int, Range(0)]
+FileName = Annotated[
+    str, Match(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", "the name of a .safetensors file")
+]
+
+
+def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
+    if len(dims) > _MAX_DIMS or not all(0 <= n < 1 << 48 for n in dims):
+        raise CheckpointError(f"dims {str(list(dims))[:60]}")
+    return dims
+
+
+def _dtype(name: str) -> torch.dtype:
+    return dtype_named(name, MANIFEST)
+
+
+Dims = Annotated[tuple[int, ...], Form(_dims, list, tuple[int, ...])]
+Dtype = Annotated[torch.dtype, Form(_dtype, dtype_name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +81,36 @@ Sections = Mapping[str, Mapping[str, StoredTensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _BoxEntry:
+    at: Dims
+    size: Dims
+    file: str
+    crc32: Annotated[int, Range(0, 2**32 - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorEntry:
+    shape: Dims
+    dtype: Dtype
+    boxes: tuple[_BoxEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ManifestFile:
+    """The fields of the file."""
+
+    format: str
+    version: int
+    step: Annotated[int | None, Range(0), Stored(always=True)] = None
+    files: Mapping[FileName, Size]
+    sections: Mapping[str, Mapping[str, _TensorEntry]]
+    aliases: Annotated[Mapping[str, str], Stored(always=True)] = field(default_factory=dict)
+    optimizer: Annotated[Mapping[str, Any] | None, Stored(always=True)] = None
+    module: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
+    extra: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A checkpoint without its tensors' values.
 
@@ -92,75 +136,61 @@ class Manifest:
         return sum(t.nbytes for tensors in self.sections.values() for t in tensors.values())
 
     def to_text(self) -> str:
-        """The JSON of the file."""
-        body: dict[str, Any] = {
-            "format": _FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "files": dict(self.files),
-            "sections": {
-                section: {name: _tensor_json(tensor) for name, tensor in tensors.items()}
-                for section, tensors in self.sections.items()
-            },
-            "aliases": dict(self.aliases),
-            "optimizer": self.optimizer,
-            "module": dict(self.module),
-            "extra": dict(self.extra),
+        """Return the JSON of the file."""
+        entries = {
+            section: {name: _entry(tensor) for name, tensor in tensors.items()}
+            for section, tensors in self.sections.items()
         }
+        rest = {name: getattr(self, name) for name in ("step", "files", "aliases", "module")}
+        file = _ManifestFile(
+            format=_FORMAT,
+            version=VERSION,
+            sections=entries,
+            optimizer=self.optimizer,
+            extra=self.extra,
+            **rest,
+        )
+        body = Writer().fields(file)
         return _dumps({**body, "crc32": _checksum(body)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint's folder; the files it names have the sizes it says."""
+        """Read the manifest in a folder; the files that it names must have the sizes it states."""
         path = folder / MANIFEST
         text = read_text(path, CheckpointError, what="manifest", max_bytes=_MAX_BYTES)
-        try:
-            found = cls.from_text(text)
-            found.check_files(folder)
-        except CheckpointError as error:
-            raise CheckpointError(
-                error.message, where=error.where or str(path), hint=error.hint
-            ) from error
-        return found
+        manifest = cls.from_text(text, str(path))
+        manifest.check_files(folder)
+        return manifest
 
     @classmethod
-    def from_text(cls, text: str) -> Manifest:
-        """Check and understand the JSON of a file."""
-        # What a user's own objects saved in `extra` may hold any number.
-        body = parse_json(text, CheckpointError, where=MANIFEST, free=True, max_values=_MAX_VALUES)
+    def from_text(cls, text: str, where: str = MANIFEST) -> Manifest:
+        """Read the JSON of a file."""
+        # Objects that a user saved in `extra` may contain any number.
+        body = parse_json(text, CheckpointError, where=where, free=True, max_values=_MAX_VALUES)
+        reader = Reader(CheckpointError, where)
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
-            raise CheckpointError(f"{MANIFEST} is not that of a checkpoint of Shardwise")
+            reader.fail("not the manifest of a Shardwise checkpoint", ())
         if body.get("version") != VERSION:
-            raise CheckpointError(
-                f"{MANIFEST} is of version {body.get('version')!r}, known is {VERSION}"
-            )
-        unknown = sorted(set(body) - _FIELDS)
-        if unknown:
-            close = did_you_mean(unknown[0], _FIELDS)
-            raise CheckpointError(f"{MANIFEST} has an unknown field {unknown[0]!r}{close}")
+            reader.fail(f"version {body.get('version')!r} of a manifest, known is {VERSION}", ())
         if body.pop("crc32", None) != _checksum(body):
-            raise CheckpointError(f"{MANIFEST} is damaged: its checksum is another one")
-        return cls._from_body(body)
-
-    @classmethod
-    def _from_body(cls, body: Mapping[str, Any]) -> Manifest:
-        step = body.get("step")
-        _require(step is None or (type(step) is int and step >= 0), f"a step {step!r}")
-        files = _mapping(body.get("files"), "files")
-        for name, size in files.items():
-            _require(bool(_FILE.fullmatch(name)), f"a file name {name!r}")
-            _require(type(size) is int and size >= 0, f"a size {size!r} of {name}")
-        aliases = _mapping(body.get("aliases", {}), "aliases")
-        _require(all(isinstance(a, str) for a in aliases.values()), "an alias that is no name")
-        optimizer = body.get("optimizer")
+            reader.fail("the manifest is corrupt: checksum mismatch", ())
+        file: _ManifestFile = reader.read(_ManifestFile, body)
         return cls(
-            sections=_sections(_mapping(body.get("sections"), "sections"), files),
-            files=files,
-            step=step,
-            aliases=aliases,
-            optimizer=None if optimizer is None else _mapping(optimizer, "optimizer"),
-            module=_mapping(body.get("module", {}), "module"),
-            extra=_mapping(body.get("extra", {}), "extra"),
+            sections={
+                section: {
+                    name: reader.construct(
+                        _tensor, ("sections", section, name), section, name, entry, file.files
+                    )
+                    for name, entry in tensors.items()
+                }
+                for section, tensors in file.sections.items()
+            },
+            files=file.files,
+            step=file.step,
+            aliases=file.aliases,
+            optimizer=file.optimizer,
+            module=file.module,
+            extra=file.extra,
         )
 
     def check_files(self, folder: Path) -> None:
@@ -198,67 +228,28 @@ def key_of(section: str, name: str, box: Box, shape: Sequence[int]) -> str:
     return full if box.size == tuple(shape) else f"{full}@{','.join(map(str, box.offset))}"
 
 
-def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
-    return {
-        "shape": list(tensor.shape),
-        "dtype": dtype_name(tensor.dtype),
-        "boxes": [
-            {"at": list(b.box.offset), "size": list(b.box.size), "file": b.file, "crc32": b.crc32}
-            for b in tensor.boxes
-        ],
-    }
+def _entry(tensor: StoredTensor) -> _TensorEntry:
+    boxes = tuple(
+        # Boxes of foreign files have no checksum; those are never written to a manifest.
+        _BoxEntry(at=b.box.offset, size=b.box.size, file=b.file, crc32=b.crc32)  # type: ignore[arg-type]
+        for b in tensor.boxes
+    )
+    return _TensorEntry(shape=tensor.shape, dtype=tensor.dtype, boxes=boxes)
 
 
-def _sections(
-    body: Mapping[str, Any], files: Mapping[str, Any]
-) -> dict[str, dict[str, StoredTensor]]:
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for section, tensors in body.items():
-        found[section] = {
-            name: _tensor(section, name, _mapping(value, full_name(section, name)), files)
-            for name, value in _mapping(tensors, section).items()
-        }
-    return found
-
-
-def _tensor(
-    section: str, name: str, body: Mapping[str, Any], files: Mapping[str, Any]
-) -> StoredTensor:
-    full = full_name(section, name)
-    shape = _counts(body.get("shape"), f"shape of {full}")
-    _require(math.prod(n or 1 for n in shape) < 1 << 62, f"a shape {shape} of {full}")
-    dtype = dtype_named(body.get("dtype"), full)
-    listed = body.get("boxes")
-    _require(isinstance(listed, list), f"boxes of {full} that are no list")
+def _tensor(section: str, name: str, entry: _TensorEntry, files: Mapping[str, int]) -> StoredTensor:
+    full, shape = full_name(section, name), entry.shape
+    if math.prod(n or 1 for n in shape) >= 1 << 62:
+        raise CheckpointError(f"{full} has the shape {shape}")
     boxes = []
-    for value in listed if isinstance(listed, list) else []:
-        entry = _mapping(value, f"box of {full}")
-        box = Box(_counts(entry.get("at"), f"box of {full}"), _counts(entry.get("size"), full))
-        file, crc32 = entry.get("file"), entry.get("crc32")
-        _require(isinstance(file, str) and file in files, f"a box of {full} in {file!r}")
-        _require(type(crc32) is int and 0 <= crc32 < 1 << 32, f"a checksum {crc32!r} of {full}")
+    for stored in entry.boxes:
+        if stored.file not in files:
+            raise CheckpointError(f"{full} has a box in {stored.file[:80]!r}")
+        box = Box(stored.at, stored.size)
         key = key_of(section, name, box, shape)
-        boxes.append(StoredBox(box=box, file=str(file), key=key, crc32=crc32))
+        boxes.append(StoredBox(box=box, file=stored.file, key=key, crc32=stored.crc32))
     check_cover(full, shape, [stored.box for stored in boxes])
-    return StoredTensor(shape=shape, dtype=dtype, boxes=tuple(boxes))
-
-
-def _mapping(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{MANIFEST}: {what} is no mapping but {str(value)[:40]!r}")
-    return value
-
-
-def _counts(value: Any, what: str) -> tuple[int, ...]:
-    good = isinstance(value, list) and len(value) <= _MAX_DIMS
-    if not good or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
-        raise CheckpointError(f"{MANIFEST}: {what} has numbers {str(value)[:60]}")
-    return tuple(value)
-
-
-def _require(good: bool, what: str) -> None:
-    if not good:
-        raise CheckpointError(f"{MANIFEST} has {what}")
+    return StoredTensor(shape=shape, dtype=entry.dtype, boxes=tuple(boxes))
 
 
 def _dumps(value: Any) -> str:

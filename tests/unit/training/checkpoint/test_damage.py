@@ -146,26 +146,26 @@ def tensor_of(body: dict[str, Any]) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "version": (lambda b: b.update(version=9), "of version 9"),
+    "version": (lambda b: b.update(version=9), "version 9"),
     "unknown field": (lambda b: b.update(stepp=9), "unknown field 'stepp'; did you mean 'step'"),
-    "step": (lambda b: b.update(step="1"), "a step '1'"),
-    "sections": (lambda b: b.update(sections=[1]), "sections is no mapping"),
+    "step": (lambda b: b.update(step="1"), "step is '1'"),
+    "sections": (lambda b: b.update(sections=[1]), "sections is a list"),
     "path upwards": (
         lambda b: b["files"].update({"../model-00000.safetensors": 5}),
-        "a file name '../model",
+        "'../model",
     ),
-    "absolute path": (lambda b: b["files"].update({"/etc/passwd": 5}), "a file name '/etc"),
-    "box in unknown file": (lambda b: tensor_of(b)["boxes"][0].update(file="x"), "a box of"),
-    "dtype": (lambda b: tensor_of(b).update(dtype="object"), "no number type 'object'"),
-    "negative shape": (lambda b: tensor_of(b).update(shape=[-16, -8]), "has numbers"),
-    "huge shape": (lambda b: tensor_of(b).update(shape=[1 << 60, 8]), "has numbers"),
-    "true as a number": (lambda b: tensor_of(b).update(shape=[True, 8]), "has numbers"),
+    "absolute path": (lambda b: b["files"].update({"/etc/passwd": 5}), "'/etc"),
+    "box in unknown file": (lambda b: tensor_of(b)["boxes"][0].update(file="x"), "a box in 'x'"),
+    "dtype": (lambda b: tensor_of(b).update(dtype="object"), "'object'"),
+    "negative shape": (lambda b: tensor_of(b).update(shape=[-16, -8]), "-16"),
+    "huge shape": (lambda b: tensor_of(b).update(shape=[1 << 60, 8]), str(1 << 60)),
+    "true as a number": (lambda b: tensor_of(b).update(shape=[True, 8]), "True"),
     "larger than its boxes": (lambda b: tensor_of(b).update(shape=[17, 8]), "of its 136 elements"),
     "box outside": (lambda b: tensor_of(b)["boxes"][0].update(at=[1, 0]), "not within"),
     "box twice": (lambda b: tensor_of(b)["boxes"].append(tensor_of(b)["boxes"][0]), "overlap"),
     "no boxes": (lambda b: tensor_of(b).update(boxes=[]), "have 0 of its"),
-    "boxes no list": (lambda b: tensor_of(b).update(boxes={}), "no list"),
-    "checksum": (lambda b: tensor_of(b)["boxes"][0].update(crc32="0"), "a checksum '0'"),
+    "boxes no list": (lambda b: tensor_of(b).update(boxes={}), "must be a list"),
+    "checksum": (lambda b: tensor_of(b)["boxes"][0].update(crc32="0"), "crc32 is '0'"),
     "larger than its file": (
         lambda b: tensor_of(b).update(
             shape=[1 << 40, 8],
@@ -177,7 +177,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda b: b["sections"]["model"].update({"other": b["sections"]["model"].pop("0.weight")}),
         "has no 0.weight",
     ),
-    "aliases": (lambda b: b.update(aliases={"a": 3}), "an alias"),
+    "aliases": (lambda b: b.update(aliases={"a": 3}), "aliases"),
 }
 
 
