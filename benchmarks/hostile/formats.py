@@ -23,13 +23,13 @@ from shardwise.calibration.rows import read_entries
 from shardwise.cli import main
 from shardwise.collectives import Network, solve
 from shardwise.cost import OpTable
-from shardwise.emit.load import load
 from shardwise.errors import PlanMismatch, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.messages.check import check as check_messages
 from shardwise.messages.forest import Forest, Tree, Wire
 from shardwise.reporting.recorded import read_trace
+from shardwise.runtime.loader import load
 from shardwise.schedules import Schedule, make
 from shardwise.schedules.check import check as check_schedule
 from shardwise.training.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint

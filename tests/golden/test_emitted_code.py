@@ -20,7 +20,7 @@ import torch
 
 import shardwise as sw
 from shardwise import runtime as rt
-from shardwise.emit import load
+from shardwise.runtime.loader import load
 from shardwise.runtime.processes import process_mesh
 from tests.support import zoo
 from tests.support.pool import Pool

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardwise import runtime as rt
 from shardwise.api.compiled import PipelineProgram, Program
-from shardwise.api.parallel import _Step
-from shardwise.api.scheduled import ScheduledStep
-from shardwise.emit import LoadedPipeline, build, load
+from shardwise.api.steps import step_options
 from shardwise.ir import TensorType
 from shardwise.plans import Plan
+from shardwise.runtime.loader import LoadedModule, LoadedPipeline
+from shardwise.runtime.step import ModuleStep, PipelineStep
 
 
 class Alone:
@@ -41,18 +41,19 @@ class Alone:
         self.transport = transport(rank, plan.num_ranks)  # where no mesh is given
         self.mesh = mesh or _mesh(plan, rank, self.transport)
         numbers = rng(plan.seed, plan.rng, self.mesh)
-        self.step: rt.StepProgram
+        options = step_options(graph, plan)
+        self.step: ModuleStep | PipelineStep
         if isinstance(program, PipelineProgram):
-            loaded = LoadedPipeline(program.text, graph, self.mesh, numbers, device)
-            self.store = loaded.make_store()
-            self.step = ScheduledStep(graph, plan, loaded, self.store, recorder)
+            stages = LoadedPipeline(program.text, graph, self.mesh, numbers, device)
+            self.store = stages.make_store()
+            self.step = PipelineStep(stages, self.store, options, recorder)
         else:
-            generated = load(program.source(self.mesh.rank), graph.functions)
-            module = build(generated, self.mesh, numbers, device, graph)
+            source = program.source(self.mesh.rank)
+            loaded = LoadedModule(source, graph, self.mesh, numbers, device)
             self.store = rt.ParameterStore(
-                module, self.mesh, generated.PARAMETERS, generated.BUFFERS, device=device
+                loaded.module, self.mesh, loaded.parameters, loaded.buffers, device=device
             )
-            self.step = _Step(graph, plan, generated, module, self.mesh, device, recorder)
+            self.step = ModuleStep(loaded, loaded.module, self.mesh, device, options, recorder)
         if mesh is None:
             rt.stand_alone(self.store, on_gradient)
         self.module = rt.ParallelModule(
@@ -65,7 +66,7 @@ class Alone:
         for given in graph.inputs:
             kind = graph.values[given.value]
             shape = list(kind.shape)
-            if isinstance(self.step, ScheduledStep):
+            if isinstance(self.step, PipelineStep):
                 spec = self.step.executor.spec
                 dim = spec.batch_dims.get(given.name)
                 if dim is not None and not spec.timed:  # the graph is of one micro-batch

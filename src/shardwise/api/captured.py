@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.batch import path_name, read_batch
 from shardwise.errors import BatchError, PlanError
 from shardwise.frontend import capture as capture_once
 from shardwise.frontend import skeleton
-from shardwise.frontend.batch import path_name, read_batch
 from shardwise.frontend.hooks import hooks_of, name_of, place_of
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.frontend.sizes import GraphsBySize

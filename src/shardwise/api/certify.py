@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.api.captured import capture_for_plan, microbatch
 from shardwise.api.compiled import compile, read_sources, widen_sources
+from shardwise.batch import flatten_batch, read_batch
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.precision import TraceDouble, double_by_default, widen_graph
 from shardwise.equivalence.randomness import draws, run_graph_reference
@@ -28,7 +29,6 @@ from shardwise.equivalence.twin import (
 )
 from shardwise.errors import ShardwiseError, VerifyError
 from shardwise.frontend import capture
-from shardwise.frontend.batch import flatten_batch, read_batch
 from shardwise.frontend.failures import describe_failure
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph

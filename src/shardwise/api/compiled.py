@@ -18,11 +18,12 @@ from safetensors.torch import save
 
 from shardwise import program as lowering
 from shardwise.api.captured import require_precision
-from shardwise.emit import PipelineSources, emit, emit_pipeline
+from shardwise.emit import emit, emit_pipeline
 from shardwise.errors import ProgramError, ShardwiseError
 from shardwise.files import read_json, write_bytes, write_text
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Resolved, resolve
+from shardwise.runtime.loader import PipelineSources
 from shardwise.sharding.allowed import constant_values
 from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__

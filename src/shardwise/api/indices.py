@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise import runtime as rt
-from shardwise.equivalence.twin.indices import indexed_dim, op_name
 from shardwise.errors import BatchError
 from shardwise.ir import Graph, Node, Ref
 from shardwise.ir.interpret import interpret, is_random
-from shardwise.ir.schema import bind
+from shardwise.ir.schema import bind, indexed_dim, op_name
 from shardwise.program.beforehand import restrict
 
 LONGEST = 12  # operators between the batch and an index; longer chains cost more than they save

@@ -19,7 +19,6 @@ from torch import nn
 from shardwise import runtime as rt
 from shardwise.api.captured import capture_for_plan
 from shardwise.api.compiled import PipelineProgram, Program, compile
-from shardwise.api.indices import BatchIndices
 from shardwise.api.originals import Notice, claim, refuse_shared
 from shardwise.api.other_batches import (
     LayoutsBySize,
@@ -30,32 +29,30 @@ from shardwise.api.other_batches import (
     same_storage,
     stored_specs,
 )
-from shardwise.api.scheduled import ScheduledStep, input_dtypes, not_trained, offloading
 from shardwise.api.steps import (
     Plans,
     StepSpec,
     read_steps,
+    step_options,
     storage_homes,
     trained_parameters,
     used_parameters,
 )
 from shardwise.api.weights import Init, constants_of, load_weights
 from shardwise.api.world import PythonState, attributes_of
-from shardwise.emit import LoadedModule, LoadedPipeline, make_store, naming_places
-from shardwise.errors import LossError
-from shardwise.frontend import flatten_batch, rebuild_output, skeleton
-from shardwise.frontend.batch import path_name, read_batch
+from shardwise.frontend import skeleton
 from shardwise.frontend.objective import Model, StepFn, as_module
 from shardwise.frontend.sizes import GraphsBySize
 from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 from shardwise.pages import keep_pages
-from shardwise.planner.search.replay import decisions
 from shardwise.plans import Plan, model_fingerprint
+from shardwise.plans.plan import decisions
 from shardwise.runtime.allocator import grow_segments
+from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
 from shardwise.runtime.originals import format_bytes
 from shardwise.runtime.rendezvous import require_ranks, starting
-from shardwise.runtime.splits import local_shape
+from shardwise.runtime.step import ModuleStep, PipelineStep
 from shardwise.runtime.ways import Derive
 
 
@@ -322,7 +319,8 @@ class _Factory:
             key = rt.ProgramKey(name, True, rt.signature(self.steps[name].batch), world)
             store.reducer.declare(key, each.parameters)
         return store, {
-            name: self._step(self.steps[name], each, mesh, store) for name, each in loaded.items()
+            name: self._step(self.steps[name], compiled[name][0], each, mesh, store)
+            for name, each in loaded.items()
         }
 
     def specialize(
@@ -345,7 +343,7 @@ class _Factory:
             _unfreeze(store, loaded.parameters, trained_parameters(graph))
         loaded.attach(store)
         store.reducer.declare(key, loaded.parameters)
-        return self._step(step, loaded, mesh, store)
+        return self._step(step, graph, loaded, mesh, store)
 
     def _take_state(self) -> None:
         """Let the next captures be of the model as it is now, with the same parameters frozen."""
@@ -367,107 +365,16 @@ class _Factory:
     def _step(
         self,
         step: StepSpec,
+        graph: Graph,
         loaded: LoadedModule | LoadedPipeline,
         mesh: rt.ProcessMesh,
         store: rt.ParameterStore,
     ) -> rt.StepProgram:
+        options = step_options(graph, step.plan)
         if isinstance(loaded, LoadedPipeline):
-            return ScheduledStep(loaded.graph, step.plan, loaded, store, self.recorder)
+            return PipelineStep(loaded, store, options, self.recorder)
         run = torch.compile(loaded.module) if self.compiled else loaded.module
-        return _Step(
-            loaded.graph, step.plan, loaded.generated, run, mesh, self.device, self.recorder
-        )
-
-
-class _Step:
-    """One compiled step as the parallel module calls it."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        plan: Plan,
-        generated: Any,
-        module: Any,
-        mesh: rt.ProcessMesh,
-        device: Any,
-        recorder: rt.Recorder | None,
-    ) -> None:
-        self.module, self.mesh, self.device, self.graph = module, mesh, device, graph
-        self.plan, self.recorder = plan, recorder or rt.Recorder(0, enabled=False)
-        self.dtypes = input_dtypes(graph, plan)
-        # Hooks inside of a compiled program would break it up; those of units do so anyway.
-        compiled = hasattr(module, "_orig_mod")
-        self.recorder.watch(module, plan.units if compiled else rt.called_submodules(module))
-        self.hooks = graph.hooks
-        self.names = [i.name for i in graph.inputs]
-        self.splits = dict(generated.INPUTS)
-        self.spec = graph.output_spec
-        place, axes = mesh.coordinates, mesh.axes
-        whole = {i.name: graph.values[i.value].shape for i in graph.inputs}
-        self.shapes = {
-            name: local_shape(shape, self.splits[name], place, axes)
-            for name, shape in whole.items()
-        }
-        self.constants = dict(graph.input_constants)
-        self.indices = BatchIndices(graph)
-
-    def train(
-        self, batch: Any, store: rt.ParameterStore, *, outputs: bool, local: bool
-    ) -> tuple[torch.Tensor, Any]:
-        with store.forward(), offloading(self.plan), self.recorder.span("compute", "0F0"):
-            loss, out = self._forward(batch, outputs, local)
-        if loss is None or not loss.requires_grad:
-            raise not_trained()
-        with store.backward(last=True), self.recorder.span("compute", "0B0"):
-            store.scaled(loss).backward()  # type: ignore[no-untyped-call]
-        return loss, out
-
-    def evaluate(
-        self, batch: Any, store: rt.ParameterStore, *, local: bool
-    ) -> tuple[torch.Tensor | None, Any]:
-        with store.forward():
-            return self._forward(batch, True, local)
-
-    def loss(self, batch: Any, store: rt.ParameterStore, *, local: bool) -> torch.Tensor:
-        with store.forward():
-            loss, _ = self._forward(batch, False, local)
-        if loss is None:
-            raise LossError("the model gives no loss in eval mode", hint="labels in the batch")
-        return loss
-
-    def finish(self) -> None:
-        """One program has all gradients."""
-
-    def _forward(self, batch: Any, outputs: bool, local: bool) -> tuple[torch.Tensor | None, Any]:
-        if not local:
-            self.indices.check(flatten_batch(batch)[0])
-        tensors, _ = flatten_batch(batch if local else self.local_batch(batch))
-        inputs = [tensors[name].to(self.device, self.dtypes.get(name)) for name in self.names]
-        with naming_places():
-            if not outputs:
-                return self.module(*inputs), None
-            loss, leaves = self.module(*inputs, outputs=True)
-        return loss, rebuild_output(self.spec, leaves)
-
-    def local_batch(self, batch: Any) -> Any:
-        """The batch with this rank's part of every tensor."""
-        call = read_batch(batch)
-        place, axes = self.mesh.coordinates, self.mesh.axes
-        parts = [
-            rt.take_local(tensor.detach(), self.splits.get(path_name(path), ()), place, axes)
-            for path, tensor in call.tensors
-        ]
-        return call.batch_with(parts)
-
-    def generated(self) -> list[nn.Module]:
-        """The generated module."""
-        return [getattr(self.module, "_orig_mod", self.module)]
-
-    def takes(self, batch: Any) -> bool:
-        """Whether these are parts of the batch this program was made for."""
-        tensors, constants = flatten_batch(batch)
-        mine = {name: tuple(t.shape) for name, t in tensors.items()}
-        return mine == self.shapes and constants == self.constants
+        return ModuleStep(loaded, run, mesh, self.device, options, self.recorder)
 
 
 def _unfreeze(

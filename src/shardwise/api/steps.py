@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise import runtime as rt
 from shardwise.api.compiled import PipelineProgram, Program
+from shardwise.api.indices import BatchIndices
 from shardwise.errors import PlanError, PlanMismatch
 from shardwise.frontend import capture
 from shardwise.frontend.objective import Objective, StepFn, objective
@@ -130,6 +132,19 @@ def trained_parameters(graph: Graph) -> frozenset[str]:
         if node.grad_enabled and any(n in reached and n in carriers for n in node.outputs):
             reached |= {name for name in node.inputs if name in carriers}
     return frozenset(p.name for p in graph.parameters if p.value in reached and p.requires_grad)
+
+
+def step_options(graph: Graph, plan: Plan) -> rt.StepOptions:
+    """Return how a step of this graph runs under a plan."""
+    dtypes = {i.name: graph.values[i.value].dtype for i in graph.inputs}
+    cast = plan.precision.compute and not plan.precision.autocast
+    return rt.StepOptions(
+        check_indices=BatchIndices(graph).check,
+        input_dtypes={n: d for n, d in dtypes.items() if cast and d.is_floating_point},
+        offload_activations="activations" in plan.offload,
+        trains=bool(trained_parameters(graph)),
+        units=plan.units,
+    )
 
 
 def storage_homes(programs: Mapping[str, Program | PipelineProgram]) -> dict[str, str]:

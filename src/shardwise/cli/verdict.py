@@ -187,7 +187,7 @@ def plan_text(plan: Plan, width: int) -> str:
 
 def explain_text(plan: Plan, width: int) -> str:
     """Why this plan and not the next, and of what time and memory are made."""
-    from shardwise.planner.search.replay import decisions
+    from shardwise.plans.plan import decisions
 
     edited = searched(plan).get("decisions", decisions(plan)) != decisions(plan)
     compared = bool(searched(plan)["gap"])  # a named plan that was simulated has no others

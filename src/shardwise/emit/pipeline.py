@@ -6,9 +6,6 @@ what travels between stages, and in which order every group works: the schedule 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
 from shardwise.emit.function import INDENT
 from shardwise.emit.head import collectives_text
 from shardwise.emit.quote import comment, literal, mapping
@@ -18,54 +15,9 @@ from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref
 from shardwise.plans import TIME
 from shardwise.program.pipeline import Pipeline, StageProgram, Transfer
+from shardwise.runtime.loader import PipelineSources, StageSources
 from shardwise.sharding.placements import PARTIAL, Partial, Placement, Shard
 from shardwise.version import __version__
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSources:
-    """The files of one stage: of every class of places, and what it computes beforehand."""
-
-    places: tuple[tuple[int, ...], ...]  # of each text: places of micro-batch and rank
-    texts: tuple[str, ...]
-    before_ranks: tuple[tuple[int, ...], ...] = ()
-    before: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSources:
-    """All files of a pipeline."""
-
-    pipeline: str
-    stages: tuple[StageSources, ...]
-
-    @property
-    def texts(self) -> list[str]:
-        """All texts, in the order of `files`."""
-        return list(self.files().values())
-
-    def with_texts(self, texts: Sequence[str]) -> PipelineSources:
-        """The same with other texts, in that order."""
-        rest = iter(texts)
-        pipeline = next(rest)
-        stages = []
-        for stage in self.stages:
-            own = tuple(next(rest) for _ in stage.texts)
-            before = tuple(next(rest) for _ in stage.before)
-            stages.append(replace(stage, texts=own, before=before))
-        return PipelineSources(pipeline=pipeline, stages=tuple(stages))
-
-    def files(self) -> dict[str, str]:
-        """File name -> text."""
-        found = {"pipeline.py": self.pipeline}
-        for index, stage in enumerate(self.stages):
-            for number, text in enumerate(stage.texts):
-                more = f"_{number}" if len(stage.texts) > 1 else ""
-                found[f"stage_{index}{more}.py"] = text
-            for number, text in enumerate(stage.before):
-                more = f"_{number}" if len(stage.before) > 1 else ""
-                found[f"stage_{index}_beforehand{more}.py"] = text
-        return found
 
 
 def emit_pipeline(pipeline: Pipeline, *, probe: bool = False) -> PipelineSources:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.batch import flatten_batch
 from shardwise.equivalence.certificate import (
     Certificate,
     Comparison,
@@ -34,7 +35,6 @@ from shardwise.equivalence.subject import Subject, subject_of
 from shardwise.equivalence.trial import Trial, make_trial
 from shardwise.equivalence.values import compare_gradients, compare_values
 from shardwise.errors import ShardwiseError
-from shardwise.frontend.batch import flatten_batch
 from shardwise.program import Pipeline, Program
 
 AS_GIVEN = "weights and batch as given"

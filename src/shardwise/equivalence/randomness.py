@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardwise import runtime as rt
+from shardwise.batch import flatten_batch
 from shardwise.equivalence.reference import LEARNING_RATE, Reference, join_outputs
 from shardwise.equivalence.rounding import Jitter, jittered
-from shardwise.frontend.batch import flatten_batch
 from shardwise.ir import Graph, Node, Ref, map_refs, node_keys
 from shardwise.ir.interpret import interpret, is_random
 from shardwise.plans import Plan

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from shardwise import runtime as rt
-from shardwise.emit import build, load
 from shardwise.equivalence.reference import LEARNING_RATE
 from shardwise.messages import MessageProgram, interpret
 from shardwise.plans import Plan
 from shardwise.program import Program
+from shardwise.runtime.loader import build, load
 from shardwise.runtime.threads import Collective
 
 TIMEOUT_S = 60.0

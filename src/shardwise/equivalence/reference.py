@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.batch import flatten_batch, read_batch
 from shardwise.equivalence.precision import KeepDouble, widen_tensor
 from shardwise.errors import VerifyError
-from shardwise.frontend.batch import flatten_batch, read_batch
 from shardwise.frontend.functions import without_checkpoints
 from shardwise.frontend.hooks import copy_hooks
 from shardwise.frontend.loss import find_loss

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 
 from shardwise import runtime as rt
-from shardwise.emit import LoadedPipeline, emit, emit_pipeline, load
+from shardwise.emit import emit, emit_pipeline
 from shardwise.equivalence.ranks import Outcome, along_trees, run_ranks, step_outcome
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
+from shardwise.runtime.loader import LoadedPipeline, load
 
 
 @dataclass(frozen=True, slots=True)

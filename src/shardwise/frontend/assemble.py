@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.batch import Call, path_name
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias
-from shardwise.frontend.batch import Call, path_name
 from shardwise.frontend.builder import Builder, tensor_type
 from shardwise.frontend.fake import has_data
 from shardwise.frontend.finish import Namer, check_dtypes, check_static, finish_nodes, live_nodes

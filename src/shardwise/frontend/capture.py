@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
+from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias, NotFunctional
 from shardwise.frontend.assemble import Sources, assemble
-from shardwise.frontend.batch import Call, read_batch
 from shardwise.frontend.builder import Builder, Region
 from shardwise.frontend.convert import Converter
 from shardwise.frontend.cures import cure_for

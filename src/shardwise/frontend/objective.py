@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.batch import Call
 from shardwise.errors import CaptureError
-from shardwise.frontend.batch import Call
 from shardwise.frontend.loss import LossFn
 
 StepFn = Callable[[Any, Any], Any]

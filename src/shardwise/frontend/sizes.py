@@ -22,8 +22,8 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
+from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError, ShardwiseError
-from shardwise.frontend.batch import Call, read_batch
 from shardwise.frontend.capture import Traced, capture, trace_step
 from shardwise.frontend.objective import Model, Objective
 from shardwise.frontend.watch import Reads

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.batch import Call, path_name, register_dataclasses
 from shardwise.errors import CaptureError, LossError
-from shardwise.frontend.batch import Call, path_name, register_dataclasses
 from shardwise.frontend.loss import find_loss
 from shardwise.frontend.objective import Objective, loss_of, run_objective
 from shardwise.frontend.outputs import flatten_output, kept_leaf

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.ir.graph import Node
+from shardwise.ir.graph import Node, Ref
 
 
 @cache
@@ -46,3 +46,24 @@ def bind(node: Node) -> dict[str, Any]:
     for (name, _), arg in zip(arguments, node.args, strict=False):
         bound[name] = arg
     return bound | dict(node.kwargs)
+
+
+def op_name(node: Node) -> str:
+    """Return `embedding` for `aten.embedding.default`."""
+    return node.op.split(".")[1] if node.op.count(".") == 2 else ""
+
+
+def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
+    """Return the table and the dim that a node indexes with a value, if it does."""
+    op = op_name(node)
+    if op not in ("embedding", "gather", "index_select", "scatter", "index"):
+        return None
+    given = bind(node)
+    if op == "embedding":
+        return (given["weight"].name, 0) if given.get("indices") == Ref(index) else None
+    if op == "index":
+        places = list(given.get("indices") or ())
+        return (given["self"].name, places.index(Ref(index))) if Ref(index) in places else None
+    if given.get("index") != Ref(index):
+        return None
+    return given["self"].name, given.get("dim", 0)

@@ -1,7 +1,4 @@
-"""Which model a plan is for.
-
-Enters: `Graph`. Leaves: a short text that the same model always has.
-"""
+"""A digest that identifies the model a plan is for."""
 
 from __future__ import annotations
 

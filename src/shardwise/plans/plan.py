@@ -382,3 +382,9 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
                 f"{what} {glob!r} of the plan matches none of the model's {len(names)}"
                 f"{did_you_mean(glob, names)}"
             )
+
+
+def decisions(plan: Plan) -> str:
+    """Return the hex digest of what a plan decides, without search results, notes and name."""
+    data = {k: v for k, v in plan.to_json().items() if k not in ("search", "notes", "name")}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.planner.search.replay import decisions, replay
+from shardwise.planner.search.replay import replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import Plan
+from shardwise.plans.plan import decisions
 from shardwise.reporting.classes import classes_of, groups_of
 from shardwise.reporting.compared import idle_devices, plans_of
 from shardwise.reporting.document import Cause, Headroom, Report, Verdict

@@ -13,9 +13,10 @@ from typing import Any
 
 from shardwise.messages.choice import format_groups
 from shardwise.messages.ranks import format_ranks
-from shardwise.planner.search.replay import decisions, replay
+from shardwise.planner.search.replay import replay
 from shardwise.planner.search.report import CAUSES
 from shardwise.plans import ParameterEntry, Plan
+from shardwise.plans.plan import decisions
 from shardwise.reporting.build import reading
 from shardwise.simulation import Estimate
 

@@ -24,13 +24,13 @@ from shardwise.runtime.precision import *  # noqa: F403
 from shardwise.runtime.pretend import *  # noqa: F403
 from shardwise.runtime.probe import *  # noqa: F403
 from shardwise.runtime.processes import *  # noqa: F403
-from shardwise.runtime.programs import *  # noqa: F403
 from shardwise.runtime.random import *  # noqa: F403
 from shardwise.runtime.recompute import *  # noqa: F403
 from shardwise.runtime.recorder import *  # noqa: F403
 from shardwise.runtime.sharing import *  # noqa: F403
 from shardwise.runtime.splits import Split as Split
 from shardwise.runtime.splits import take_local as take_local
+from shardwise.runtime.step import *  # noqa: F403
 from shardwise.runtime.store import *  # noqa: F403
 from shardwise.runtime.threads import *  # noqa: F403
 from shardwise.runtime.tied import *  # noqa: F403

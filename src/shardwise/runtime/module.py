@@ -24,10 +24,10 @@ from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.noting import plain_transport
 from shardwise.runtime.originals import copy_weights, describe
 from shardwise.runtime.processes import ProcessGroupTransport
-from shardwise.runtime.programs import ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.random import Rng
 from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.sharing import share
+from shardwise.runtime.step import ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.trace import Trace, align, gather_events, merge, write_trace
 
@@ -76,7 +76,7 @@ class ParallelModule(nn.Module):
         self._place_of = {name: place for place, name in enumerate(names)}
         self._world = world
         self.steps = tuple(steps)
-        self._programs = Programs(store, specialize, programs or {}, tell=mesh.rank == 0)
+        self._programs = Programs(store, specialize, programs or {}, warns=mesh.rank == 0)
         self._check_batch = BatchCheck(mesh.everyone, store.device) if check_batches else None
         self._model_attributes = frozenset(attributes)
 

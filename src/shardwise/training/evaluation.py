@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardwise.batch import read_batch
 from shardwise.errors import LossError, TrainingError
 from shardwise.frontend import flatten_batch
-from shardwise.frontend.batch import read_batch
 from shardwise.plans import Plan
 from shardwise.runtime.batches import signature
 from shardwise.runtime.module import ParallelModule

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.batch import read_batch
 from shardwise.errors import ShardwiseError
 from shardwise.files import write_text
-from shardwise.frontend.batch import read_batch
 from shardwise.frontend.capture import quiet
 from shardwise.frontend.failures import capture_error
 from shardwise.runtime import ParallelModule

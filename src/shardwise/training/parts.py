@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.frontend.batch import read_batch
+from shardwise.batch import read_batch
 from shardwise.runtime.batches import signature
 from shardwise.runtime.module import ParallelModule
-from shardwise.runtime.programs import StepProgram
+from shardwise.runtime.step import StepProgram
 from shardwise.training.loading import Fetched
 from shardwise.training.random_state import undisturbed
 

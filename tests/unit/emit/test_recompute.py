@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise import runtime as rt
-from shardwise.emit import load
+from shardwise.runtime.loader import load
 from tests.support import zoo
 
 OPTIONS = "use_reentrant=False, preserve_rng_state=False"

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from shardwise.equivalence.twin.indices import indexed_dim, op_name
 from shardwise.equivalence.twin.rewrite import crop
 from shardwise.ir import Graph, Node
-from shardwise.ir.schema import bind
+from shardwise.ir.schema import bind, indexed_dim, op_name
 from shardwise.plans import Plan
 from shardwise.plans.resolve import input_cuts
 from shardwise.sharding.placements import Shard

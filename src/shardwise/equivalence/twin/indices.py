@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.equivalence.twin.sizes import Key
-from shardwise.ir import Graph, Node, Ref
-from shardwise.ir.schema import bind
+from shardwise.ir import Graph
+from shardwise.ir.schema import indexed_dim, op_name
 
 # What makes other numbers of indices, and what only arranges them.
 ARITHMETIC = (
@@ -23,27 +23,6 @@ SHAPES = (
     *("transpose", "permute", "slice", "select"),
     *("to", "_to_copy", "clone", "contiguous", "detach", "alias"),
 )
-
-
-def op_name(node: Node) -> str:
-    """`embedding` of `aten.embedding.default`."""
-    return node.op.split(".")[1] if node.op.count(".") == 2 else ""
-
-
-def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
-    """The table and dim that a node indexes with a value, if it does."""
-    op = op_name(node)
-    if op not in ("embedding", "gather", "index_select", "scatter", "index"):
-        return None
-    given = bind(node)
-    if op == "embedding":
-        return (given["weight"].name, 0) if given.get("indices") == Ref(index) else None
-    if op == "index":
-        places = list(given.get("indices") or ())
-        return (given["self"].name, places.index(Ref(index))) if Ref(index) in places else None
-    if given.get("index") != Ref(index):
-        return None
-    return given["self"].name, given.get("dim", 0)
 
 
 def computed_indices(graph: Graph) -> Iterator[Key]:

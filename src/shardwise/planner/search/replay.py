@@ -7,8 +7,6 @@ gives back the same `Timeline`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isclose
@@ -21,6 +19,7 @@ from shardwise.cluster.device import Curve
 from shardwise.errors import PlanError
 from shardwise.messages.ranks import format_ranks
 from shardwise.plans import Plan
+from shardwise.plans.plan import decisions
 from shardwise.program.pipeline import plan_schedule
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse
@@ -167,12 +166,6 @@ def _slowest(
 def sealed(plan: Plan) -> Plan:
     """The plan with a digest of its decisions, by which an edited one is recognized."""
     return plan.with_(search={**plan.search, "decisions": decisions(plan)})
-
-
-def decisions(plan: Plan) -> str:
-    """Hex digest of what a plan decides, without what the search found and what people read."""
-    data = {k: v for k, v in plan.to_json().items() if k not in ("search", "notes", "name")}
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def replay(plan: Plan) -> Estimate:

@@ -1,0 +1,362 @@
+"""The compiled steps of a parallel module: what runs one, and the programs kept for later batches.
+
+A `ModuleStep` runs a generated module; a `PipelineStep` runs the actions of this rank's stages.
+A program is compiled when a batch of a new kind arrives. Training whose every batch has a size or
+a plain value of its own would compile one per step: this is reported in a warning, and programs
+that were not used for long are dropped. Ranks get the same batches, so they keep the same programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.batch import flatten_batch, path_name, read_batch, rebuild_output
+from shardwise.errors import LossError, ProgramError
+from shardwise.runtime.hooks import Hook
+from shardwise.runtime.loader import CapturedModel, LoadedModule, LoadedPipeline, naming_places
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.offload import offload_activations
+from shardwise.runtime.recorder import Recorder, called_submodules
+from shardwise.runtime.splits import local_shape, take_local
+from shardwise.runtime.store import ParameterStore
+
+__all__ = [
+    "ModuleStep",
+    "PipelineStep",
+    "ProgramKey",
+    "Programs",
+    "StepOptions",
+    "StepProgram",
+]
+
+KEPT_PROGRAMS = 60  # as many bits as `ParallelModule` has in the mask of programs that fit
+MANY_PROGRAMS = 25  # after so many, and after every doubling, warn about their cost
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramKey:
+    """What a compiled program was made for.
+
+    `step` names one of several steps over the same modules; `batch` describes the batch as far as
+    the program depends on it; `world` describes everything else outside the batch that does, such
+    as flags of the user's model.
+    """
+
+    step: str
+    training: bool
+    batch: Hashable
+    world: Hashable
+
+
+class StepProgram(Protocol):
+    """A compiled step for batches of one signature."""
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """Gradient hooks of the model's parameters."""
+        ...
+
+    def train(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor, Any]:
+        """Run forward and backward inside `store.step`; return the loss and, on demand, outputs."""
+        ...
+
+    def evaluate(
+        self, batch: Any, store: ParameterStore, *, local: bool
+    ) -> tuple[Tensor | None, Any]:
+        """Return the loss, if the model has one, and its outputs, inside `store.evaluate`."""
+        ...
+
+    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
+        """Return the loss alone, inside `store.evaluate`."""
+        ...
+
+    def finish(self) -> None:
+        """Finish a step once its gradients are complete."""
+        ...
+
+    def local_batch(self, batch: Any) -> Any:
+        """Return what this rank reads of a full batch; the program accepts it instead."""
+        ...
+
+    def takes(self, batch: Any) -> bool:
+        """Return whether a local batch has the shapes that this program expects."""
+        ...
+
+    def generated(self) -> list[nn.Module]:
+        """Return the generated modules, which use the memory of the store."""
+        ...
+
+
+Specialize = Callable[[ProgramKey, Any], StepProgram]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What plan and graph say about running a step.
+
+    Floating inputs are cast to `input_dtypes`; `check_indices` raises a `BatchError` for indices of
+    the full batch that are out of range; `units` are the modules that hooks may break up under
+    torch.compile.
+    """
+
+    check_indices: Callable[[Mapping[str, Tensor]], None]
+    input_dtypes: Mapping[str, torch.dtype]
+    offload_activations: bool
+    trains: bool
+    units: Sequence[str]
+
+
+class _Step:
+    """What steps of a module and of a pipeline have in common: reading batches."""
+
+    def __init__(self, graph: CapturedModel, options: StepOptions) -> None:
+        self.graph, self.options = graph, options
+        self.hooks: Sequence[Hook] = graph.hooks
+        self.constants = dict(graph.input_constants)
+
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what this rank reads of an input of the full batch."""
+        raise NotImplementedError
+
+    def local_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of what this rank reads."""
+        raise NotImplementedError
+
+    def local_batch(self, batch: Any) -> Any:
+        """Return the batch with this rank's part of every tensor."""
+        call = read_batch(batch)
+        return call.batch_with([self.local_part(path_name(path), t) for path, t in call.tensors])
+
+    def takes(self, batch: Any) -> bool:
+        """Return whether these are parts of the batch this program was compiled for."""
+        tensors, constants = flatten_batch(batch)
+        shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        return shapes == self.local_shapes() and constants == self.constants
+
+    def _tensors(self, batch: Any, local: bool) -> dict[str, Tensor]:
+        tensors = flatten_batch(batch)[0]
+        if not local:
+            # Every rank has the full batch and finds the same mistake: all of them raise.
+            self.options.check_indices(tensors)
+        return tensors
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        on_host = self.options.offload_activations
+        return offload_activations() if on_host else contextlib.nullcontext()
+
+
+class ModuleStep(_Step):
+    """A step of one generated module; `module` is it, or it under torch.compile."""
+
+    def __init__(
+        self,
+        loaded: LoadedModule,
+        module: Any,
+        mesh: ProcessMesh,
+        device: torch.device,
+        options: StepOptions,
+        recorder: Recorder | None,
+    ) -> None:
+        super().__init__(loaded.graph, options)
+        self.module, self.mesh, self.device = module, mesh, device
+        self.recorder = recorder or Recorder(0, enabled=False)
+        # Hooks inside of a compiled program would break it up; those of units do so anyway.
+        compiled = hasattr(module, "_orig_mod")
+        self.recorder.watch(module, options.units if compiled else called_submodules(module))
+        self.splits = dict(loaded.generated.INPUTS)
+        self._shapes = {
+            i.name: local_shape(
+                self.graph.values[i.value].shape,
+                self.splits[i.name],
+                mesh.coordinates,
+                mesh.axes,
+            )
+            for i in self.graph.inputs
+        }
+
+    def train(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor, Any]:
+        with store.forward(), self._offloading(), self.recorder.span("compute", "0F0"):
+            loss, out = self._forward(batch, outputs, local)
+        if loss is None or not loss.requires_grad:
+            raise _not_trained()
+        with store.backward(last=True), self.recorder.span("compute", "0B0"):
+            store.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        return loss, out
+
+    def evaluate(
+        self, batch: Any, store: ParameterStore, *, local: bool
+    ) -> tuple[Tensor | None, Any]:
+        with store.forward():
+            return self._forward(batch, True, local)
+
+    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
+        with store.forward():
+            loss, _ = self._forward(batch, False, local)
+        if loss is None:
+            raise LossError("the model returns no loss in eval mode", hint="labels in the batch")
+        return loss
+
+    def finish(self) -> None:
+        """Do nothing: one program has all gradients."""
+
+    def _forward(self, batch: Any, outputs: bool, local: bool) -> tuple[Tensor | None, Any]:
+        tensors, dtypes = self._tensors(batch, local), self.options.input_dtypes
+        inputs = []
+        for name in self._shapes:
+            tensor = tensors[name] if local else self.local_part(name, tensors[name])
+            inputs.append(tensor.to(self.device, dtypes.get(name)))
+        with naming_places():
+            if not outputs:
+                return self.module(*inputs), None
+            loss, leaves = self.module(*inputs, outputs=True)
+        return loss, rebuild_output(self.graph.output_spec, leaves)
+
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
+        splits = self.splits.get(name, ())
+        return take_local(tensor.detach(), splits, self.mesh.coordinates, self.mesh.axes)
+
+    def local_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def generated(self) -> list[nn.Module]:
+        return [getattr(self.module, "_orig_mod", self.module)]
+
+
+class PipelineStep(_Step):
+    """A step of stages and micro-batches: the actions of this rank."""
+
+    def __init__(
+        self,
+        loaded: LoadedPipeline,
+        store: ParameterStore,
+        options: StepOptions,
+        recorder: Recorder | None,
+    ) -> None:
+        super().__init__(loaded.graph, options)
+        self.loaded, self.store = loaded, store
+        self.executor = loaded.executor(store, recorder)
+        reader = self.executor.reader
+        self._shapes = {i.name: reader.local_shape(i.name) for i in self.graph.inputs}
+
+    def train(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor, Any]:
+        if not self.options.trains:
+            raise _not_trained()
+        tensors = self._inputs(batch, local)
+        with self._offloading(), naming_places():
+            loss, leaves = self.executor.train(
+                tensors, outputs=outputs, scale=store.loss_scale, whole=not local
+            )
+        spec = self.graph.output_spec
+        return loss, rebuild_output(spec, leaves) if leaves is not None else None
+
+    def evaluate(
+        self, batch: Any, store: ParameterStore, *, local: bool
+    ) -> tuple[Tensor | None, Any]:
+        tensors = self._inputs(batch, local)
+        with naming_places():
+            loss, leaves = self.executor.evaluate(tensors, whole=not local)
+        return loss, rebuild_output(self.graph.output_spec, leaves)
+
+    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
+        tensors = self._inputs(batch, local)
+        with naming_places():
+            return self.executor.evaluate_loss(tensors, whole=not local)
+
+    def finish(self) -> None:
+        """Sum the gradients of parameters that several stages use."""
+        with self.store.recorder.span("waiting", "gradients"):
+            self.executor.tied.sum_gradients()
+
+    def _inputs(self, batch: Any, local: bool) -> Mapping[str, Tensor]:
+        dtypes = self.options.input_dtypes
+        return {n: t.to(dtype=dtypes.get(n)) for n, t in self._tensors(batch, local).items()}
+
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of every micro-batch, and nothing of the rest."""
+        return self.executor.reader.local_part(name, tensor)
+
+    def local_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def generated(self) -> list[nn.Module]:
+        return [module for _, module in self.loaded.modules]
+
+
+def _not_trained() -> ProgramError:
+    if not torch.is_grad_enabled():
+        return ProgramError(
+            "train_step computes gradients, and they are disabled here",
+            hint="call it outside of torch.no_grad() and torch.inference_mode(); "
+            "pm.eval_loss(batch) is the loss without gradients",
+        )
+    return ProgramError(
+        "the loss depends on no parameter that is trained",
+        hint="parameter.requires_grad_(True) for what is to be trained",
+    )
+
+
+class Programs:
+    """Programs by key, of which the most recently used are kept."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        specialize: Specialize,
+        known: Mapping[ProgramKey, StepProgram],
+        *,
+        warns: bool,
+    ) -> None:
+        self._store, self._specialize, self._warns = store, specialize, warns
+        self._kept: OrderedDict[ProgramKey, StepProgram] = OrderedDict(known)
+        self._made, self._seconds = 0, 0.0
+        self._limit = MANY_PROGRAMS
+
+    def items(self) -> Iterator[tuple[ProgramKey, StepProgram]]:
+        """Iterate over all programs, in an order that is the same on every rank."""
+        yield from self._kept.items()
+
+    def use(self, key: ProgramKey) -> None:
+        """Mark a program as just used."""
+        self._kept.move_to_end(key)
+
+    def get(self, key: ProgramKey, batch: Any) -> StepProgram:
+        """Return the program for a batch, compiled if it is new; all ranks call this together."""
+        program = self._kept.get(key)
+        if program is None:
+            start = time.perf_counter()
+            program = self._kept[key] = self._specialize(key, batch)
+            self._seconds += time.perf_counter() - start
+            self._made += 1
+            if self._made >= self._limit:
+                self._warn()
+            while len(self._kept) > KEPT_PROGRAMS:
+                oldest, dropped = self._kept.popitem(last=False)
+                self._store.detach(oldest, dropped.generated())
+        self.use(key)
+        return program
+
+    def _warn(self) -> None:
+        self._limit *= 2
+        if self._warns:
+            warnings.warn(
+                f"{self._made} programs were compiled for batches of different sizes or values, in "
+                f"{self._seconds:.1f} s in total; the last {KEPT_PROGRAMS} used are kept. Pad "
+                "batches to a few lengths (multiples of 64), and pass changing numbers as tensors",
+                RuntimeWarning,
+                stacklevel=2,
+            )
