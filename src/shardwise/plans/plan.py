@@ -7,6 +7,8 @@ and any node or parameter can be overridden by name or glob. Later entries win.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
