@@ -139,6 +139,7 @@ def parallelize(
         specialize,
         flags=factory.flags,
         world=factory.world,
+        registered=factory.registered,
         programs={
             rt.ProgramKey(step.name, True, rt.signature(step.batch), world): programs[step.name]
             for step in factory.steps.values()
@@ -212,7 +213,8 @@ class _Factory:
 
     def __init__(self, model: nn.Module, device: Any, timeout_s: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
-        self.state, self.reads = PythonState(model), Reads()
+        self.registered = rt.RegisteredHooks()
+        self.state, self.reads = PythonState(model, self.registered), Reads()
         self._captured = 0  # the state of Python that the skeleton has
         self.originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self.training = model.training

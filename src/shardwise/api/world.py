@@ -12,20 +12,22 @@ import itertools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from shardwise.api.guards import Guards, is_constant
 from shardwise.api.originals import user_level
 from shardwise.errors import ProgramError
 from shardwise.frontend import skeleton
 from shardwise.frontend.hooks import hooks_of
 from shardwise.frontend.provenance import Frame
 from shardwise.frontend.reach import Variable
-from shardwise.frontend.snapshot import ATOMS, INTERNAL, MISSING, Same, snapshot
-from shardwise.frontend.watch import Reads
+from shardwise.frontend.snapshot import INTERNAL, MISSING, Same, snapshot
+from shardwise.frontend.watch import Place, Reads
 
 _ID = " #"  # before what tells variables of one name apart
 STATES = 64  # whose numbers are remembered
@@ -34,7 +36,6 @@ _CURE = "pass a value that changes often in the batch, as a tensor"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL = vars(nn.modules.module)  # where hooks of all modules are
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
-_BY_IDENTITY = (*ATOMS, types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 
 _GONE = object()  # stands for a module that no longer exists
 
@@ -94,7 +95,8 @@ def _is_value(member: Any) -> bool:
 class PythonState:
     """Compares a model's Python state with that of its captures."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, registered: Callable[[], int]) -> None:
+        """Compare the state of `model`; `registered` counts hooks as they are registered."""
         self.reads = Reads()
         self._root_is_made = isinstance(model, nn.ModuleDict)  # of a mapping: nobody holds it
         self._modules = {path: weakref.ref(m) for path, m in model.named_modules()}
@@ -107,16 +109,10 @@ class PythonState:
         self._parameters = [(n, weakref.ref(p)) for n, p in model.named_parameters()]
         self._number, self._numbers = 0, itertools.count(1)
         self._current: Snapshots = {}
-        self._hooks: list[int] = []
+        self._registered, self._num_registered = registered, 0
+        self._hooks: list[int] = []  # of parameters
         self._known: list[tuple[Snapshots, int]] = []
-        self._variables: list[tuple[Variable, Any]] = []  # cells that are compared by identity
-        self._members: list[tuple[Mapping[str, Any], list[tuple[str, Any]]]] = []  # of one home
-        self._default_dtype = torch.get_default_dtype()
-        self._others: list[tuple[Callable[[], Any], Any]] = []  # those that need a snapshot
-        self._plain: list[tuple[Callable[[], Any], list[tuple[str, Any]], tuple[int, ...]]] = []
-        self._methods: list[tuple[type, str, Any]] = []  # of the classes of modules
-        self._no_hooks: list[Any] = []  # where hooks would be registered
-        self._some_hooks: list[Any] = []
+        self._guards = Guards(frozenset())
 
     def add(self, reads: Reads) -> None:
         """Compare from now on what captures have read by now."""
@@ -222,103 +218,56 @@ class PythonState:
 
     def _is_unchanged(self) -> bool:
         """Return whether cheap comparisons show that nothing changed; False if in doubt."""
-        if any(self._no_hooks):
-            return False
-        for ref, attributes, children in self._plain:
-            module = ref()
-            if module is None:
-                continue
-            own = module.__dict__
-            for name, value in attributes:
-                if own.get(name, MISSING) is not value:
-                    return False
-            if children and tuple(map(id, own["_modules"].values())) != children:
+        registered = self._registered()
+        if registered != self._num_registered:  # perhaps on a parameter of the model
+            if self._parameter_hooks() != self._hooks:
                 return False
-        for cls, name, value in self._methods:
-            if getattr(cls, name, MISSING) is not value:
-                return False
-        if torch.get_default_dtype() is not self._default_dtype:
-            return False
-        for variable, value in self._variables:
-            if variable.read() is not value:
-                return False
-        for members, values in self._members:
-            for name, value in values:
-                if members.get(name, MISSING) is not value:
-                    return False
-        names = self.reads.reach.names
-        memo: dict[int, Any] = {}
-        for get, taken in self._others:
-            value = get()
-            if value is _GONE:
-                continue
-            if id(value) not in memo:
-                memo[id(value)] = snapshot(value, names)
-            if memo[id(value)] != taken:
-                return False
-        return self._hook_keys() == self._hooks
+            self._num_registered = registered
+        return self._guards.hold()
 
-    def _hook_keys(self) -> list[int]:
-        """The keys of hooks of all modules and of parameters; a new hook has a new key."""
-        found = [key for registered in self._some_hooks for key in registered]
+    def _parameter_hooks(self) -> list[int]:
+        """The keys of the hooks of parameters; a new hook has a new key."""
+        found: list[int] = []
         for _, ref in self._parameters:
             parameter: Any = ref()
             if parameter is not None:
-                if parameter._backward_hooks:
-                    found += parameter._backward_hooks
-                if parameter._post_accumulate_grad_hooks:
-                    found += parameter._post_accumulate_grad_hooks
+                found += parameter._backward_hooks or ()
+                found += parameter._post_accumulate_grad_hooks or ()
         return found
 
     def _set(self, present: Snapshots) -> None:
         """Prepare the comparisons of every step."""
         self._current = present
-        self._variables, self._others, self._plain = [], [], []
-        registered = [_GLOBAL[kind] for kind in _GLOBAL_HOOKS]
-        for ref in self._modules.values():
-            module = ref()
-            registered += [] if module is None else [vars(module)[kind] for kind in _HOOKS]
-        self._no_hooks = [hooks for hooks in registered if not hooks]
-        self._some_hooks = [hooks for hooks in registered if hooks]
-        self._hooks = self._hook_keys()
-        self._default_dtype = torch.get_default_dtype()
-        members: dict[int, tuple[Mapping[str, Any], list[tuple[str, Any]]]] = {}
+        self._num_registered, self._hooks = self._registered(), self._parameter_hooks()
+        self._guards = guards = Guards(self.reads.reach.names)
+        for kind in _GLOBAL_HOOKS:
+            guards.add_hooks(_GLOBAL[kind])
+        for _, ref in self._parameters:
+            parameter: Any = ref()
+            if parameter is not None and (hooks := parameter._backward_hooks):
+                guards.add_hooks(hooks)
+            if parameter is not None and (hooks := parameter._post_accumulate_grad_hooks):
+                guards.add_hooks(hooks)
         for variable in self.reads.reach.variables.values():
             value, home = variable.read(), variable.home
-            if self._is_constant(value) and isinstance(home, types.CellType):
-                self._variables.append((variable, value))
-            elif self._is_constant(value):
-                mapping = home if isinstance(home, dict) else vars(home)
-                members.setdefault(id(home), (mapping, []))[1].append((variable.name, value))
+            if not (is_constant(value) or self._is_part(value)):
+                guards.add_value(variable.read, present[_variable_key(variable)])
+            elif isinstance(home, types.CellType):
+                guards.add_constant(variable.read, value)
             else:
-                self._others.append((variable.read, present[_variable_key(variable)]))
-        self._members = list(members.values())
-        by_path: dict[str, list[str]] = {}
-        for path, name in self.reads.attributes:
-            by_path.setdefault(path, []).append(name)
-        methods: dict[str, list[str]] = {}
-        for path, name in self.reads.methods:
-            methods.setdefault(path, []).append(name)
-        of_class: dict[tuple[type, str], Any] = {}
-        for path, ref in self._modules.items():
-            module = ref()
+                guards.add_member(
+                    home if isinstance(home, dict) else vars(home), variable.name, value
+                )
+        attributes, methods = _by_path(self.reads.attributes), _by_path(self.reads.methods)
+        for path, held in self._modules.items():
+            module = held()
             if module is None:
                 continue
-            own = vars(module)
-            plain = []
-            for name in by_path.get(path, []):
-                if _is_constant(own.get(name, MISSING)):
-                    plain.append((name, own[name]))
-                else:
-                    taken = present[f"the attribute {_dotted(path, name)}"]
-                    self._others.append((functools.partial(_get, ref, name), taken))
-            for name in methods.get(path, []):
-                plain.append((name, own.get(name, MISSING)))
-                of_class[type(module), name] = getattr(type(module), name, MISSING)
-            children = tuple(map(id, module._modules.values()))
-            if plain or children:
-                self._plain.append((ref, plain, children))
-        self._methods = [(cls, name, value) for (cls, name), value in of_class.items()]
+            for kind in _HOOKS:
+                guards.add_hooks(vars(module)[kind])
+            for name in guards.add_module(module, attributes[path], methods[path]):
+                taken = present[f"the attribute {_dotted(path, name)}"]
+                guards.add_value(functools.partial(_get, held, name), taken)
 
     # --- snapshots ---------------------------------------------------------------------------
 
@@ -353,10 +302,6 @@ class PythonState:
             ref() is value for ref in self._modules.values()
         )
 
-    def _is_constant(self, value: Any) -> bool:
-        """Whether the same object always means the same value."""
-        return _is_constant(value) or self._is_part(value)
-
     def _take(self) -> Snapshots:
         names = self.reads.reach.names
         memo: dict[int, Any] = {}  # by id, with the values, so that ids stay theirs
@@ -377,11 +322,11 @@ def _hooks_of_module(module: nn.Module) -> list[Any]:
     return [hook for hook in found if not type(hook).__module__.startswith("shardwise.")]
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether the same object always means the same value."""
-    if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    return isinstance(value, _BY_IDENTITY)
+def _by_path(places: Iterable[Place]) -> defaultdict[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path, name in places:
+        found[path].append(name)
+    return found
 
 
 def _get(ref: Callable[[], Any], name: str) -> Any:

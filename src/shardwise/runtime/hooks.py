@@ -13,12 +13,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.runtime.flat import Entry
 from shardwise.runtime.shards import hook_error
 from shardwise.runtime.store import ParameterStore
 
-__all__ = ["Hook", "hooked", "refuse_hooks_on_parts"]
+__all__ = ["Hook", "RegisteredHooks", "hooked", "refuse_hooks_on_parts"]
 
 
 class Hook(Protocol):
@@ -34,6 +35,23 @@ class Hook(Protocol):
     def needs_value(self) -> bool: ...
     @property
     def function(self) -> Callable[..., Tensor]: ...
+
+
+class RegisteredHooks:
+    """Counts the hooks that were ever registered in this process, but for those of our own steps.
+
+    While the count stays the same, no tensor and no module has got a hook.
+    """
+
+    def __init__(self) -> None:
+        self._ours = 0
+
+    def __call__(self) -> int:
+        return RemovableHandle.next_id - self._ours
+
+    def ignore_since(self, count: int) -> None:
+        """Do not count the hooks that were registered since there were `count`."""
+        self._ours += self() - count
 
 
 @contextlib.contextmanager

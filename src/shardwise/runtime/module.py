@@ -19,7 +19,7 @@ from shardwise.errors import BatchError, ProgramError, did_you_mean
 from shardwise.runtime.batches import BatchCheck, leaves, signature
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.freezing import TrainedFlags
-from shardwise.runtime.hooks import hooked, refuse_hooks_on_parts
+from shardwise.runtime.hooks import RegisteredHooks, hooked, refuse_hooks_on_parts
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.noting import plain_transport
 from shardwise.runtime.originals import copy_weights, describe
@@ -55,6 +55,7 @@ class ParallelModule(nn.Module):
         *,
         flags: TrainedFlags | None = None,
         world: World = _no_world,
+        registered: RegisteredHooks | None = None,
         programs: Mapping[ProgramKey, StepProgram] | None = None,
         steps: Sequence[str] = ("",),
         check_batches: bool = True,
@@ -75,6 +76,8 @@ class ParallelModule(nn.Module):
             store.recorder = recorder
         self._place_of = {name: place for place, name in enumerate(names)}
         self._world = world
+        self._registered = registered or RegisteredHooks()
+        self._num_registered = -1  # hooks when they were last looked for on our own tensors
         self.steps = tuple(steps)
         self._programs = Programs(store, specialize, programs or {}, warns=mesh.rank == 0)
         self._check_batch = BatchCheck(mesh.everyone, store.device) if check_batches else None
@@ -112,8 +115,12 @@ class ParallelModule(nn.Module):
                 f"scale is {scale!r}, not a finite number", hint="pm.train_step(batch, scale=1 / n)"
             )
         with self._naming_failures():
-            refuse_hooks_on_parts(self.store)
+            registered = self._registered()
+            if registered != self._num_registered:
+                refuse_hooks_on_parts(self.store)
+                self._num_registered = registered
             key, program = self._program(batch, step, training=True, local=local)
+            registered = self._registered()
             with (
                 self.rng.next_step() as at,
                 self.store.recorder.span("step", "step", step=at),
@@ -122,6 +129,7 @@ class ParallelModule(nn.Module):
                 with self.store.step(key, scale):
                     loss, out = program.train(batch, self.store, outputs=outputs, local=local)
                 program.finish()
+            self._registered.ignore_since(registered)
         loss = _returned(loss if scale == 1.0 else loss.detach() * scale)
         return (loss, _detached(out)) if outputs else loss
 

@@ -1,0 +1,143 @@
+"""Guards: what shows at once that Python state is unchanged, and what they must not overlook."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.api import guards
+from shardwise.api.guards import item_guards
+from shardwise.errors import ShardwiseError
+
+BATCH = {"x": torch.ones(4, 3)}
+RATES = {"first": 1.0, "nested": [1, (2, {"deep": 3.0})]}
+
+
+class Config:
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.scale, self.inner = 2.0, None
+        self.unread = [1, 2]
+
+
+class Reads(nn.Module):
+    kind = "sum"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+        self.config, self.table = Config(), [1.0, [2.0]]
+        self.config.inner = Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.config.scale * self.config.inner.scale * self.table[0] * self.table[1][0]
+        y = self.line(x).sum() * scale * RATES["nested"][1][1]["deep"]
+        return y if self.kind == "sum" else -y
+
+
+def parallel(model: nn.Module) -> Any:
+    plan = sw.strategies.fsdp(sw.capture(model, BATCH), sw.Cluster.local(1))
+    pm = sw.parallelize(model, BATCH, plan)
+    pm.train_step(BATCH)
+    return pm
+
+
+def changes(model: Reads) -> dict[str, Any]:
+    config, inner = model.config, model.config.inner
+    deep = RATES["nested"][1][1]  # type: ignore[index]
+    return {
+        "attribute of an object": lambda: setattr(config, "scale", 3.0),
+        "an equal number of another type": lambda: setattr(config, "scale", 3),
+        "attribute of an object in an object": lambda: setattr(inner, "scale", 0.5),
+        "another object": lambda: setattr(config, "inner", Config()),
+        "item of a list": lambda: model.table.__setitem__(0, 5.0),
+        "item of an inner list": lambda: model.table[1].__setitem__(0, 6.0),
+        "length of a list": lambda: model.table.append(7.0),
+        "item deep in a global variable": lambda: deep.update(deep=4.0),
+        "attribute in place of a class's": lambda: setattr(model, "kind", "minus"),
+        "attribute of a class": lambda: setattr(Reads, "kind", "other"),
+        "method of an instance": lambda: setattr(model.line, "forward", lambda x: x * 2),
+    }
+
+
+def test_every_change_is_seen_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reads, "kind", "sum")
+    monkeypatch.setitem(RATES, "nested", [1, (2, {"deep": 3.0})])
+    model = Reads()
+    pm = parallel(model)
+    state = pm._world.__self__.state
+    calls: list[Any] = []
+    monkeypatch.setattr(guards, "snapshot", lambda *args: calls.append(args))
+    for name, change in changes(model).items():
+        before = state.number()
+        assert state._guards.hold(), name
+        model.config.unread.append(3)  # no code names it
+        assert state._guards.hold(), name
+        change()
+        assert not state._guards.hold(), name
+        if name != "length of a list":
+            assert state.number() != before, name
+    assert not calls  # all of this state is compared by identity
+
+
+def test_what_identities_do_not_tell_is_compared_by_snapshots() -> None:
+    class Slots:
+        __slots__ = ("value",)
+
+    mutable = [torch.zeros(1), iter([1]), Slots(), {1}, nn.ReLU(), [Config()]]
+    assert all(item_guards(value, frozenset()) is None for value in mutable)
+    assert item_guards({"a": [1, (2.0, None)]}, frozenset())
+
+
+def test_guards_keep_no_object_alive() -> None:
+    model = Reads()
+    model.config.owner = model  # type: ignore[attr-defined]
+    pm = parallel(model)
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+    pm.train_step(BATCH)
+
+
+def test_an_object_in_the_place_of_one_that_is_gone() -> None:
+    config = Config()
+    every = item_guards(config, frozenset({"scale"}))
+    assert every is not None
+    assert all(guard.holds() for guard in every)
+    del config
+    assert not all(guard.holds() for guard in every)
+    empty = type("Empty", (), {})()
+    (of_keys, *_) = item_guards(empty, frozenset()) or ()
+    del empty
+    assert not of_keys.holds()
+
+
+@pytest.mark.parametrize("place", ["model", "parallel module"])
+def test_hooks_are_seen_although_steps_register_their_own(place: str) -> None:
+    model = Reads()
+    pm = parallel(model)
+    pm.train_step(BATCH)
+    weight = model.line.weight
+    if place == "model":
+        before = pm.world()
+        assert pm.world() == before
+        handle = weight.register_hook(lambda grad: grad * 2)
+        hooked = pm.world()
+        assert hooked != before
+        pm.train_step(BATCH)
+        assert pm.world() == hooked
+        handle.remove()
+        assert pm.world() == before
+    else:
+        shown = dict(pm.named_parameters())["line.weight"]
+        shown.register_post_accumulate_grad_hook(print)
+        with pytest.raises(ShardwiseError, match="hook"):
+            pm.train_step(BATCH)
