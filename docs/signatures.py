@@ -26,7 +26,6 @@ HEAD = """\
 Every public name with its parameters, written by `python docs/signatures.py`. The other pages of
 this reference explain them. `import shardwise as sw`.
 """
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid", "make_plan")
 CONFIGS = (
     "TrainConfig",
     "DataConfig",
@@ -53,7 +52,10 @@ def write() -> str:
     parts = [HEAD]
     parts += ["## Functions", *(_function(f"sw.{n}", getattr(sw, n)) for n in functions)]
     parts += ["## Strategies"]
-    parts += [_function(f"sw.strategies.{n}", getattr(sw.strategies, n)) for n in STRATEGIES]
+    parts += [
+        _function(f"sw.strategies.{n}", getattr(sw.strategies, n))
+        for n in (*sw.strategies.strategy_names(), "make_plan")
+    ]
     parts += ["## Classes", *(_class(f"sw.{n}", getattr(sw, n)) for n in classes)]
     parts += ["## Fields of `sw.Trainer` and of config files"]
     parts += [_fields(name, getattr(training_config, name)) for name in CONFIGS]

@@ -9,7 +9,6 @@ import pytest
 import typer
 
 from shardwise import cli, errors
-from shardwise.cli.options import hybrid_sizes
 
 CLI = [sys.executable, "-m", "shardwise.cli"]
 
@@ -91,16 +90,30 @@ def test_a_target_must_return_model_and_batch(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "sizes"), [(2, None, (2, 3)), (None, 2, (3, 2)), (4, 2, (4, 2))]
+    ("sizes", "mesh"),
+    [(["--dp", "2"], "dp=2, tp=3"), (["--tp", "2"], "dp=3, tp=2")],
 )
-def test_hybrid_takes_what_remains(dp: int | None, tp: int | None, sizes: tuple[int, int]) -> None:
-    assert hybrid_sizes(6, dp, tp) == sizes
+def test_hybrid_takes_what_remains(
+    capsys: pytest.CaptureFixture[str], target: str, sizes: list[str], mesh: str
+) -> None:
+    code, out, _ = run(capsys, "plan", target, "-s", "hybrid", "--ranks", "6", *sizes)
+    assert code == 0
+    assert mesh in out
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(None, None), (4, None), (0, None)])
-def test_hybrid_sizes_must_divide(dp: int | None, tp: int | None) -> None:
-    with pytest.raises(typer.BadParameter):
-        hybrid_sizes(6, dp, tp)
+@pytest.mark.parametrize("sizes", [["--dp", "4"], ["--tp", "4"]])
+def test_hybrid_sizes_must_divide(
+    capsys: pytest.CaptureFixture[str], target: str, sizes: list[str]
+) -> None:
+    assert run(capsys, "plan", target, "-s", "hybrid", "--ranks", "6", *sizes)[0] == 3
+
+
+def test_a_misspelt_strategy_names_the_nearest(
+    capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    code, _, err = run(capsys, "plan", target, "-s", "fspd")
+    assert code == 2
+    assert "fsdp" in err
 
 
 @pytest.mark.parametrize(

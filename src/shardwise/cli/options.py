@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -18,6 +18,7 @@ import typer
 
 from shardwise.cli.files import load_plan
 from shardwise.errors import did_you_mean
+from shardwise.planner.strategies import find_strategy, strategy_names
 from shardwise.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 DEFAULT_RANKS = 2
 
 
-class Strategy(StrEnum):
-    """The named ways to make a plan."""
-
-    DDP = "ddp"
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-    FSDP = "fsdp"
-    TENSOR = "tensor"
-    PIPELINE = "pipeline"
-    HYBRID = "hybrid"
-
-
 def _option(kind: Any, name: str, text: str, **more: Any) -> Any:
     return Annotated[kind, typer.Option(*name.split(), help=text, **more)]
 
@@ -50,7 +39,13 @@ class Wanted:
     """What the options ask for."""
 
     strategy: _option(  # type: ignore[valid-type]
-        Strategy | None, "--strategy -s", "A named plan.", show_default="ddp; none with --cluster"
+        str | None,
+        "--strategy -s",
+        f"Named strategy: {', '.join(strategy_names())}.",
+        show_default="ddp; none with --cluster",
+        callback=lambda name: _one_of(
+            "strategy", name, strategy_names()
+        ),  # before a model is built
     ) = None
     cluster: _option(  # type: ignore[valid-type]
         str | None, "--cluster -c", "Plan for these machines: a file, or h100:8x8 (8 nodes of 8)."
@@ -217,54 +212,41 @@ class Wanted:
 
     def _named(self, graph: Graph) -> Plan:
         import shardwise
+        from shardwise.planner.options import option_names
 
-        strategy = self.strategy or Strategy.DDP
-        for name in ("memory_gib", "constraint", "table", "all_devices"):
-            if getattr(self, name):
-                raise typer.BadParameter(f"--{_typed(name)}: with --cluster, without --strategy")
-        if strategy is Strategy.HYBRID:
-            return self._hybrid(graph)
-        sizes = ("dp", "tp", "zero", "pp", "virtual_stages")
-        allowed = sizes[3:] if strategy is Strategy.PIPELINE else ()
-        given = {name: getattr(self, name) for name in sizes if getattr(self, name)}
-        unused = [f"--{_typed(name)}" for name in given if name not in allowed]
+        for option in ("memory_gib", "constraint", "table", "all_devices"):
+            if getattr(self, option):
+                raise typer.BadParameter(f"--{_typed(option)}: with --cluster, without --strategy")
+        strategy = find_strategy(self.strategy or "ddp")
+        sizes = ("dp", "tp", "pp", "virtual_stages", "zero")
+        given = {size: getattr(self, size) for size in sizes if getattr(self, size)}
+        known = option_names(strategy)
+        unused = [f"--{_typed(size)}" for size in given if size not in known]
         if unused:
             raise typer.BadParameter(
                 f"{', '.join(unused)}: for --strategy hybrid, or with --cluster and no strategy"
             )
-        options = {**self._options(), **given}
-        cluster = self.machines() or shardwise.Cluster.local(self.ranks or self.pp or DEFAULT_RANKS)
-        make = getattr(shardwise.strategies, strategy.value)
-        result: Plan = make(graph, cluster, **options)
-        return result
+        cluster = self.machines() or shardwise.Cluster.local(self.ranks or self._num_ranks(known))
+        if self.dp and not self.tp:  # `hybrid` itself fills in dp where tp is given
+            given["tp"] = max(1, cluster.num_ranks // (self.dp * (self.pp or 1)))
+        return strategy(graph, cluster, **self._options(), **given)
 
-    def _hybrid(self, graph: Graph) -> Plan:
-        import shardwise
-
-        pp = self.pp or 1
-        given = self.machines()
-        known = given.num_ranks if given is not None else self.ranks
-        ranks = known or DEFAULT_RANKS * pp
-        if ranks % pp:
-            raise typer.BadParameter(f"{ranks} ranks cannot be divided by --pp {pp}")
-        dp, tp = hybrid_sizes(ranks // pp, self.dp, self.tp)
-        cluster = given or shardwise.Cluster.local(self.ranks or dp * tp * pp)
-        options = self._options()
-        if self.virtual_stages:
-            options["virtual_stages"] = self.virtual_stages
-        return shardwise.strategies.hybrid(
-            graph, cluster, dp=dp, tp=tp, pp=pp, zero=self.zero or 0, **options
-        )
+    def _num_ranks(self, known: Sequence[str]) -> int:
+        """Return as many ranks as the sizes ask for, or two for an axis that is left open."""
+        size: int = math.prod((self.dp or 1, self.tp or 1, self.pp or 1))
+        is_open = not (self.dp and self.tp) if "dp" in known else not self.pp
+        return max(size, DEFAULT_RANKS * (self.pp or 1)) if is_open else size
 
     def _options(self) -> dict[str, Any]:
-        """What all strategies take, as far as it was given."""
-        globs = (self.recompute or "none").split(",")
-        modes = ("none", "full", "selective")
+        """Return the given options that all strategies take."""
+        from shardwise.plans.execution import RECOMPUTE_MODES
+
+        globs = self.recompute.split(",") if self.recompute else None
         found: dict[str, Any] = {
             "num_microbatches": self.num_microbatches,
             "schedule": self.schedule,
             "precision": self.precision,
-            "recompute": globs[0] if globs[0] in modes else globs,
+            "recompute": globs[0] if globs and globs[0] in RECOMPUTE_MODES else globs,
             "per_microbatch": self.per_microbatch or None,
             "offload": None if self.offload is None else _offloads(self.offload),
         }
@@ -294,9 +276,9 @@ def _typed(name: str) -> str:
 
 def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
     if value is not None and value not in known:
+        more = "" if option == "strategy" else "; more with --strategy"
         raise typer.BadParameter(
-            f"--{option} {value!r}{did_you_mean(value, known)} One of {', '.join(known)}; "
-            "more with --strategy"
+            f"--{option} {value!r}{did_you_mean(value, known)} One of {', '.join(known)}{more}"
         )
     return value
 
@@ -308,20 +290,6 @@ def _offloads(text: str) -> tuple[str, ...]:
     for name in names:
         _one_of("offload", name, OFFLOADS)
     return names
-
-
-def hybrid_sizes(ranks: int, dp: int | None, tp: int | None) -> tuple[int, int]:
-    """Both axes' sizes: the one not given is what remains of `ranks`."""
-    if dp is not None and tp is not None:
-        return dp, tp
-    if dp is None and tp is None:
-        raise typer.BadParameter("--strategy hybrid needs --dp or --tp")
-    given = dp if dp is not None else tp
-    assert given is not None
-    if given < 1 or ranks % given:
-        raise typer.BadParameter(f"{ranks} ranks cannot be divided by {given}")
-    rest = ranks // given
-    return (given, rest) if dp is not None else (rest, given)
 
 
 def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:

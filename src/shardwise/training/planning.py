@@ -21,16 +21,14 @@ from shardwise.cluster import Cluster, Mesh
 from shardwise.cluster.presets import preset, preset_names
 from shardwise.errors import ConfigError, RankError, did_you_mean
 from shardwise.ir import Graph
-from shardwise.planner import strategies
 from shardwise.planner.options import option_names
 from shardwise.planner.search import plan as search
+from shardwise.planner.strategies import find_strategy, strategy_names
 from shardwise.plans import Plan, Precision, used_devices
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.imports import find_file, load_object, make
 
 __all__ = ["Planned", "check_plan_name", "find_cluster", "make_planned"]
-
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,7 @@ def make_planned(
 
 def check_plan_name(config: TrainConfig, base: Path | None) -> None:
     """Say that there is no such plan, before a model is built for it."""
-    wanted, known = config.plan, ("auto", *STRATEGIES)
+    wanted, known = config.plan, ("auto", *strategy_names())
     if isinstance(wanted, PlanConfig) and wanted.name not in known and ":" not in wanted.name:
         if wanted.name.endswith(".json"):
             _given_plan(wanted, base)
@@ -204,24 +202,10 @@ def _made(
         return _called(
             search, {"progress": False, "precision": config.precision, **args}, graph, cluster
         )
-    return _called(
-        getattr(strategies, wanted.name),
-        _strategy_args(wanted.name, args, config, cluster.num_ranks),
-        graph,
-        cluster,
-    )
-
-
-def _strategy_args(
-    name: str, args: Mapping[str, Any], config: TrainConfig, ranks: int
-) -> dict[str, Any]:
-    """Arguments with what follows from the rest: they need not change with the ranks."""
-    found = {"seed": config.seed, "precision": config.precision, **args}
+    args = {"seed": config.seed, "precision": config.precision, **args}
     if config.num_microbatches > 1:
-        found.setdefault("num_microbatches", config.num_microbatches)
-    if name == "hybrid" and "dp" not in args:
-        found["dp"] = max(1, ranks // (int(args.get("tp", 1)) * int(args.get("pp", 1))))
-    return found
+        args.setdefault("num_microbatches", config.num_microbatches)
+    return _called(find_strategy(wanted.name), args, graph, cluster)
 
 
 def _called(function: Any, args: Mapping[str, Any], graph: Graph, cluster: Cluster) -> Plan:

@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.planner.strategies import make_plan
 
-NAMED = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+NAMED = sw.strategies.strategy_names()
 PUBLIC = {
     **{f"sw.strategies.{name}": getattr(sw.strategies, name) for name in (*NAMED, "make_plan")},
     "sw.plan": sw.plan,
@@ -30,7 +30,7 @@ def test_a_signature_shows_every_option(name: str) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_defaults_are_those_of_make_plan(name: str) -> None:
     shared = inspect.signature(make_plan).parameters
-    own = ("num_microbatches", "schedule") if name == "pipeline" else ()
+    own = ("pp", "num_microbatches", "schedule") if name == "pipeline" else ()
     for parameter in inspect.signature(getattr(sw.strategies, name)).parameters.values():
         if parameter.name in shared and parameter.name not in own:
             assert parameter.default == shared[parameter.name].default

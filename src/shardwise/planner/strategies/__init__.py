@@ -1,17 +1,84 @@
 """Named strategies: small functions from a graph and a cluster to a plan.
 
-    ddp(graph, cluster)       the batch is cut, gradients are all-reduced
-    zero1, zero2, fsdp        also optimizer state, gradients, parameters are sharded
-    tensor(graph, cluster)    parameters are cut, with the work on them
-    pipeline(graph, cluster, num_microbatches=8)     layers are cut, one stage per rank
+    ddp(graph, cluster)       shard the batch, all-reduce the gradients
+    zero1, zero2, fsdp        also shard optimizer state, gradients, parameters
+    tensor(graph, cluster)    shard parameters, and the work on them
+    pipeline(graph, cluster, num_microbatches=8)     divide the layers, one stage per rank
     hybrid(graph, cluster, dp=2, tp=2, pp=2, zero=0)      all of them
 
 All take `num_microbatches`, `recompute`, `precision` and `offload` (see `make_plan`). A strategy of
-your own is a function that returns a `Plan`; `make_plan` does the common part.
+your own is a function that returns a `Plan`; `make_plan` does the common part, and
+`register_strategy` gives it a name for trainers and for the command line.
+
+Strategies are imported on first use: the command line lists them without importing torch.
 """
 
-from shardwise.planner.strategies.basic import ddp, fsdp, hybrid, tensor, zero1, zero2
-from shardwise.planner.strategies.make import make_plan
-from shardwise.planner.strategies.pipeline import pipeline
+from __future__ import annotations
 
-__all__ = ["ddp", "fsdp", "hybrid", "make_plan", "pipeline", "tensor", "zero1", "zero2"]
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import PlanError, did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise.planner.strategies.make import make_plan
+    from shardwise.planner.strategies.named import (
+        ddp,
+        fsdp,
+        hybrid,
+        pipeline,
+        tensor,
+        zero1,
+        zero2,
+    )
+    from shardwise.plans import Plan
+
+__all__ = [
+    "ddp",
+    "find_strategy",
+    "fsdp",
+    "hybrid",
+    "make_plan",
+    "pipeline",
+    "register_strategy",
+    "strategy_names",
+    "tensor",
+    "zero1",
+    "zero2",
+]
+
+# The table of strategies: those of `named.py` by name, and functions that users registered.
+_STRATEGIES: dict[str, Callable[..., Plan] | None] = dict.fromkeys(
+    ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+)
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Return the names of all strategies."""
+    return tuple(_STRATEGIES)
+
+
+def find_strategy(name: str) -> Callable[..., Plan]:
+    """Return the strategy of a name."""
+    if name not in _STRATEGIES:
+        raise PlanError(
+            f"there is no strategy {name!r}{did_you_mean(name, strategy_names())}",
+            hint=", ".join(strategy_names()),
+        )
+    found: Callable[..., Plan] = _STRATEGIES[name] or __getattr__(name)
+    return found
+
+
+def register_strategy(name: str, function: Callable[..., Plan]) -> None:
+    """Let trainers and the command line find `function(graph, cluster, **options)` by a name."""
+    if name in _STRATEGIES:
+        raise PlanError(f"a strategy named {name!r} is already registered")
+    _STRATEGIES[name] = function
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "make" if name == "make_plan" else "named"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,11 +1,9 @@
-"""A plan from the numbers of ranks along each axis: the common part of all strategies.
-
-Enters: a `Graph`, a `Cluster` and what to do. Leaves: a checked `Plan`.
-"""
+"""Make a plan from the numbers of ranks along each axis: the common part of all strategies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +15,6 @@ from shardwise.ir.blocks import large_blocks
 from shardwise.planner.balance import balance
 from shardwise.planner.options import known_options
 from shardwise.planner.places import find_places
-from shardwise.planner.strategies import schedule as schedules
 from shardwise.planner.strategies.fields import (
     batch_inputs,
     notes,
@@ -34,7 +31,15 @@ from shardwise.plans import (
     resolve,
 )
 from shardwise.program.pipeline import check_micro_batches
-from shardwise.schedules import Schedule
+from shardwise.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    check,
+    default_schedule,
+    make,
+    schedule_kind,
+)
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.shares import axes_of
 
@@ -45,7 +50,7 @@ def make_plan(
     graph: Graph,
     cluster: Cluster,
     *,
-    dp: int = 1,
+    dp: int | None = None,
     tp: int = 1,
     pp: int = 1,
     zero: int = 0,
@@ -64,7 +69,7 @@ def make_plan(
     precision: str | Precision | None = None,
     offload: str | Sequence[str] = (),
 ) -> Plan:
-    """A plan for `pp` groups of `dp` x `tp` ranks.
+    """Make a plan for `pp` groups of `dp` x `tp` ranks; `dp` defaults to what remains.
 
     A step is computed in `num_microbatches`; more than one without stages is gradient
     accumulation. `schedule` is a name, a `Schedule` or its file. Each group has `virtual_stages`
@@ -74,14 +79,16 @@ def make_plan(
     `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
     `parameters` adds or overrides entries by glob.
     """
+    if dp is None:  # so that options need not change with the number of ranks
+        dp = max(1, cluster.num_ranks // max(1, tp * pp))
     _check_sizes(name, cluster, dp, tp, pp, meshes)
     _check_counts(name, zero, num_microbatches)
-    wanted = schedules.read(schedule)
+    wanted = read_schedule(schedule)
     groups = len(meshes) if meshes is not None else pp
-    order = schedules.order(
+    order = _order(
         wanted,
         groups=groups,
-        stages=schedules.num_stages(wanted, groups, virtual_stages),
+        stages=_num_stages(wanted, groups, virtual_stages),
         num_microbatches=num_microbatches,
     )
     is_scheduled = len(order.placement) > 1 or num_microbatches > 1
@@ -270,3 +277,77 @@ def _check_split(resolved: Resolved) -> None:
                 f"{assignment.axis}={assignment.ranks}",
                 hint="shardwise explain shows what each node allows; register_rule adds a rule",
             )
+
+
+# ---------------------------------------------------------------- the order of work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """A plan's `schedule`, and the group that runs each stage."""
+
+    schedule: str | tuple[tuple[str, ...], ...]
+    placement: tuple[int, ...]
+
+
+def read_schedule(schedule: str | Path | Schedule | None) -> str | Schedule | None:
+    """Return the name or the schedule; text that is not a name may be the path of a file."""
+    if isinstance(schedule, Path):
+        return Schedule.load(schedule)
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        path = Path(schedule)
+        return Schedule.load(path) if path.suffix or path.is_file() else schedule
+    return schedule
+
+
+def _num_stages(schedule: str | Schedule | None, groups: int, virtual_stages: int | None) -> int:
+    """Return the number of stages of all groups."""
+    if virtual_stages is None and isinstance(schedule, Schedule):
+        return schedule.num_stages
+    if virtual_stages is not None and virtual_stages < 1:
+        raise InfeasiblePlan(f"virtual_stages={virtual_stages}", hint="1 or more per group")
+    return groups * (virtual_stages or stages_per_group(schedule))
+
+
+def stages_per_group(schedule: str | Schedule | None) -> int:
+    """Return the default number of stages of each group."""
+    if isinstance(schedule, Schedule):
+        return max(1, schedule.num_stages // schedule.num_groups)
+    return schedule_kind(schedule or "").default_stages_per_group
+
+
+def _order(
+    schedule: str | Schedule | None, *, groups: int, stages: int, num_microbatches: int
+) -> _Order:
+    """Return the order of work, checked to be complete and free of deadlocks."""
+    if isinstance(schedule, Schedule):
+        _check_schedule(schedule, groups, stages, num_microbatches)
+        schedule = _by_first_stage(schedule)
+        check(schedule)
+        rows = tuple(tuple(str(action) for action in mine) for mine in schedule.actions)
+        return _Order(schedule=rows, placement=schedule.placement)
+    name = schedule or default_schedule(stages, groups)
+    made = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
+    check(made)
+    return _Order(schedule=name, placement=made.placement)
+
+
+def _check_schedule(schedule: Schedule, groups: int, stages: int, num_microbatches: int) -> None:
+    has = (schedule.num_stages, schedule.num_groups, schedule.num_microbatches)
+    if has != (stages, groups, num_microbatches):
+        words = "{} stages on {} groups of ranks with {} micro-batches"
+        asked = words.format(stages, groups, num_microbatches)
+        raise InfeasiblePlan(
+            f"schedule {schedule.name!r} has {words.format(*has)}, but the plan has {asked}",
+            hint=f"pp={has[1]}, num_microbatches={has[2]}, and {has[0]} stages",
+        )
+
+
+def _by_first_stage(schedule: Schedule) -> Schedule:
+    """Renumber groups as a plan does: by the first stage of each."""
+    groups = list(dict.fromkeys(schedule.placement))
+    return replace(
+        schedule,
+        placement=tuple(groups.index(group) for group in schedule.placement),
+        actions=tuple[tuple[Action, ...], ...](schedule.actions[group] for group in groups),
+    )

@@ -15,9 +15,10 @@ from torch import nn
 
 from shardwise.cluster import Cluster
 from shardwise.errors import PlanError, did_you_mean
+from shardwise.planner.strategies import strategy_names
 from shardwise.plans import Plan
 from shardwise.training.config import DataConfig, PlanConfig, TrainConfig
-from shardwise.training.planning import STRATEGIES, make_planned
+from shardwise.training.planning import make_planned
 
 __all__ = ["OwnStrategy", "PlanChoice"]
 
@@ -35,7 +36,7 @@ class PlanChoice:
 
     def __post_init__(self) -> None:
         """What can be known to be wrong is refused before any process starts."""
-        known = ("auto", *STRATEGIES)
+        known = ("auto", *strategy_names())
         named = isinstance(self.plan, str) and not self.plan.endswith(".json")
         if isinstance(self.plan, str) and named and self.plan not in known:
             raise PlanError(

@@ -60,9 +60,9 @@ _NOT_SO_HERE = (
 class ShardwiseStrategy(Processes):
     """Runs a LightningModule's steps under a Shardwise plan.
 
-    `plan` is the name of a strategy ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline",
-    "hybrid"), "auto", a plan, its file, or a function of graph and cluster; `options` are the
-    strategy's: `ShardwiseStrategy("pipeline", pp=2, num_microbatches=4)`.
+    `plan` is the name of a strategy of `sw.strategies`, "auto", a plan, its file, or a function of
+    graph and cluster; `options` are the strategy's:
+    `ShardwiseStrategy("pipeline", pp=2, num_microbatches=4)`.
 
     A batch of the DataLoader is the whole batch of all ranks together. `evaluate="whole"` runs
     validation during `fit` as plain Python with gathered weights, for steps that cannot be

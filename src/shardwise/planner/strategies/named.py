@@ -1,4 +1,8 @@
-"""Pipeline parallelism: the layers are divided into stages, each run by a group of ranks."""
+"""The named strategies: data parallelism, ZeRO, tensor and pipeline parallelism, and all combined.
+
+Options that are not in a signature are those of `PlanOptions`, of which `make_plan` says what they
+mean.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,63 @@ from typing import Any, Unpack
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
-from shardwise.planner.options import CommonOptions, known_options
-from shardwise.planner.strategies.make import make_plan
-from shardwise.planner.strategies.schedule import default_stages, read
+from shardwise.planner.options import CommonOptions, PlanOptions, StageOptions, known_options
+from shardwise.planner.strategies.make import make_plan, read_schedule, stages_per_group
 from shardwise.plans import Plan
 from shardwise.schedules import Schedule
 
 MICROBATCHES = 8
+
+
+@known_options("sw.strategies.ddp", make_plan)
+def ddp(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
+    """Shard the batch over all ranks, and all-reduce the gradients in buckets."""
+    return make_plan("ddp", graph, cluster, dp=cluster.num_ranks, **options)
+
+
+@known_options("sw.strategies.zero1", make_plan)
+def zero1(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
+    """Do as `ddp`, and shard the optimizer state."""
+    return make_plan("zero1", graph, cluster, dp=cluster.num_ranks, zero=1, **options)
+
+
+@known_options("sw.strategies.zero2", make_plan)
+def zero2(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
+    """Do as `zero1`, and shard the gradients too."""
+    return make_plan("zero2", graph, cluster, dp=cluster.num_ranks, zero=2, **options)
+
+
+@known_options("sw.strategies.fsdp", make_plan)
+def fsdp(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
+    """Do as `zero2`, and shard the parameters too, which are gathered for use block by block."""
+    return make_plan("fsdp", graph, cluster, dp=cluster.num_ranks, zero=3, **options)
+
+
+@known_options("sw.strategies.tensor", make_plan)
+def tensor(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
+    """Shard the parameters over all ranks, and the work on them with them."""
+    return make_plan("tensor", graph, cluster, tp=cluster.num_ranks, **options)
+
+
+@known_options("sw.strategies.hybrid", make_plan)
+def hybrid(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    dp: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    **options: Unpack[StageOptions],
+) -> Plan:
+    """Divide layers over `pp` groups of ranks, the batch over `dp`, parameters over `tp`.
+
+    `dp` defaults to the ranks that remain for it.
+    """
+    return make_plan("hybrid", graph, cluster, dp=dp, tp=tp, pp=pp, zero=zero, **options)
+
+
+# ---------------------------------------------------------------- pipeline stages
 
 
 @known_options("sw.strategies.pipeline", make_plan)
@@ -41,9 +95,9 @@ def pipeline(
     else to one group per rank; `num_microbatches` to the schedule's number, else to 8. Other
     options are those of `make_plan`.
     """
-    wanted = read(schedule)
+    wanted = read_schedule(schedule)
     given = wanted if isinstance(wanted, Schedule) else None
-    per_group = virtual_stages or default_stages(wanted)
+    per_group = virtual_stages or stages_per_group(wanted)
     if pp is None:
         pp = _num_groups(given, per_group, cuts, stage_ranks or stage_meshes, cluster)
     if pp < 1:
@@ -98,7 +152,7 @@ def _meshes(
     stage_ranks: Sequence[int] | None,
     stage_meshes: Sequence[Mesh] | None,
 ) -> list[Mesh]:
-    """The mesh of every group."""
+    """Return the mesh of every group."""
     if stage_meshes is None and stage_ranks is None:
         size, rest = divmod(cluster.num_ranks, groups)
         if rest or not size:
