@@ -64,9 +64,10 @@ $(VENV)/.stamp-browser: $(VENV)/.stamp
 gpu: $(if $(filter $(PY),$(GPU_PYTHON)),setup) ## Run the GPU tests (GPU_PYTHON=python3 for another interpreter)
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu --timeout 1800 $(PYTEST_ARGS)
 
-lint: setup ## Check style, types and import layers
+lint: setup ## Check style, language, types and import layers
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
+	@$(PY) -m tests.support.language
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
 

@@ -233,17 +233,17 @@ def compare(old: Mapping[str, str], new: Mapping[str, str], accepted: Accepted) 
     for name in sorted({*old, *new}):
         section = name.partition("/")[0]
         before, after = old.get(name), new.get(name)
-        found = verdict(name, before, after, accepted)
-        counts.setdefault(section, Counter())[found] += 1
-        if found == "identical":
+        state = verdict(name, before, after, accepted)
+        counts.setdefault(section, Counter())[state] += 1
+        if state == "identical":
             continue
         translated = None if before is None else accepted.translate(name, before)
         write_both(name, translated, after)
-        if found in FAILURES:
+        if state in FAILURES:
             detail = ""
             if translated is not None and after is not None:
                 detail = ": " + first_difference(translated, after)
-            lines.setdefault(section, []).append(f"{found:8} {name}{detail}")
+            lines.setdefault(section, []).append(f"{state:8} {name}{detail}")
     print(f"{'section':14}" + "".join(f"{word:>11}" for word in VERDICTS))
     for section, counter in counts.items():
         print(f"{section:14}" + "".join(f"{counter[word] or '·':>11}" for word in VERDICTS))

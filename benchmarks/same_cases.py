@@ -381,20 +381,20 @@ def certificate_job(name: str) -> Result:
     return Result(items=items)
 
 
-def certificate(found: sw.Certificate) -> str:
+def certificate(checked: sw.Certificate) -> str:
     """Return what a certificate compared and whether it agreed; errors are rounding."""
     compared = sorted(
         [*(word for word in c.what.split() if not word.isalpha()), "ok" if c.ok else "differs"]
-        for c in found.comparisons
+        for c in checked.comparisons
     )
     return canonical(
         {
-            "ok": found.ok,
+            "ok": checked.ok,
             "compared": ["/".join(names) for names in compared],
-            "trials": len(found.trials),
-            "not_exercised": len(found.not_exercised),
-            "scaled": list(found.scaled),
-            "mesh": found.mesh,
+            "trials": len(checked.trials),
+            "not_exercised": len(checked.not_exercised),
+            "scaled": list(checked.scaled),
+            "mesh": checked.mesh,
         }
     )
 
