@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 DEFAULT_RANKS = 2
 
 
+def _check_strategy(name: str | None) -> str | None:
+    """Refuse an unknown strategy while options are parsed, before a model is built for it."""
+    return _one_of("strategy", name, strategy_names())
+
+
 def _option(kind: Any, name: str, text: str, **more: Any) -> Any:
     return Annotated[kind, typer.Option(*name.split(), help=text, **more)]
 
@@ -43,9 +48,7 @@ class Wanted:
         "--strategy -s",
         f"Named strategy: {', '.join(strategy_names())}.",
         show_default="ddp; none with --cluster",
-        callback=lambda name: _one_of(
-            "strategy", name, strategy_names()
-        ),  # before a model is built
+        callback=_check_strategy,
     ) = None
     cluster: _option(  # type: ignore[valid-type]
         str | None, "--cluster -c", "Plan for these machines: a file, or h100:8x8 (8 nodes of 8)."
