@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from shardwise import program as lowering
 from shardwise.api.captured import require_precision
+from shardwise.dtypes import DTYPES
 from shardwise.emit import emit, emit_pipeline
 from shardwise.errors import ProgramError, ShardwiseError
 from shardwise.files import read_json, write_bytes, write_text
@@ -29,12 +30,7 @@ from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__
 
 CACHED_PROGRAMS = 32
-WIDE = {
-    "float32": "float64",
-    "float16": "float64",
-    "bfloat16": "float64",
-    "complex64": "complex128",
-}
+WIDE = {dtype.name: dtype.exact for dtype in DTYPES.values() if dtype.exact}
 _NARROW = re.compile(rf"\b({'|'.join(WIDE)})\b")
 
 

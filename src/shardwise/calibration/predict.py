@@ -21,6 +21,7 @@ from shardwise.calibration.rows import Entry, Row, read_entries
 from shardwise.calibration.statistics import Outcome
 from shardwise.calibration.values import Unusable
 from shardwise.cluster import Cluster, Mesh
+from shardwise.dtypes import DTYPES
 from shardwise.errors import ShardwiseError
 from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.step import pairs
@@ -32,7 +33,6 @@ _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
 # instead of that: so much less of each parameter.
 _REMAINDER_BYTES = 2
 _ADDED_WORDS = 2  # of each parameter, where products add to the sum: it is read and written
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def predict_file(
@@ -131,7 +131,7 @@ def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
         mesh=Mesh(axes=(("outer", outer), ("inner", ranks))), ranks=tuple(range(row.gpus))
     )
     shape = replace(shape_of(row), layers=-(-row.layers // row.pp))
-    shard = shape.num_parameters / row.tp / inner * _ITEMSIZE[row.compute_dtype]
+    shard = shape.num_parameters / row.tp / inner * DTYPES[row.compute_dtype].num_bytes
     summing = Clock(cluster).talk("all_reduce", group, ("outer",), shard)
     seconds += row.num_microbatches * summing * cluster.nodes[0].device.overlap_loss
     nodes = (ranks, row.gpus)
@@ -174,7 +174,7 @@ def _adding_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
     It is a plain pass over memory, at the preset's rate: no operator of a model is as simple.
     """
     parts = row.dp * row.cp if prepared.setting.zero else 1
-    num_bytes = _ADDED_WORDS * _ITEMSIZE[row.compute_dtype] * _numel(estimate) * parts
+    num_bytes = _ADDED_WORDS * DTYPES[row.compute_dtype].num_bytes * _numel(estimate) * parts
     return num_bytes / preset_device(row.gpu).memory_rate(num_bytes)
 
 
@@ -190,7 +190,7 @@ def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: 
     (_, ranks), *others = whole.mesh.axes
     mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
     group = Group(mesh=mesh, ranks=whole.ranks)
-    num_bytes = _numel(estimate) * _ITEMSIZE[row.compute_dtype]
+    num_bytes = _numel(estimate) * DTYPES[row.compute_dtype].num_bytes
     gather = Clock(cluster).talk("all_gather", group, ("inner",), num_bytes)
     return gather - estimate.timeline.causes["optimizer"] * (1 - 1 / size)
 

@@ -141,8 +141,8 @@ def _as_json(opened: Opened, tensors: bool) -> dict[str, Any]:
 
 
 def _listed(opened: Opened) -> list[tuple[str, dict[str, Any]]]:
+    from shardwise.dtypes import dtype_name
     from shardwise.training.checkpoint.manifest import full_name
-    from shardwise.training.checkpoint.types import dtype_name
 
     return [
         (

@@ -20,6 +20,7 @@ from shardwise.cli.clusters import cluster_of
 from shardwise.cli.collective_tune import tune
 from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson
+from shardwise.dtypes import DTYPES
 from shardwise.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ app.command()(tune)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 MOST_BYTES, MOST_RANKS = 2**60, 2**20  # what is more was mistyped
-ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
-ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1}
+ITEM_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
 MOST_CHUNKS = 40  # that `show` lists unless a rank is asked for
 
 Machines = Annotated[

@@ -11,30 +11,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Annotated
 
+from shardwise.dtypes import DTYPES
 from shardwise.errors import ClusterError
 from shardwise.schema import AS_MAPPING, OneOf, Range, Stored, check_fields
 
 KINDS = ("cuda", "cpu")  # torch's device types; ROCm devices are "cuda" as well
 GIB = str(2**30)
-DTYPES = (  # dtypes that matrix products can have, by torch's names
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-    "complex128",
-    "complex64",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-)
+DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.can_multiply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +69,7 @@ class Curve:
 
 
 Rates = Annotated[
-    tuple[tuple[Annotated[str, OneOf(DTYPES, "dtype")], Curve], ...],
+    tuple[tuple[Annotated[str, OneOf(DTYPE_NAMES, "dtype")], Curve], ...],
     AS_MAPPING,
     Stored(always=True),
 ]

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from shardwise.cost.flops import seen_part
-from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, contiguous, dtype_name
+from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, contiguous
 from shardwise.cost.shapes import broadcast_shapes
 from shardwise.cost.signature import Signature
+from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType
 
 _ATEN = "aten.scaled_dot_product_attention.default"

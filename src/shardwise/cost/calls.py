@@ -22,6 +22,7 @@ from shardwise.cluster import Curve, Device
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import UPDATE, OpTable
 from shardwise.cost.timing import measure, settle
+from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -91,7 +92,7 @@ def _taken(arg: Any) -> Any:
 
 
 def _type(kind: TensorType) -> list[Any]:
-    return [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
+    return [list(kind.shape), dtype_name(kind.dtype)]
 
 
 def _tensor_type(data: list[Any]) -> TensorType:

@@ -6,8 +6,9 @@ meta tensors, it is a composite of elementwise operators and a mean.
 
 from __future__ import annotations
 
-from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, contiguous, dtype_name
+from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, contiguous
 from shardwise.cost.signature import Signature
+from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType
 
 

@@ -5,8 +5,9 @@ Enters: a `Signature`. Leaves: a `CallCost` with a note.
 
 from __future__ import annotations
 
-from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, dtype_name
+from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved
 from shardwise.cost.signature import Signature
+from shardwise.dtypes import dtype_name
 
 
 def guessed(signature: Signature, reason: str) -> CallCost:

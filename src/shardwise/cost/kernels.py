@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.cost.flops import Product, products
+from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType
 
 MEMORY = "memory"
@@ -189,11 +190,6 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         found.append(step)
         step *= max(size, 1)
     return tuple(reversed(found))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` of `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def kernels_of(

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.runtime.operators.support import widened
+
 broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # torch leaves it untyped
 _PLAIN = (int, float, bool, complex, str, torch.dtype, type(None))
 
@@ -102,8 +104,7 @@ def _layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kept = x.dim() - len(shape)
     size = [*x.shape[:kept], *(1 for _ in shape)]
-    # Statistics of half precisions are float32 on every device.
-    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    dtype = widened(x.dtype)
     mean = torch.empty(size, dtype=dtype, device="meta")
     return _like(x), mean, torch.empty_like(mean)
 

@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shardwise.dtypes import dtype_name
 from shardwise.emit.function import INDENT
 from shardwise.emit.quote import comment, is_importable, literal
-from shardwise.emit.specs import dtype_name, parameter_spec, splits_text
+from shardwise.emit.specs import parameter_spec, splits_text
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Graph
 from shardwise.messages import CollectiveChoice

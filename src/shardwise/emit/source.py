@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardwise.dtypes import dtype_name
 from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
 from shardwise.emit.function import INDENT, Body, Scope, attribute_path
 from shardwise.emit.head import head
@@ -24,7 +25,6 @@ from shardwise.emit.quote import (
     literal,
     unused,
 )
-from shardwise.emit.specs import dtype_name
 from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref, iter_refs
 from shardwise.program import Program, RankProgram, Step

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
+from shardwise.dtypes import dtype_name
 from shardwise.emit.quote import literal
 from shardwise.plans import Plan
 from shardwise.program import Storage
 from shardwise.sharding.placements import Layout
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def splits_text(layout: Layout) -> str:

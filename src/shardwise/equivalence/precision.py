@@ -17,15 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.dtypes import torch_pairs
 from shardwise.ir import Constant, Graph, Node, TensorType
 
-WIDE = {
-    torch.float32: torch.float64,
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128,
-    torch.complex32: torch.complex128,
-}
+WIDE = torch_pairs("exact")
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _COMPLEX_CASTS = {getattr(torch.Tensor, name) for name in ("cfloat", "chalf")}
 # Reading a tensor, or writing into it, needs the tensor itself and not a copy of it.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import ShardwiseError
 
 
@@ -38,7 +39,7 @@ class TensorType:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Solution, solve
 from shardwise.cost.selection import select
+from shardwise.dtypes import DTYPES
 from shardwise.errors import ClusterError, RankError
 from shardwise.measuring.compare import Task, Times, compare
 from shardwise.measuring.hosts import emulated, run_all
@@ -33,7 +34,6 @@ from shardwise.measuring.processes import (
 
 PREFIX = "shardwise-bench-"  # of folders
 TIMEOUT_S = 300.0
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 SOLVED, LIBRARY = "solved", "library"
 EVEN = ("reduce_scatter", "all_gather", "all_to_all")  # of which the library wants equal parts
 
@@ -82,9 +82,10 @@ class Bench:
             raise ClusterError(
                 "one rank has nobody to send to", hint="a cluster of 2 ranks or more"
             )
-        if self.dtype not in DTYPES:
+        known = [dtype.name for dtype in DTYPES.values() if dtype.can_reduce]
+        if self.dtype not in known:
             raise ClusterError(
-                f"the library has no collectives of {self.dtype}", hint=", ".join(DTYPES)
+                f"the library has no collectives of {self.dtype}", hint=", ".join(known)
             )
 
     def solutions(self) -> list[Solution]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from shardwise.cluster import Mesh
+from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.messages.ranks import format_ranks, parse_ranks
 from shardwise.plans.fields import read_fields
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 RECOMPUTE_MODES = ("none", "full", "selective")
 OFFLOADS = ("activations", "optimizer", "parameters")
 TIME = "mb"  # the mesh axis of micro-batches
@@ -63,7 +63,7 @@ def check_types(graph: Graph, precision: Precision, hint: str = "") -> None:
         if found.is_floating_point and found not in (wanted, torch.float64):
             raise PlanError(
                 f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
-                f"{str(found).removeprefix('torch.')}",
+                f"{dtype_name(found)}",
                 hint=hint or f"graph = sw.capture(model.to(torch.{precision.compute}), batch)",
             )
 
@@ -88,10 +88,11 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "master", "gradients", "reduce"):
             dtype = getattr(self, name)
-            if dtype and dtype not in DTYPES:
+            known = [d.name for d in DTYPES.values() if d.can_train]
+            if dtype and dtype not in known:
                 raise PlanError(
-                    f"precision {name}={dtype!r}{did_you_mean(dtype, DTYPES)}",
-                    hint=", ".join(DTYPES),
+                    f"precision {name}={dtype!r}{did_you_mean(dtype, known)}",
+                    hint=", ".join(known),
                 )
         if self.loss_scale not in ("", "dynamic") and not _is_positive(self.loss_scale):
             raise PlanError(
@@ -108,14 +109,14 @@ class Precision:
         if isinstance(name, Precision):
             return name
         wide = Precision(master="float32", gradients="float32", reduce="float32")
-        known = {
-            "": Precision(),
-            "fp32": replace(wide, compute="float32"),
-            "bf16": replace(wide, compute="bfloat16"),
-            "fp16": replace(wide, compute="float16", loss_scale="dynamic"),
-            "bf16-autocast": Precision(compute="bfloat16", autocast=True),
-            "fp16-autocast": Precision(compute="float16", autocast=True, loss_scale="dynamic"),
-        }
+        known = {"": Precision()}
+        for autocast in (False, True):
+            for dtype in DTYPES.values():
+                if dtype.short and (dtype.widened or not autocast):
+                    scale = "dynamic" if dtype.needs_loss_scale else ""
+                    base = Precision(autocast=True) if autocast else wide
+                    short = f"{dtype.short}-autocast" if autocast else dtype.short
+                    known[short] = replace(base, compute=dtype.name, loss_scale=scale)
         name = name or ""
         if name not in known:
             names = [n for n in known if n]

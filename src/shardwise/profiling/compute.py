@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.dtypes import dtype_name, torch_dtypes
 from shardwise.pages import keep_pages
 from shardwise.profiling.timing import Clock, largest
 
@@ -29,8 +30,8 @@ TRAFFIC = {
     "cuda": tuple(2**n for n in (14, 17, 20, 22, 24, 26, 28, 30)),
 }
 DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16, torch.float64, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "cpu": torch_dtypes(can_train=True),
+    "cuda": tuple(sorted(torch_dtypes(can_train=True), key=lambda dtype: dtype.itemsize)),
 }
 MIXED_SIZE = {"cpu": 256, "cuda": 4096}
 CHAIN = 64  # calls of a chain, and as many in its backward
@@ -49,12 +50,12 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
     found: dict[str, Any] = {"overhead_s": _recorded(clock), "matmul": {}, "attention": {}}
     paces = [_pace(clock, progress, 0)]
     for dtype in DTYPES[kind]:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         progress(f"products in {name}")
         found["matmul"][name] = _products(clock, dtype, SIZES[kind][kept], overhead_s)
     paces.append(_pace(clock, progress, 1))
     for dtype in DTYPES[kind][:2]:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         progress(f"attention in {name}")
         found["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][kept], overhead_s)
     paces.append(_pace(clock, progress, 2))

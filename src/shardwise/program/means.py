@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.ir import Graph, Node, Ref, TensorType
 from shardwise.ir.schema import bind
 from shardwise.sharding.rule import replace_arguments
@@ -58,7 +59,7 @@ class _Mean:
         else:
             count = self._count(target, kind)
         given = self.values[out]
-        if given.dtype not in (torch.float16, torch.bfloat16):
+        if not DTYPES[dtype_name(given.dtype)].widened:
             total = self._summed(self.arguments["self"], given)
             self._add("div", "aten.div.Tensor", (total, count), given, outputs=(out,))
             return self.made

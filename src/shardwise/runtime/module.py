@@ -22,6 +22,7 @@ from shardwise.runtime.freezing import TrainedFlags
 from shardwise.runtime.hooks import RegisteredHooks, hooked, refuse_hooks_on_parts
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.noting import plain_transport
+from shardwise.runtime.operators.support import widened
 from shardwise.runtime.originals import copy_weights, describe
 from shardwise.runtime.processes import ProcessGroupTransport
 from shardwise.runtime.random import Rng
@@ -380,8 +381,7 @@ class ParallelModule(nn.Module):
 
 def _returned(loss: Tensor) -> Tensor:
     """A loss as the user gets it: without history, at least in float32."""
-    wide = loss.detach()
-    wide = wide.float() if wide.dtype in (torch.float16, torch.bfloat16) else wide
+    wide = loss.detach().to(widened(loss.dtype))
     wide.backward = _no_backward  # type: ignore[method-assign]
     return wide
 

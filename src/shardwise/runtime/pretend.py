@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.flat import Entry
+from shardwise.runtime.operators.support import widened
 from shardwise.runtime.random import Rng
 from shardwise.runtime.reducer import Reducer
 from shardwise.runtime.store import ParameterStore
@@ -54,11 +55,9 @@ class PretendTransport:
         if flat.device.type != "cpu":
             padded = () if min(sizes) == largest else (flat.new_empty(largest * group.size),)
             return _later(flat.new_empty(largest), flat, *padded).then(lambda out: out[:mine])
-        half = flat.dtype in (torch.float16, torch.bfloat16)
 
         def add(arrived: Tensor) -> Tensor:
-            own = flat[:mine]
-            return torch.add(own.float() if half else own, arrived[0]).to(flat.dtype)
+            return torch.add(flat[:mine].to(widened(flat.dtype)), arrived[0]).to(flat.dtype)
 
         return _later(flat.new_empty(group.size - 1, mine)).then(add)
 

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError, RankError
 from shardwise.messages import CollectiveChoice
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
+from shardwise.runtime.operators.support import widened
 from shardwise.runtime.rendezvous import start_heartbeat
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 from shardwise.runtime.ways import Derive, Ways
@@ -27,10 +29,7 @@ __all__ = ["ProcessGroupTransport", "process_mesh", "process_meshes"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _MESSAGE_TAG = 8000
 _TAG = 7001  # keeps these messages apart from other point-to-point traffic of the group
-_REDUCED_BY_GLOO = frozenset(
-    getattr(torch, name)
-    for name in ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"]
-)
+_REDUCED_BY_GLOO = frozenset(torch_dtypes(can_reduce=True))
 
 
 class ProcessGroupTransport:
@@ -152,12 +151,11 @@ class ProcessGroupTransport:
         works = _swap(
             [(i, parts[i], row) for i, row in zip(others, arrived, strict=True)], group, pg
         )
-        half = flat.dtype in (torch.float16, torch.bfloat16)
 
         def add(_: Tensor) -> Tensor:
             rows = list(arrived)
             rows.insert(group.index, mine)
-            total = torch.add(rows[0].float(), rows[1]) if half else torch.add(rows[0], rows[1])
+            total = torch.add(rows[0].to(widened(flat.dtype)), rows[1])
             for row in rows[2:]:
                 total.add_(row)
             return total.to(device=flat.device, dtype=flat.dtype)

@@ -28,6 +28,7 @@ from shardwise.runtime.flat import Entry, FlatGroup, buckets, group_key
 from shardwise.runtime.fsdp import Units
 from shardwise.runtime.mesh import ProcessMesh, coordinates
 from shardwise.runtime.offload import host_empty, settle
+from shardwise.runtime.operators.support import widened
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.recorder import Recorder
@@ -464,8 +465,7 @@ class ParameterStore:
         """The loss to start backward from."""
         if self.loss_scale == 1.0:
             return loss
-        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        return wide * self.loss_scale
+        return loss.to(widened(loss.dtype)) * self.loss_scale
 
     @property
     def loss_scale(self) -> float:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.runtime.handles import Handle
@@ -27,7 +28,7 @@ __all__ = ["Derive", "Ways"]
 
 Ranks = tuple[int, ...]
 Derive = Callable[[CollectiveChoice, Ranks, int, int, Sequence[int]], MessageProgram | None]
-ADDED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ADDED = torch_dtypes(can_train=True)
 
 
 class _Way(Protocol):

@@ -18,9 +18,10 @@ from functools import cached_property
 
 import numpy as np
 
+from shardwise.dtypes import itemsize
 from shardwise.runtime.reducer import OUTSTANDING_BYTES
 from shardwise.simulation.kept import kept_in
-from shardwise.simulation.setting import SIZES, Setting
+from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.sums import Share
 from shardwise.simulation.times import Group
@@ -212,11 +213,11 @@ class StageMemory:
         return found
 
     def _master(self, mine: _Summed) -> int:
-        return SIZES.get(self.setting.precision.master, mine.share.itemsize)
+        return itemsize(self.setting.precision.master, mine.share.itemsize)
 
     def _gradient(self, mine: _Summed) -> int:
         precision = self.setting.precision
-        return SIZES.get(precision.gradients or precision.master, mine.share.itemsize)
+        return itemsize(precision.gradients or precision.master, mine.share.itemsize)
 
     def _parameter_gradients(self, kind: str) -> Floats:
         """Gradients of parameters when every position's backward runs."""
@@ -247,7 +248,7 @@ class StageMemory:
 
     def _under_way(self, mine: _Summed) -> Floats:
         """Copies of gradients that are being summed over ranks."""
-        wire = SIZES.get(self.setting.precision.reduce, self._gradient(mine))
+        wire = itemsize(self.setting.precision.reduce, self._gradient(mine))
         if mine.zero < 2 and wire == self._gradient(mine):
             return np.zeros_like(mine.own)
         return np.minimum(mine.complete * wire, OUTSTANDING_BYTES + mine.own * wire)

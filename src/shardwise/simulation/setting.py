@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from shardwise.dtypes import itemsize
 from shardwise.plans import Precision
 from shardwise.schedules import Schedule
 from shardwise.simulation.times import Group
-
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +47,10 @@ class Setting:
                 found = level
         return found
 
-    def wire_size(self, itemsize: int) -> int:
-        """Bytes of an element of a gradient while it is summed; `itemsize` is its parameter's."""
+    def wire_size(self, item_bytes: int) -> int:
+        """Return the bytes of a gradient's element while it is summed, given its parameter's."""
         precision = self.precision
-        return SIZES.get(precision.reduce or precision.gradients or precision.master, itemsize)
+        return itemsize(precision.reduce or precision.gradients or precision.master, item_bytes)
 
     @property
     def sums(self) -> object:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import TrainingError
 from shardwise.runtime import clip_grad_norm_
 from shardwise.runtime.failures import naming_failures
@@ -245,7 +246,7 @@ def peak_flops_per_s(planned: Planned) -> float | None:
         return None
     precision, graph = planned.plan.precision, planned.graph
     kinds: list[Any] = [graph.values[p.value].dtype for p in graph.parameters]
-    dtype = precision.compute or str(kinds[0] if kinds else torch.float32).removeprefix("torch.")
+    dtype = precision.compute or dtype_name(kinds[0] if kinds else torch.float32)
     total = 0.0
     for node in planned.cluster.nodes:
         for device in node.devices:

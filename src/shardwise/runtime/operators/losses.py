@@ -16,7 +16,7 @@ from shardwise.runtime.collectives import reduce
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.ranges import require_in_range
 from shardwise.runtime.operators.softmax import log_softmax
-from shardwise.runtime.operators.support import held, summed, untraced, wide
+from shardwise.runtime.operators.support import held, summed, untraced, widened
 from shardwise.runtime.splits import Of, whole_length
 
 __all__ = ["cross_entropy", "nll_loss", "partial_loss"]
@@ -25,7 +25,7 @@ __all__ = ["cross_entropy", "nll_loss", "partial_loss"]
 def partial_loss(op: str, *args: Any, count: int, **kwargs: Any) -> Tensor:
     """This rank's term of the mean over `count` elements of an ATen loss called for each."""
     terms = cast(Tensor, getattr(torch.ops.aten, op)(*args, **kwargs))
-    return (terms.sum(dtype=wide(terms.dtype)) / count).to(terms.dtype)
+    return (terms.sum(dtype=widened(terms.dtype)) / count).to(terms.dtype)
 
 
 @untraced
@@ -146,9 +146,9 @@ def _divisor(
         return summed((target != ignore_index).sum(), batch_axis)
     if weight.numel():
         places, here = _held_targets(target, ignore_index, len(weight), class_axis, classes)
-        own = weight.detach()[places].masked_fill(~here, 0).sum(dtype=wide(weight.dtype))
+        own = weight.detach()[places].masked_fill(~here, 0).sum(dtype=widened(weight.dtype))
     else:
-        own = weight.new_zeros((), dtype=wide(weight.dtype))
+        own = weight.new_zeros((), dtype=widened(weight.dtype))
     return summed(summed(own, class_axis), batch_axis)
 
 
@@ -156,7 +156,7 @@ def _reduced(
     terms: Tensor, reduction: str, divisor: Tensor | int | None, class_axis: Axis | None
 ) -> Tensor:
     """Reduce over positions, and over the ranks that hold other classes."""
-    found = terms if reduction == "none" else terms.sum(dtype=wide(terms.dtype))
+    found = terms if reduction == "none" else terms.sum(dtype=widened(terms.dtype))
     if class_axis is not None:
         found = reduce(found, class_axis)
     return (found if divisor is None else found / divisor).to(terms.dtype)

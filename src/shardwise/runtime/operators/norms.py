@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.runtime.collectives import reduce_fanout
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.empty import empty_result
-from shardwise.runtime.operators.support import summed, untraced, wide
+from shardwise.runtime.operators.support import summed, untraced, widened
 
 __all__ = ["batch_norm", "layer_norm", "rms_norm", "weight_norm"]
 
@@ -56,7 +56,7 @@ def _normalize(
     x: Tensor, axis: Axis, dims: tuple[int, ...], count: int, eps: float, *, center: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = _Normalize.apply(  # type: ignore[no-untyped-call]
-        x.to(wide(x.dtype)), axis, dims, count, eps, center
+        x.to(widened(x.dtype)), axis, dims, count, eps, center
     )
     return cast(tuple[Tensor, Tensor, Tensor], found)
 
@@ -95,7 +95,7 @@ def rms_norm(
 ) -> Tensor:
     """RMS norm over the last `num_dims` dims, `count` elements in all, cut over `axis`."""
     dims = tuple(range(-num_dims, 0))
-    small = torch.finfo(wide(x.dtype)).eps if eps is None else eps
+    small = torch.finfo(widened(x.dtype)).eps if eps is None else eps
     result, _, _ = _normalize(x, axis, dims, count, small, center=False)
     if weight is not None:
         result = result * weight
@@ -160,6 +160,6 @@ def _moved(running: Tensor, value: Tensor, momentum: float) -> Tensor:
 def weight_norm(v: Tensor, axis: Axis, g: Tensor, dim: int) -> Tensor:
     """`v * (g / |v|)`, the norm over all dims but `dim`, some of them cut over `axis`."""
     others = tuple(d for d in range(v.dim()) if d != dim)
-    values = v.to(wide(v.dtype))
+    values = v.to(widened(v.dtype))
     squares = reduce_fanout(values.square().sum(others, keepdim=True), axis)
     return (values * (g / squares.sqrt())).to(v.dtype)

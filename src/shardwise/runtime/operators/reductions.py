@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.runtime import moves
 from shardwise.runtime.collectives import reduce
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.operators.support import drop, reduced_shape, summed, untraced, wide
+from shardwise.runtime.operators.support import drop, reduced_shape, summed, untraced, widened
 
 __all__ = [
     "all_true",
@@ -38,7 +38,7 @@ def partial_mean(
 ) -> Tensor:
     """This rank's term of the mean over `count` elements of all ranks."""
     result = x.dtype if dtype is None else dtype
-    return (x.sum(dims, keepdim, dtype=wide(result)) / count).to(result)
+    return (x.sum(dims, keepdim, dtype=widened(result)) / count).to(result)
 
 
 def _mean(x: Tensor, axis: Axis, dims: Dims, count: int) -> Tensor:
@@ -63,7 +63,7 @@ def var_mean(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean over dims that are cut over `axis`; `count` elements in all."""
-    values = x.to(wide(x.dtype))
+    values = x.to(widened(x.dtype))
     found = _variance(values, axis, dims, correction, count), _mean(values, axis, dims, count)
     return drop(found[0], dims, keepdim).to(x.dtype), drop(found[1], dims, keepdim).to(x.dtype)
 
@@ -71,14 +71,14 @@ def var_mean(
 @untraced
 def var(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int) -> Tensor:
     """The variance over dims that are cut over `axis`."""
-    found = _variance(x.to(wide(x.dtype)), axis, dims, correction, count)
+    found = _variance(x.to(widened(x.dtype)), axis, dims, correction, count)
     return drop(found, dims, keepdim).to(x.dtype)
 
 
 @untraced
 def std(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int) -> Tensor:
     """The standard deviation over dims that are cut over `axis`."""
-    found = _root(_variance(x.to(wide(x.dtype)), axis, dims, correction, count))
+    found = _root(_variance(x.to(widened(x.dtype)), axis, dims, correction, count))
     return drop(found, dims, keepdim).to(x.dtype)
 
 
@@ -87,7 +87,7 @@ def std_mean(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation and mean over dims that are cut over `axis`."""
-    values = x.to(wide(x.dtype))
+    values = x.to(widened(x.dtype))
     mean = drop(_mean(values, axis, dims, count), dims, keepdim).to(x.dtype)
     return std(x, axis, dims, keepdim, correction, count), mean
 
@@ -104,7 +104,7 @@ def vector_norm(
 ) -> Tensor:
     """The 1- or 2-norm over dims that are cut over `axis`."""
     result = x.dtype if dtype is None else dtype
-    values = x.to(wide(result))
+    values = x.to(widened(result))
     if order == 1:
         norm = reduce(values.abs().sum(dims, keepdim=True), axis)
     else:
@@ -180,7 +180,7 @@ def logsumexp(
 ) -> Tensor:
     """The logarithm of the sum of exponentials along dims that are cut over `axis`."""
     result = x.dtype if dtype is None else dtype
-    values = x.to(wide(result))
+    values = x.to(widened(result))
     top = moves.all_reduce(local_extreme(values.detach(), dims, "max"), axis, "max")
     top = torch.where(top.isinf(), 0.0, top)
     total = reduce((values - top).exp().sum(dims, keepdim=True), axis)

@@ -10,14 +10,14 @@ from torch import Tensor
 from shardwise.runtime import moves
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.reductions import local_extreme
-from shardwise.runtime.operators.support import summed, untraced, wide
+from shardwise.runtime.operators.support import summed, untraced, widened
 
 __all__ = ["log_softmax", "softmax"]
 
 
 def _shifted(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`x` less the maximum over ranks, its exponentials and their sum over ranks."""
-    values = x.to(wide(dtype))
+    values = x.to(widened(dtype))
     shifted = values - moves.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
     exponentials = shifted.exp()
     return shifted, exponentials, summed(exponentials.sum(dim, keepdim=True), axis)
@@ -35,7 +35,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
-        weighted = grads[0].to(wide(grads[0].dtype)) * result
+        weighted = grads[0].to(widened(grads[0].dtype)) * result
         mean = summed(weighted.sum(ctx.dim, keepdim=True), ctx.axis)
         return (weighted - result * mean).to(ctx.dtype), None, None, None
 
@@ -52,7 +52,7 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
-        grad = grads[0].to(wide(grads[0].dtype))
+        grad = grads[0].to(widened(grads[0].dtype))
         total = summed(grad.sum(ctx.dim, keepdim=True), ctx.axis)
         return (grad - result.to(grad.dtype).exp() * total).to(ctx.dtype), None, None, None
 

@@ -8,11 +8,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from shardwise.dtypes import torch_pairs
 from shardwise.errors import ProgramError
 from shardwise.runtime import moves
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, runs
 
+WIDENED = torch_pairs("widened")
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -34,9 +36,9 @@ def held(axis: Axis, of: Of) -> tuple[int, int]:
     return pieces[0] if pieces else (0, 0)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics are computed: float32 for half precisions."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums and statistics of `dtype` are computed."""
+    return WIDENED.get(dtype, dtype)
 
 
 def reduced_shape(x: Tensor, dims: tuple[int, ...]) -> list[int]:

@@ -18,11 +18,12 @@ from typing import Annotated, Any
 
 import torch
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.files import parse_json, read_text
 from shardwise.schema import Form, Match, Range, Reader, Stored, Writer
 from shardwise.training.checkpoint.boxes import Box, check_cover
-from shardwise.training.checkpoint.types import dtype_name, dtype_named
+from shardwise.training.checkpoint.types import dtype_named
 
 __all__ = ["MANIFEST", "MODEL", "Manifest", "StoredBox", "StoredTensor", "full_name", "key_of"]
 

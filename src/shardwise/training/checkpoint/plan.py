@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.training.checkpoint.boxes import Box, Placed, split_box
 from shardwise.training.checkpoint.held import Held
 from shardwise.training.checkpoint.manifest import StoredTensor
-from shardwise.training.checkpoint.types import dtype_name, dtype_named
+from shardwise.training.checkpoint.types import dtype_named
 
 __all__ = ["BOX_BYTES", "Portion", "join_plans", "plan_of", "portions", "read_plan"]
 

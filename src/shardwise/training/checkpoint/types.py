@@ -7,35 +7,17 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.dtypes import DTYPES, dtype_name, torch_pairs
 from shardwise.errors import CheckpointError, did_you_mean
 
-__all__ = ["dtype_name", "dtype_named", "file_dtype", "from_file_dtype"]
+__all__ = ["dtype_named", "file_dtype", "from_file_dtype"]
 
-_IN_FILES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+_IN_FILES: dict[torch.dtype, str] = {
+    getattr(torch, dtype.name): dtype.file_name for dtype in DTYPES.values() if dtype.file_name
 }
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in (*_IN_FILES, *_REAL)}
+_REAL = torch_pairs("real")
+_NAMED = {dtype_name(dtype): dtype for dtype in (*_IN_FILES, *_REAL)}
 _FROM_FILES = {name: dtype for dtype, name in _IN_FILES.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: object, where: str) -> torch.dtype:

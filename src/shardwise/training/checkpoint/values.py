@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
-from shardwise.training.checkpoint.types import dtype_name, dtype_named
+from shardwise.training.checkpoint.types import dtype_named
 
 __all__ = ["decode", "encode"]
 

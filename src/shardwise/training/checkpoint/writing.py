@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.rendezvous import Rendezvous
 from shardwise.training.checkpoint.boxes import Box
@@ -37,7 +38,7 @@ from shardwise.training.checkpoint.plan import (
     plan_to_json,
 )
 from shardwise.training.checkpoint.staging import Staging
-from shardwise.training.checkpoint.types import dtype_name, dtype_named
+from shardwise.training.checkpoint.types import dtype_named
 
 __all__ = [
     "Writer",

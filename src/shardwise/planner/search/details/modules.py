@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.dtypes import dtype_name
 from shardwise.planner.search.details.subject import Subject
 from shardwise.planner.search.details.tree import FIGURES, Folder, Module, Row
 from shardwise.plans import Plan
@@ -125,7 +126,7 @@ class _Tree:
             self.parameters[number] = {
                 "name": name,
                 "shape": list(kind.shape),
-                "dtype": str(kind.dtype).removeprefix("torch."),
+                "dtype": dtype_name(kind.dtype),
                 "layout": self.layouts(", ".join(f"{a}: cut {c}" for a, c in cuts.items())),
                 "zero": entry.zero or 0,
                 "trained": parameter.requires_grad,
