@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def fit(rows: Sequence[Entry], start: Reached) -> Reached:
-    """The factors that fit the rows best, with messages half hidden or not at all."""
+    """Return the factors that fit the rows best, with messages half hidden or not at all."""
     if not rows:
         return start
     first = np.log([getattr(start, name) for name in NAMES])

@@ -69,7 +69,7 @@ RETRIES: tuple[dict[str, Any], ...] = (
 
 
 def build_any(kind: str, model_type: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The first of the tiny configurations that runs forward and backward."""
+    """Return the first of the tiny configurations that runs forward and backward."""
     for overrides in RETRIES:
         try:
             model, batch = build(kind, model_type, overrides)
@@ -85,7 +85,7 @@ def build_any(kind: str, model_type: str) -> tuple[torch.nn.Module, dict[str, to
 def build(
     kind: str, model_type: str, overrides: dict[str, Any]
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The tiny model and its batch; on meta first, so that a large one costs nothing."""
+    """Return the tiny model and its batch; on meta first, so that a large one costs nothing."""
     torch.manual_seed(0)
     name = KINDS[kind][1]
     with torch.device("meta"):
@@ -124,7 +124,7 @@ def judge(kind: str, model_type: str) -> tuple[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """The message on one line, shortened."""
+    """Return the message on one line, shortened."""
     return " ".join(str(error).split())[:160]
 
 

@@ -44,7 +44,7 @@ SAVING_RANKS, LOADING_RANKS = 4, 2
 
 
 def make(sizes: dict[str, int]) -> tuple[torch.nn.Module, Any]:
-    """The model on meta, and a small batch."""
+    """Return the model on meta, and a small batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
@@ -54,7 +54,7 @@ def make(sizes: dict[str, int]) -> tuple[torch.nn.Module, Any]:
 
 
 def resident(field: str) -> int:
-    """A figure of this process's memory in bytes: VmRSS now, or VmHWM at its peak."""
+    """Return a figure of this process's memory in bytes: VmRSS now, or VmHWM at its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
@@ -73,7 +73,7 @@ class Peak:
 
 
 def start(sizes: dict[str, int], ranks: int) -> tuple[Any, Any, Any]:
-    """This rank of a fully sharded model, its optimizer and the batch."""
+    """Return this rank of a fully sharded model, its optimizer and the batch."""
     model, batch = make(sizes)
     plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(ranks))
     pm = sw.parallelize(model, batch, plan=plan, device="cpu", timeout_s=600.0)
@@ -144,7 +144,7 @@ def worker(rank: int, world: int, port: int, what: str, sizes: dict[str, int], f
 
 
 def run_ranks(what: str, ranks: int, sizes: dict[str, int], folder: Path) -> list[dict[str, Any]]:
-    """The results of all ranks."""
+    """Return the results of all ranks."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

@@ -43,7 +43,7 @@ def gbit(mbit: float) -> float:
 
 
 def hosts(rates: list[float], network: str = NETWORK) -> str:
-    """A host of one rank for each rate of a card in Mbit/s."""
+    """Return a host of one rank for each rate of a card in Mbit/s."""
     nodes = "".join(
         f"  - {{name: host{i}, devices: {{cpu: 1}}, nic: {{bandwidth_gbit_per_s: {gbit(rate)}}}}}\n"
         for i, rate in enumerate(rates)
@@ -67,7 +67,7 @@ def two_by_two() -> str:
 
 
 def links(seed: int, low: float = 10, high: float = 500) -> str:
-    """A wire between each two hosts; the logarithms of their rates are evenly spread."""
+    """Return a wire between each two hosts; the logarithms of their rates are evenly spread."""
     draw = random.Random(seed)
     lines = [
         f"{{name: wire{a}{b}, between: [host{a}, host{b}], bandwidth_gbit_per_s: "
@@ -108,7 +108,7 @@ CASES = {
 
 
 def measured(case: Case, sizes: list[int], rounds: int) -> list[Row]:
-    """The rows of a case."""
+    """Return the rows of a case."""
     cluster = Cluster.from_yaml(case.cluster())
     network = Network.of_cluster(cluster, case.ranks)
     bench = Bench(

@@ -45,7 +45,7 @@ def mlp() -> tuple[nn.Module, Any, Any]:
 
 
 def best_us(call: Callable[[], Any], number: int, repeat: int) -> float:
-    """The shortest time of a call: anything longer is another process's."""
+    """Return the shortest time of a call: anything longer is another process's."""
     return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
 
 

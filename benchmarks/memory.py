@@ -54,7 +54,7 @@ TINY = {
 
 
 def make_model(config: dict[str, Any]) -> torch.nn.Module:
-    """A Hugging Face Llama without data."""
+    """Return a Hugging Face Llama without data."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
@@ -88,7 +88,7 @@ class SingleRank(Alone):
 
 
 def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
-    """The rank's mesh, with the process groups that this rank is in and no others."""
+    """Return the rank's mesh, with the process groups that this rank is in and no others."""
     stage = next(s for s in plan.all_stages if rank in s.ranks)
     axes = dict(stage.mesh.axes)
     groups = axis_groups(axes, _combinations(tuple(axes)), stage.ranks)
@@ -106,7 +106,7 @@ def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
 def measure(
     one: SingleRank, batch: dict[str, torch.Tensor], allowed: float | None = None
 ) -> dict[str, Any]:
-    """The most memory of a few steps, once the optimizer's state is there.
+    """Return the most memory of a few steps, once the optimizer's state is there.
 
     With `allowed` two more steps have so many bytes of the device; `in_allowed` says whether that
     was enough.
@@ -153,7 +153,7 @@ def _repeat(one: SingleRank, optimizer: Any, batch: dict[str, torch.Tensor], sha
 
 
 def plan_of(case: Case, config: dict[str, Any], length: int) -> tuple[Any, Any, sw.Plan]:
-    """The model, batch and plan of a case."""
+    """Return the model, batch and plan of a case."""
     model = make_model(config)
     batch = make_batch(case.rows, length, config["vocab_size"])
     if case.strategy == "plan":
@@ -169,7 +169,7 @@ def _cluster(case: Case) -> sw.Cluster:
 
 
 def run_case(name: str, *, tiny: bool, lock: str) -> list[dict[str, Any]]:
-    """A row for every group of a case, measured where there is a GPU."""
+    """Return a row for every group of a case, measured where there is a GPU."""
     case = CASES[name]
     start = time.perf_counter()
     model, batch, plan = plan_of(case, TINY if tiny else LLAMA_8B, 64 if tiny else case.length)
@@ -226,7 +226,7 @@ def _measured(graph: Any, plan: sw.Plan, rank: int, batch: Any, allowed: float) 
 
 
 def show(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     shown = f"{row['case']:48} rank {row['rank']:<5} {row['predicted'] / 2**30:8.2f} GiB predicted"
     if "measured" in row:
         shown += (

@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
 
 def tokens(batch: int, length: int, vocab: int) -> dict[str, Tensor]:
-    """A batch of random tokens with the next ones as labels."""
+    """Return a batch of random tokens with the next ones as labels."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (batch, length + 1), generator=generator)
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
@@ -64,7 +64,7 @@ def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Hugging Face Llama of 4 layers of 512 with grouped-query attention."""
+    """Return a Hugging Face Llama of 4 layers of 512 with grouped-query attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -94,11 +94,11 @@ MODELS = {"gpt": gpt, "llama": llama, "gpt_1b": gpt_1b}
 
 
 def block_modules(model: nn.Module) -> Any:
-    """The repeated blocks, which FSDP2 wraps one by one."""
+    """Return the repeated blocks, which FSDP2 wraps one by one."""
     return model.blocks if hasattr(model, "blocks") else model.model.layers  # type: ignore[union-attr]
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss of a model's output."""
+    """Return the loss of a model's output."""
     found: Tensor = output.loss if hasattr(output, "loss") else output
     return found

@@ -78,7 +78,7 @@ class Job:
 
 
 def gpt(layers: int) -> tuple[GPT, dict[str, Tensor]]:
-    """A GPT whose head is not its embedding, and a batch of one sequence per micro-batch."""
+    """Return a GPT whose head is not its embedding, and a batch of one sequence per micro-batch."""
     torch.manual_seed(0)
     model = GPT(layers=layers, width=384, heads=6, length=LENGTH, vocab=VOCAB)
     model.head = nn.Linear(384, VOCAB, bias=False)
@@ -106,7 +106,7 @@ class Part(nn.Module):
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of `GPT.forward`."""
+    """Return the loss of `GPT.forward`."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -131,7 +131,7 @@ class Theirs:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 
     def train(self) -> float | None:
-        """The mean loss on the last rank."""
+        """Return the mean loss on the last rank."""
         losses: list[Tensor] = []
         given = (self.batch["input_ids"],) if self.is_first else ()
         wanted = {"target": self.batch["labels"], "losses": losses} if self.is_last else {}
@@ -144,7 +144,7 @@ class Theirs:
         self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients under the model's names."""
+        """Return this rank's gradients under the model's names."""
         named = (pair for part in self.parts for pair in part.named_parameters())
         return {name: p.grad for name, p in named if p.grad is not None}
 
@@ -195,7 +195,7 @@ def time_both(job: Job) -> Any:
 
 
 def memory_of(job: Job) -> int:
-    """The peak of this rank."""
+    """Return the peak of this rank."""
 
     def begin() -> Step:
         return Ours(job).step if job.kind == "ours" else Theirs(job).step

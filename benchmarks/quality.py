@@ -90,7 +90,7 @@ def divisors(number: int) -> list[int]:
 
 
 def configurations(ranks: int, rows: int, node: int, blocks: int) -> Iterator[Config]:
-    """The whole grid."""
+    """Yield the whole grid."""
     for tp in (d for d in divisors(ranks) if d <= node):
         for pp in (d for d in divisors(ranks // tp) if d <= blocks):
             dp = ranks // tp // pp
@@ -119,7 +119,7 @@ class Grid:
         self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def seconds(self, config: Config) -> float | None:
-        """The step time; None where it does not fit, or cannot be."""
+        """Return the step time; None where it does not fit, or cannot be."""
         found = self._layout(config.tp)
         if found is None:
             return None
@@ -171,7 +171,7 @@ class Grid:
 
 
 def run(case: Case) -> Row:
-    """The best of the grid, and our plan."""
+    """Return the best of the grid, and our plan."""
     graph, cluster = case.graph(), case.cluster()
     begun = time.monotonic()
     plan = sw.plan(graph, cluster, precision=PRECISION, progress=False)
@@ -201,7 +201,7 @@ def run(case: Case) -> Row:
 
 
 def search_grid(graph: Graph, cluster: Cluster) -> tuple[Config | None, float, int, int]:
-    """The best configuration, its step, how many there are and how many fit."""
+    """Return the best configuration, its step, how many there are and how many fit."""
     grid = Grid(graph, cluster)
     node = max(n.count for n in cluster.nodes)
     blocks = len({b for b in Fold.of(graph).blocks if b}) or 1

@@ -28,7 +28,7 @@ class Case:
 
 
 def captured(build: Callable[[], nn.Module], **batch: Tensor) -> Graph:
-    """A model's graph, its parameters in bfloat16."""
+    """Return a model's graph, its parameters in bfloat16."""
     with torch.device("meta"):
         model = build().to(torch.bfloat16)
     return sw.capture(model, batch)
@@ -46,7 +46,7 @@ def gpt(batch: int = 256, length: int = 2048) -> Graph:
 
 
 def llama(layers: int, width: int, batch: int, length: int) -> Graph:
-    """A Llama 3 of this size."""
+    """Return a Llama 3 of this size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -129,7 +129,7 @@ class WideResNet(nn.Module):
 
 
 def resnet(batch: int = 256) -> Graph:
-    """A wide ResNet-50."""
+    """Return a wide ResNet-50."""
     images = torch.zeros(batch, 3, 224, 224, dtype=torch.bfloat16, device="meta")
     labels = torch.zeros(batch, dtype=torch.long, device="meta")
     return captured(lambda: WideResNet(384, 1024), images=images, labels=labels)
@@ -173,7 +173,7 @@ def slow_network() -> Cluster:
 
 
 def unequal() -> Cluster:
-    """A node of H100 and one of A100."""
+    """Return a node of H100 and one of A100."""
     new, old = (Cluster.preset(kind, nodes=1, devices_per_node=8) for kind in ("h100", "a100"))
     nodes = (*new.nodes, replace(old.nodes[0], name="old"))
     network = Cluster.preset("a100", nodes=2, devices_per_node=8).network

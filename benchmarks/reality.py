@@ -114,7 +114,7 @@ class System:
 
 
 def _wrapped(model: torch.nn.Module, batch: Any, name: str, plan: str) -> Any:
-    """The model as DDP, FSDP2 or our plan trains it."""
+    """Return the model as DDP, FSDP2 or our plan trains it."""
     if plan:
         return sw.parallelize(model, batch, plan=sw.Plan.from_json(json.loads(plan)))
     if name == "DDP":
@@ -292,7 +292,7 @@ def main() -> None:
 def _elsewhere(
     model: str, cluster: sw.Cluster, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The model's row, of a process of its own: tuning begins before costs are computed."""
+    """Return the model's row, of a process of its own: tuning begins before costs are computed."""
     with tempfile.TemporaryDirectory() as folder:
         machines, out = Path(folder) / "cluster.yaml", Path(folder) / "row.json"
         machines.write_text(cluster.to_yaml())

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def make_model(sizes: dict[str, int], device: str = "cpu") -> torch.nn.Module:
-    """The GPT, with weights or on meta."""
+    """Return the GPT, with weights or on meta."""
     torch.manual_seed(0)
     with torch.device(device):
         return GPT(**sizes)
@@ -78,7 +78,7 @@ def make_batch(sizes: dict[str, int], batch: int) -> dict[str, torch.Tensor]:
 def plan_for(
     model: torch.nn.Module, batch: Any, strategy: str, ranks: int, options: dict[str, Any]
 ) -> sw.Plan:
-    """The plan of a case."""
+    """Return the plan of a case."""
     graph = sw.capture(model, batch)
     plan: sw.Plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
     return plan
@@ -182,7 +182,7 @@ def measure_all(*job: Any) -> list[dict[str, int]]:
 def predict(
     strategy: str, ranks: int, options: dict[str, Any], sizes: dict[str, int], batch_size: int
 ) -> list[dict[str, int]]:
-    """The same numbers of every rank, from a model on meta."""
+    """Return the same numbers of every rank, from a model on meta."""
     model, batch = make_model(sizes, "meta"), make_batch(sizes, batch_size)
     plan = plan_for(model, batch, strategy, ranks, options)
     graph = capture_for_plan(model, batch, plan)

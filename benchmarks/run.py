@@ -66,7 +66,7 @@ def their_step(name: str, mode: str) -> Step:
 
 
 def our_step(name: str, mode: str) -> Step:
-    """The same step under one of our plans."""
+    """Return the same step under one of our plans."""
     model, batch = MODELS[name]()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     strategy = getattr(sw.strategies, "ddp" if mode == "one rank" else mode)

@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 def build() -> tuple[Net, Tensors]:
-    """The model and a batch in which nothing is hidden."""
+    """Return the model and a batch in which nothing is hidden."""
     torch.manual_seed(0)
     model = Net().double()
     batch = {
@@ -279,7 +279,7 @@ def ordinary(model: Net, batch: Tensors, seed: int) -> tuple[Tensors, Tensors]:
 
 
 def plan_of(graph: sw.Graph, strategy: str) -> sw.Plan:
-    """A plan of two or four ranks."""
+    """Return a plan of two or four ranks."""
     if strategy == "hybrid":
         return sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2)
     options: dict[str, Any] = {"num_microbatches": 2} if strategy == "pipeline" else {}
@@ -558,7 +558,7 @@ def _with(program: MessageProgram, rank: int, steps: Any) -> MessageProgram:
 
 
 def _lost(program: MessageProgram) -> MessageProgram:
-    """A message that is neither sent nor received."""
+    """Return a message that is neither sent nor received."""
     for source, steps in enumerate(program.instructions):
         for index, step in enumerate(steps):
             if step.kind != "send":

@@ -101,7 +101,9 @@ def run_on_processes(
 
 
 def one_process(name: str, graph: Any, dropout: float) -> Any:
-    """The plain model; with dropout the program of one rank, which draws what all ranks draw."""
+    """Return the plain model; with dropout the program of one rank, which draws what all ranks
+    draw.
+    """
     from benchmarks import zoo_processes
     from tests.support.pool import pool
 
@@ -149,7 +151,7 @@ def resumed(options: argparse.Namespace) -> list[Result]:
 
 
 def progress_bar() -> Progress:
-    """A line on stderr."""
+    """Return a line on stderr."""
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),
@@ -179,7 +181,7 @@ def write(results: Sequence[Result], options: argparse.Namespace) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
 
     def words(text: str) -> list[str]:
         return [] if text == "none" else text.split(",")

@@ -38,18 +38,20 @@ class Result:
 
     @staticmethod
     def of(model: str, case: Case, **found: Any) -> Result:
-        """The result of a case in threads."""
+        """Return the result of a case in threads."""
         strategy, ranks = case
         return Result(model=model, strategy=strategy, ranks=ranks, where="threads", **found)
 
 
 def ranks_of(strategy: str, ranks: Sequence[int]) -> Sequence[int]:
-    """The numbers of ranks on which a strategy runs."""
+    """Return the numbers of ranks on which a strategy runs."""
     return FIXED_RANKS.get(strategy, ranks)
 
 
 def make_plan(graph: Any, strategy: str, ranks: int, **options: Any) -> Any:
-    """The strategy's plan; `hybrid` takes two data-parallel groups, a pipeline two stages."""
+    """Return the strategy's plan; `hybrid` takes two data-parallel groups,
+    a pipeline two stages.
+    """
     import shardwise as sw
 
     sizes: dict[str, Any] = {}
@@ -110,7 +112,9 @@ def _without_microbatches(
     dropout: float,
     refusal: Exception,
 ) -> dict[str, Any]:
-    """A model that couples samples: the batch whole, and micro-batches as batches of their own."""
+    """Return a model that couples samples: the batch whole, and micro-batches as batches of their
+    own.
+    """
     import shardwise as sw
 
     found = _checked(name, case, graph, reference, batch, num_microbatches=1)

@@ -31,12 +31,12 @@ class Training:
 
 
 def captured(name: str, dropout: float = 0.0) -> sw.Graph:
-    """The model's graph in float64, for making plans."""
+    """Return the model's graph in float64, for making plans."""
     return sw.capture(*zoo.build(name, dropout=dropout), around=TraceDouble)
 
 
 def reference(name: str) -> Training:
-    """The model on one process."""
+    """Return the model on one process."""
     model, batch = zoo.build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], {}
@@ -74,7 +74,7 @@ def train(name: str, plan: dict[str, Any], dropout: float = 0.0) -> Training:
 
 
 def compare(ranks: list[Training], expected: Training) -> tuple[float, str]:
-    """The largest relative error over all ranks, and the first thing that differs."""
+    """Return the largest relative error over all ranks, and the first thing that differs."""
     sizes = [
         g.abs().max().item() for g in expected.gradients.values() if g is not None and g.numel()
     ]

@@ -31,13 +31,13 @@ def is_transformer(name: str) -> bool:
 
 
 def shorten(error: BaseException) -> str:
-    """An error in one line of a table."""
+    """Return an error in one line of a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:220]}"
 
 
 def first_failure(certificate: Any) -> str:
-    """The first difference a certificate found, in one line."""
+    """Return the first difference a certificate found, in one line."""
     failure = certificate.failures[0]
     detail = failure.problem or f"relative error {failure.relative_error:.1e}"
     text = " ".join(f"{failure.what}: {detail}".split())[:300]
@@ -52,7 +52,7 @@ def stderr() -> Console:
 
 
 def machine() -> str:
-    """The machine in a few words."""
+    """Return the machine in a few words."""
     import torch
 
     return f"{os.cpu_count()} CPUs, torch {torch.__version__}, Python {platform.python_version()}"
@@ -84,7 +84,7 @@ def enough(rows: Sequence[Row]) -> bool:
 
 
 def cell(row: Row | None) -> str:
-    """The error of a pass, or a mark."""
+    """Return the error of a pass, or a mark."""
     if row is None:
         return ""
     if not row["ok"]:
@@ -184,7 +184,7 @@ one device that accumulates over the same ones. The number is the larger of both
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """The results as a page of the documentation."""
+    """Return the results as a page of the documentation."""
     rows = data["results"]
     headers, lines = table_rows(rows)
     counts = [f"- `{name}`: {good} of {total} models" for name, good, total in summary(rows)]

@@ -79,7 +79,7 @@ def capture(model: nn.Module, batch: Mapping[str, Tensor]) -> Graph:
 
 
 def as_sum(node: Node, shapes: dict[str, tuple[int, ...]]) -> list[Node]:
-    """A mean as a sum over the count of the *whole* tensor: a mean of parts' means is wrong.
+    """Return a mean as a sum over the count of the *whole* tensor: a mean of parts' means is wrong.
 
     Batch 7 on 3 ranks has parts of 3, 2 and 2 rows; each row still counts one seventh.
     """
@@ -160,7 +160,7 @@ def choices(node: Node) -> Iterator[Choice]:
 
 
 def moves(have: str, need: str) -> list[str]:
-    """The moves from one layout to another, by way of R."""
+    """Return the moves from one layout to another, by way of R."""
     if have == need:
         return []
     there = {"S": f"gather{have[1:]}", "P": "reduce", "R": ""}[have[0]]
@@ -186,7 +186,7 @@ Plan = Mapping[str, Choice]
 
 
 def find_plan(graph: Graph, ranks: int) -> Plan:
-    """The combination of choices with the least work and communication."""
+    """Return the combination of choices with the least work and communication."""
     options = [list(choices(node)) for node in graph.nodes]
     names = [node.name for node in graph.nodes]
     plans = (dict(zip(names, found, strict=True)) for found in product(*options))
@@ -230,7 +230,7 @@ CODE = {
 
 
 def emit(graph: Graph, plan: Plan) -> str:
-    """The program of every rank."""
+    """Return the program of every rank."""
     lines = [f"def step(rank, p, {', '.join(graph.inputs)}):"]
     for node in graph.nodes:
         choice, operands = plan[node.name], []
@@ -261,7 +261,7 @@ class Rank:
         self.index, self.slots, self.barrier = index, slots, barrier
 
     def everyones(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in order: the one way of communication here."""
+        """Return the tensors of all ranks, in order: the one way of communication here."""
         self.slots[self.index] = mine.detach()
         self.barrier.wait(timeout=10)
         found = [slot for slot in self.slots if slot is not None]
@@ -269,7 +269,7 @@ class Rank:
         return found
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part; parts may be uneven."""
+        """Return this rank's part; parts may be uneven."""
         return x.tensor_split(len(self.slots), dim)[self.index].clone()
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
@@ -333,7 +333,7 @@ def run(source: str, graph: Graph, plan: Plan, model: nn.Module, batch, ranks: i
 
 
 def parameter_cuts(graph: Graph, plan: Plan) -> dict[str, int | None]:
-    """The dim on which each parameter is stored in parts, or None."""
+    """Return the dim on which each parameter is stored in parts, or None."""
     cuts = {}
     for node in graph.nodes:
         for value, need in zip(node.inputs, plan[node.name].needs, strict=True):
@@ -347,7 +347,7 @@ def parameter_cuts(graph: Graph, plan: Plan) -> dict[str, int | None]:
 
 
 def verify(source: str, graph: Graph, plan: Plan, model: nn.Module, batch, ranks: int) -> float:
-    """The largest difference of a loss or a gradient, in float64."""
+    """Return the largest difference of a loss or a gradient, in float64."""
     model = model.double()
     batch = {name: value.double() for name, value in batch.items()}
     loss = model(**batch)

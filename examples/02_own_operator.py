@@ -49,7 +49,7 @@ class Ranker(nn.Module):
 
 
 def make() -> tuple[Ranker, dict[str, Tensor]]:
-    """The model and a batch."""
+    """Return the model and a batch."""
     torch.manual_seed(0)
     return Ranker(), {"x": torch.randn(12, 16), "labels": torch.randint(0, 10, (12,))}
 

@@ -24,7 +24,7 @@ ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def make(size: str = "small") -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
-    """The model, without weights if it is large, and a batch that counts upwards."""
+    """Return the model, without weights if it is large, and a batch that counts upwards."""
     (width, inner, layers, heads, key_heads, vocabulary), (rows, tokens) = SIZES[size]
     config = LlamaConfig(
         hidden_size=width,

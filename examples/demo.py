@@ -28,7 +28,7 @@ RANKS, STEPS, LEARNING_RATE = 4, 8, 3e-3
 
 
 def train_alone() -> list[float]:
-    """The losses of the plain model on one process."""
+    """Return the losses of the plain model on one process."""
     model, _ = small_gpt.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -64,7 +64,7 @@ def train_rank(rank: int, folder: str, results: SimpleQueue[list[float]]) -> Non
 
 
 def train_parallel(plan: sw.Plan) -> list[float]:
-    """The losses of the parallel program on `RANKS` processes."""
+    """Return the losses of the parallel program on `RANKS` processes."""
     with tempfile.TemporaryDirectory() as folder:
         plan.save(f"{folder}/plan.json")
         results = mp.get_context("spawn").SimpleQueue()
@@ -110,14 +110,14 @@ def held_bytes(program: sw.Program) -> tuple[int, int]:
 
 
 def block_code(program: sw.Program) -> str:
-    """The first class of the generated code: one of the model's blocks."""
+    """Return the first class of the generated code: one of the model's blocks."""
     text = program.source(0)
     start = text.index("class Block")
     return text[start : text.index("\n\n\n", start)]
 
 
 def verdict(certificate: sw.Certificate) -> str:
-    """The certificate in one line, or in full where something differs."""
+    """Return the certificate in one line, or in full where something differs."""
     if not certificate.ok:
         return f"[red]{certificate}[/]"
     count, error = len(certificate.comparisons), certificate.max_relative_error

@@ -59,7 +59,7 @@ class SmallGPT(nn.Module):
 
 
 def make(seed: int = 0) -> tuple[SmallGPT, dict[str, Tensor]]:
-    """The model, and a batch whose rows ignore different numbers of labels."""
+    """Return the model, and a batch whose rows ignore different numbers of labels."""
     torch.manual_seed(seed)
     return SmallGPT(), batch(seed)
 

@@ -18,6 +18,6 @@ class MLP(nn.Module):
 
 
 def make() -> tuple[MLP, dict[str, Tensor]]:
-    """The model and a batch."""
+    """Return the model and a batch."""
     torch.manual_seed(0)
     return MLP(), {"x": torch.randn(7, 6), "y": torch.randn(7, 3)}

@@ -209,7 +209,7 @@ def _size(value: Any) -> float:
 
 
 def _error(mine: Any, theirs: Any, floor: float) -> float:
-    """The largest difference relative to the largest expected element, or to `floor`.
+    """Return the largest difference relative to the largest expected element, or to `floor`.
 
     A missing gradient equals one of zeros: what an optimizer makes of the two shows in the state.
     """

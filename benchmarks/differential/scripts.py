@@ -29,7 +29,7 @@ class Script:
     source: str
 
     def lines(self) -> frozenset[int]:
-        """The numbers of the lines that belong to a feature."""
+        """Return the numbers of the lines that belong to a feature."""
         ends = tuple(f"  # {name}" for name in self.features)
         text = self.source.splitlines()
         return frozenset(n for n, line in enumerate(text, 1) if line.endswith(ends))
@@ -144,7 +144,7 @@ class _Writer:
         return "\n\n\n".join(part for part in parts if part.strip()) + "\n"
 
     def _body(self) -> list[str]:
-        """The model, the batches and both loops."""
+        """Return the model, the batches and both loops."""
         if self.kind == "gan":
             return gan_parts(self.draw, self.seed, self.strategy_call, self.options, self.slot)
         return [
@@ -160,7 +160,7 @@ class _Writer:
         return "\n".join(line for line in lines if line.strip())
 
     def _batches(self) -> str:
-        """The batches of all steps, each with its sizes written out."""
+        """Return the batches of all steps, each with its sizes written out."""
         rows = [self.draw.choice((4, 6, 7))] * STEPS
         lengths = [5] * STEPS
         if self.options.get("rows") == "odd":
@@ -177,7 +177,7 @@ class _Writer:
         return "\n".join([*lines, "    return made"])
 
     def _fields(self, step: int, rows: int, length: int) -> dict[str, str]:
-        """The fields of one batch, as expressions."""
+        """Return the fields of one batch, as expressions."""
         bad = step == 2
         if self.kind == "gpt":
             ids = f"torch.randint(0, 11, ({rows}, {length}))"
@@ -209,7 +209,7 @@ class _Writer:
         return fields
 
     def _loop(self, side: str) -> str:
-        """The training loop of one side."""
+        """Return the training loop of one side."""
         note = "gradients_of(model)" if side == "plain" else "pm.gather_gradients()"
         state = "model.state_dict()" if side == "plain" else "pm.gather_state_dict()"
         lines = [f"def {side}(notes, rank):", self.slot("head", 4, side), *self._start(side)]
@@ -257,7 +257,7 @@ class _Writer:
         return ("optimizer", "other") if two else ("optimizer",)
 
     def _optimizers(self, side: str) -> list[str]:
-        """The lines that make the optimizers."""
+        """Return the lines that make the optimizers."""
         kind = self.options.get("optimizer") or ("SGD", "AdamW", "Adam")[self.seed % 3]
         options = {
             "SGD": "lr=0.1, momentum=0.9",
@@ -326,7 +326,7 @@ class _Writer:
         return [f"loss = pm.train_step(batch{scale}){mark}"]
 
     def _marks(self, *options: str) -> str:
-        """The comment of the first feature that set one of these switches."""
+        """Return the comment of the first feature that set one of these switches."""
         for feature in self.features:
             if set(options) & set(feature.options):
                 return f"  # {feature.name}"

@@ -202,7 +202,7 @@ def _signed(body: Any) -> Any:
 
 
 def _choice() -> CollectiveChoice:
-    """An all-reduce of four ranks over a star."""
+    """Return an all-reduce of four ranks over a star."""
     star = (-1, 0, 0, 0)
     pairs = [(rank, 0) for rank in (1, 2, 3)] + [(0, rank) for rank in (1, 2, 3)]
     wires = [Wire(source=a, target=b, uses=(i,), latency_s=1e-6) for i, (a, b) in enumerate(pairs)]
@@ -358,7 +358,7 @@ def _checkpoints(base: Path) -> list[Format]:
 
 
 def _binary(name: str, file: str, path: Path, read: Any, beside: Path) -> Format:
-    """A safetensors file; its header is its value."""
+    """Return a safetensors file; its header is its value."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

@@ -40,7 +40,7 @@ class Reached:
         )
 
     def on(self, device: Device) -> Device:
-        """The device with these rates."""
+        """Return the device with these rates."""
         return replace(
             device,
             matmul_flops_per_s=_scaled(device.matmul_flops_per_s, self.matmul),

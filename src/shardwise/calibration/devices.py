@@ -82,7 +82,7 @@ class Kind:
         return REACHED[self.name]
 
     def memory_bytes(self, usual: int) -> int:
-        """The device's memory, where `usual` is the preset's."""
+        """Return the device's memory, where `usual` is the preset's."""
         labelled = None if self.memory_gib is None else round(self.memory_gib * GIB)
         if labelled is not None and abs(labelled / usual - 1) > _SAME_MEMORY:
             return labelled
@@ -91,7 +91,7 @@ class Kind:
 
 
 def read_device(label: str) -> Kind:
-    """The device that a label names.
+    """Return the device that a label names.
 
     >>> kind = read_device("H100-80GB (DGX-H100)")
     >>> kind.preset, kind.name

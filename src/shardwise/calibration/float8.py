@@ -30,7 +30,7 @@ class Float8:
         self.norms = {node.name for node in graph.nodes if "norm" in node.op}
 
     def change(self, work: Work) -> Work:
-        """The work in float8."""
+        """Return the work in float8."""
         converted: set[str] = set()
         return replace(
             work,

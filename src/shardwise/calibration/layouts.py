@@ -53,7 +53,7 @@ class RowWorks(Works):
     float8: Float8 | None = None  # how products change
 
     def at(self, rows: float, *, exact: bool = False) -> Work:
-        """The work of `rows`; exact sizes are on the line, too."""
+        """Return the work of `rows`; exact sizes are on the line, too."""
         low, high = (self._lowered(self.rows // each) for each in ROWS)
         work = low.between(high, rows)
         if self.keeps_shards:
@@ -81,12 +81,12 @@ class Pieces(Works):
         self.batch, self.rows = few.batch, rows * parts
 
     def at(self, rows: float, *, exact: bool = False) -> Work:
-        """The work of `rows` parts of a row."""
+        """Return the work of `rows` parts of a row."""
         return self.few.at(rows / self.parts)
 
 
 def prepare(row: Row, *, num_microbatches: int) -> Prepared:
-    """A step of the row's model with so many of its micro-batches."""
+    """Return a step of the row's model with so many of its micro-batches."""
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
     few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
     fold = Fold.repeated(few.fold.graph, row.layers)
@@ -98,7 +98,7 @@ def prepare(row: Row, *, num_microbatches: int) -> Prepared:
 def _works(
     shape: Shape, seq_len: int, dtype: str, tp: int, cuts_sequence: bool
 ) -> tuple[Works, tuple[tuple[str, int], ...]]:
-    """The work of a few layers, and the mesh axes that tensor parallelism takes."""
+    """Return the work of a few layers, and the mesh axes that tensor parallelism takes."""
     float8 = dtype == "float8"
     graph, facts = _graph(shape, seq_len, "bfloat16" if float8 else dtype)
     cluster = Cluster.local(ROWS[0] * tp)
@@ -161,7 +161,7 @@ def _precision(row: Row) -> Precision:
 
 
 def _zero(row: Row) -> int:
-    """The level that communicates as the row's stack does.
+    """Return the level that communicates as the row's stack does.
 
     Shared optimizer states mean scattered gradients (the simulation's level 2; its level 1 sums
     them whole) unless only a part of the data-parallel ranks shares them.

@@ -57,7 +57,7 @@ class Machine:
 
 
 def read_machine(gpu: str, interconnect: str) -> Machine:
-    """The machine of a device label and a text about its links."""
+    """Return the machine of a device label and a text about its links."""
     kind = read_device(gpu)
     text = "" if is_empty(interconnect) else interconnect
     node, device = _network(gpu, text)
@@ -71,7 +71,7 @@ def read_machine(gpu: str, interconnect: str) -> Machine:
 
 
 def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
-    """The row's machines: a preset, with what the row says otherwise."""
+    """Return the row's machines: a preset, with what the row says otherwise."""
     machine = read_machine(row.gpu, row.interconnect)
     if reached is not None:
         machine = replace(machine, reached=reached)
@@ -98,7 +98,7 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
 
 
 def preset_device(gpu: str) -> Device:
-    """The preset's device for a label, with the best rates that single operators reach."""
+    """Return the preset's device for a label, with the best rates that single operators reach."""
     return _preset_device(read_device(gpu).preset)
 
 
@@ -108,7 +108,7 @@ def _preset_device(name: str) -> Device:
 
 
 def _without_switch(cluster: Cluster, row: Row, reached: float) -> Cluster:
-    """A cube mesh: each of the row's groups has the wires between its own devices."""
+    """Return a cube mesh: each of the row's groups has the wires between its own devices."""
     (node,) = cluster.nodes
     if node.link is None or node.count > len(wires.CUBE_MESH):
         return cluster
@@ -203,7 +203,8 @@ def _network(label: str, text: str) -> tuple[float | None, float | None]:
 
 
 def unread_links(text: str) -> str:
-    """The part of a text about links that says nothing, where no part says the network's rate.
+    """Return the part of a text about links that says nothing, where no part says the network's
+    rate.
 
     >>> unread_links("NVLink; carrier pigeon")
     'carrier pigeon'
@@ -215,7 +216,7 @@ def unread_links(text: str) -> str:
 
 
 def _rate(part: str) -> float | None:
-    """The bytes per second that a text names, by a figure or an InfiniBand generation."""
+    """Return the bytes per second that a text names, by a figure or an InfiniBand generation."""
     found = _RATE.search(part)
     if found:
         size, scale, unit = found.groups()

@@ -57,7 +57,7 @@ class Shape:
 
 
 def shape_of(row: Row) -> Shape:
-    """The variant that has the row's number of parameters, as far as that number is rounded.
+    """Return the variant that has the row's number of parameters, as far as that number is rounded.
 
     Where several have it, GPT variants are tied and Llama variants are not. Without a number: Llama
     unless the inner dim is 4 times the outer one.
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
 def build(
     shape: Shape, *, batch: int, seq_len: int, dtype: torch.dtype
 ) -> tuple[Transformer, dict[str, Tensor]]:
-    """The module and a batch, on meta tensors."""
+    """Return the module and a batch, on meta tensors."""
     with torch.device("meta"):
         model = Transformer(shape).to(dtype)
         ids = torch.zeros(batch, seq_len, dtype=torch.long)

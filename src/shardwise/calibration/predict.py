@@ -38,7 +38,7 @@ _ADDED_WORDS = 2  # of each parameter, where products add to the sum: it is read
 def predict_file(
     path: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Outcome, ...]:
-    """The outcomes of all rows of a CSV file; `progress` is told how many are done."""
+    """Return the outcomes of all rows of a CSV file; `progress` is told how many are done."""
     entries = read_entries(path)
     found = []
     for done, entry in enumerate(entries):
@@ -48,7 +48,7 @@ def predict_file(
 
 
 def predict_entry(entry: Entry) -> Outcome:
-    """The outcome of one row; never an error."""
+    """Return the outcome of one row; never an error."""
     outcome = Outcome(
         row_id=entry.row_id,
         model=entry.model,
@@ -111,7 +111,7 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
 
 
 def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
-    """A row whose groups of ranks share everything, and sum gradients with the other groups.
+    """Return a row whose groups of ranks share everything, and sum gradients with the other groups.
 
     One group's step, and for each micro-batch what computing loses to the sums of its shards.
     """
@@ -205,6 +205,6 @@ def _peak_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Es
 
 
 def _numel(estimate: Estimate) -> float:
-    """The most parameters that a group of ranks updates."""
+    """Return the most parameters that a group of ranks updates."""
     groups = {stage.group for stage in estimate.stages}
     return max(sum(s.numel for s in estimate.stages if s.group == group) for group in groups)

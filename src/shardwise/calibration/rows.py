@@ -170,7 +170,7 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
 
 
 def _step_time_s(line: Mapping[str, str], row: Row | None) -> float | None:
-    """The published one, or that of the published tokens per second."""
+    """Return the published one, or that of the published tokens per second."""
     seconds = _optional_number(line, "derived_step_time_s")
     tokens = _optional_number(line, "derived_tokens_per_s_per_gpu")
     if seconds is None and tokens is not None and row is not None:
@@ -226,7 +226,7 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
 
 
 def _ranks(line: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The number of GPUs and of data-parallel ranks; either follows from the other."""
+    """Return the number of GPUs and of data-parallel ranks; either follows from the other."""
     inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
     split = f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']}"
     gpus, dp = _optional_whole(line, "gpus"), _optional_whole(line, "dp")
@@ -267,7 +267,7 @@ def _check(row: Row) -> None:
 
 
 def _or_one(line: Mapping[str, str], name: str) -> int:
-    """The size of an axis; 0 is what some tables have for one that is not there."""
+    """Return the size of an axis; 0 is what some tables have for one that is not there."""
     return 1 if line.get(name, "").strip() in ("0", "0.0") else _optional_whole(line, name) or 1
 
 
@@ -277,7 +277,7 @@ def _optional_whole(line: Mapping[str, str], name: str) -> int | None:
 
 
 def _optional_number(line: Mapping[str, str], name: str) -> float | None:
-    """A number, or None where there is none: "OOM" for a step time is no measurement."""
+    """Return a number, or None where there is none: "OOM" for a step time is no measurement."""
     try:
         return number(name, line.get(name, ""))
     except Unusable:

@@ -128,7 +128,7 @@ class Summary:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """The errors of all outcomes."""
+    """Return the errors of all outcomes."""
     devices = sorted({o.device for o in outcomes if o.error is not None})
     by_device = [(d, errors_of([o.error for o in outcomes if o.device == d])) for d in devices]
     return Summary(

@@ -70,12 +70,12 @@ def is_empty(text: str | None) -> bool:
 
 
 def is_unsaid(text: str | None) -> bool:
-    """The same where "none" is no value: a number, a name."""
+    """Return the same where "none" is no value: a number, a name."""
     return text is None or is_empty(text) or text.strip().lower() == "none"
 
 
 def number(name: str, text: str) -> float:
-    """A positive number."""
+    """Return a positive number."""
     try:
         value = float(text.replace(",", "").replace("_", "").strip())
     except ValueError:
@@ -88,7 +88,7 @@ def number(name: str, text: str) -> float:
 
 
 def whole(name: str, text: str) -> int:
-    """A positive whole number; "8.0" is 8."""
+    """Return a positive whole number; "8.0" is 8."""
     value = number(name, text)
     if value != round(value):
         raise Unusable(f"{name} is {text.strip()}, not a whole number")
@@ -157,7 +157,7 @@ def read_recompute(text: str) -> str:
 
 
 def read_precision(text: str) -> str:
-    """The dtype that products are computed in; "fp16/bf16 mixed" is its first.
+    """Return the dtype that products are computed in; "fp16/bf16 mixed" is its first.
 
     Every source keeps float32 main parameters, with or without "amp" in the name.
     """

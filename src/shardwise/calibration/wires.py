@@ -29,7 +29,9 @@ _HOST_WIRES = 12 / 25
 
 
 def slowest(groups: Iterable[tuple[int, ...]]) -> float:
-    """The fewest wires that any of the groups has; devices are counted from 0 in their node."""
+    """Return the fewest wires that any of the groups has; devices are counted from 0 in
+    their node.
+    """
     return min((ring_wires(tuple(sorted(group))) for group in groups), default=float(WIRES))
 
 

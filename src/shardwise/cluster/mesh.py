@@ -78,7 +78,7 @@ class Mesh:
         return prod(self.shape)
 
     def axis_size(self, name: str) -> int:
-        """The number of ranks along the axis `name`."""
+        """Return the number of ranks along the axis `name`."""
         self._check_known([name])
         return int(dict(self.axes)[name])
 
@@ -92,7 +92,7 @@ class Mesh:
         return {name: indices[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at `coordinate`, which names every axis."""
+        """Return the rank at `coordinate`, which names every axis."""
         self._check_known(coordinate)
         rank = 0
         for name, size in self.axes:
@@ -105,7 +105,8 @@ class Mesh:
         return rank
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ only along `axes`, one tuple per group; every rank is in one.
+        """Return the ranks that differ only along `axes`, one tuple per group; every rank is in
+        one.
 
         Inside a group the ranks follow `axes` in the order given, the last one fastest; the
         groups follow the remaining axes in the mesh's order.
@@ -137,7 +138,7 @@ class Mesh:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Mesh:
-        """The mesh that `to_json` gave, or an edited one."""
+        """Return the mesh that `to_json` gave, or an edited one."""
         return Mesh(axes=tuple(data.items()))
 
     def __str__(self) -> str:

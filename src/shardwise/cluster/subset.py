@@ -76,7 +76,7 @@ def _with_devices(node: ClusterNode, local: list[int]) -> ClusterNode:
 
 
 def _network(network: Network, names: set[str]) -> Network:
-    """The network without nodes that are left out."""
+    """Return the network without nodes that are left out."""
 
     def rest(patterns: tuple[str, ...], every: int) -> tuple[str, ...]:
         known = [name for pattern in patterns for name in expand(pattern)]

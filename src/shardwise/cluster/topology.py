@@ -109,7 +109,7 @@ class Topology:
         return b"".join(row.tobytes() for row in rows)
 
     def path(self, a: int, b: int) -> Path:
-        """The path of one pair; a rank reaches itself at once."""
+        """Return the path of one pair; a rank reaches itself at once."""
         if a == b:
             return Path(resources=(), latency_s=0.0)
         columns, latency = self.crossed(np.array([a]), np.array([b]))
@@ -118,7 +118,7 @@ class Topology:
         return Path(resources=found, latency_s=float(latency[0]))
 
     def label(self, resource: int) -> str:
-        """The name of a resource."""
+        """Return the name of a resource."""
         if resource < 2 * self.num_ranks:
             way = "out" if resource < self.num_ranks else "in"
             return f"device {resource % self.num_ranks} {way}"
@@ -136,7 +136,7 @@ class Topology:
 
 
 def build_topology(cluster: Cluster) -> Topology:
-    """The topology of `cluster`."""
+    """Return the topology of `cluster`."""
     return _Builder(cluster).build()
 
 
@@ -192,7 +192,7 @@ class _Builder:
         return 2 * self.num_ranks + len(self.extra) - 1
 
     def _islands(self) -> tuple[Ints, list[Link | None]]:
-        """The island of each node and the link of each island."""
+        """Return the island of each node and the link of each island."""
         domain_of = np.full(len(self.names), NONE)
         links: list[Link | None] = []
         for domain in self.cluster.network.domains:

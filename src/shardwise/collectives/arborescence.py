@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 
 
 def cheapest(cost: Floats, root: int) -> Ints:
-    """The spanning tree of the least total cost (Chu-Liu, Edmonds): `cost[u, v]` of u -> v.
+    """Return the spanning tree of the least total cost (Chu-Liu, Edmonds): `cost[u, v]` of u -> v.
 
     Every rank takes its cheapest parent; each cycle that this makes becomes one rank, whose ways
     in cost what they add to the cycle; and again, until there is no cycle.
@@ -118,7 +118,7 @@ def shallow(
 
 
 def depths(parent: Ints) -> Ints:
-    """The hops from the root to every rank, of one tree or of several."""
+    """Return the hops from the root to every rank, of one tree or of several."""
     found = (parent >= 0).astype(np.int64)
     above = np.where(parent >= 0, parent, np.arange(parent.shape[-1]))
     for _ in range(parent.shape[-1].bit_length()):  # twice as far each time; the root adds nothing

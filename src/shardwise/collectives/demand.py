@@ -53,7 +53,7 @@ def demand_of(
     root: int | None = None,
     shares: Sequence[float] | None = None,
 ) -> Demand:
-    """The checked demand; equal shares unless others are given."""
+    """Return the checked demand; equal shares unless others are given."""
     count = network.num_ranks
     if operation not in OPERATIONS:
         raise ClusterError(
@@ -80,7 +80,7 @@ def demand_of(
 
 
 def whole_number(value: object, what: str) -> int:
-    """A whole number, of Python or NumPy."""
+    """Return a whole number, of Python or NumPy."""
     try:
         return index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -30,7 +30,7 @@ MOST_PLAYED = 2_000  # elements of a program of several chunks for each tree
 
 
 def forest_of(network: Network, parts: Sequence[Part]) -> Forest:
-    """The parts of a solution, with the wires that they use."""
+    """Return the parts of a solution, with the wires that they use."""
     trees = tuple(_tree(part) for part in parts)
     pairs = sorted(set().union(*(tree.edges for tree in trees)))
     edges = [int(network.edge[pair]) for pair in pairs]
@@ -63,7 +63,9 @@ def lowered(
     chunk_bytes: int,
     counts: Sequence[int] = (),
 ) -> Lowered:
-    """The messages of so many elements, and their time; `counts` as of a `MessageProgram`."""
+    """Return the messages of so many elements, and their time;
+    `counts` as of a `MessageProgram`.
+    """
     network, parts = _network(forest), [_part(tree) for tree in forest.trees]
     num_bytes = numel * item_bytes
     chunk = max(1, chunk_of(num_bytes, chunk_bytes) // item_bytes)
@@ -172,7 +174,7 @@ def chunk_of(num_bytes: int, chunk_bytes: int) -> int:
 
 
 def _network(forest: Forest) -> Network:
-    """The wires as the solver has them."""
+    """Return the wires as the solver has them."""
     width = max((len(wire.uses) for wire in forest.wires), default=0)
     uses = [[*wire.uses, *[NONE] * (width - len(wire.uses))] for wire in forest.wires]
     return Network(

@@ -15,7 +15,7 @@ from shardwise.collectives.trees import Ints, Part
 
 
 def hierarchical(network: Network, demand: Demand) -> tuple[Part, ...] | None:
-    """The parts of all roots; None where there are no levels, or a send is not possible."""
+    """Return the parts of all roots; None where there are no levels, or a send is not possible."""
     nodes = [group for group in network.groups if group]
     if len(nodes) < 2 or max(map(len, nodes)) < 2 or demand.root is not None:
         return None

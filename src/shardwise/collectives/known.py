@@ -27,7 +27,9 @@ ALL_ORDERS = 6  # ranks up to which all rings are tried
 
 
 def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Part, ...] | None:
-    """The ring over `order`: each rank's part runs once around for its sum, and once back out."""
+    """Return the ring over `order`: each rank's part runs once around for its sum, and once back
+    out.
+    """
     count = len(order)
     following = np.roll(np.array(order), -1)
     if (network.edge[np.array(order), following] < 0).any():
@@ -50,7 +52,9 @@ def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Part, 
 
 
 def best_ring(network: Network, demand: Demand) -> tuple[Part, ...] | None:
-    """The ring of the least time over all orders of few ranks; of many, that in rank order."""
+    """Return the ring of the least time over all orders of few ranks; of many,
+    that in rank order.
+    """
     rest = range(1, network.num_ranks)
     orders: Iterator[tuple[int, ...]] = (
         itertools.permutations(rest) if network.num_ranks <= ALL_ORDERS else iter([tuple(rest)])
@@ -178,7 +182,7 @@ def _bits(core: int) -> list[int]:
 
 
 def _run(rank: int, width: int) -> tuple[int, int]:
-    """The chunks of a rank and those that differ from it in lower bits than `width`."""
+    """Return the chunks of a rank and those that differ from it in lower bits than `width`."""
     first = rank // width * width
     return first, first + width
 

@@ -77,7 +77,7 @@ class Size:
     smallest: int = 1
 
     def bounds(self, elements: int) -> list[int]:
-        """The bounds of the chunks of so many elements, which are as equal as can be."""
+        """Return the bounds of the chunks of so many elements, which are as equal as can be."""
         fewest = -(-elements // max(self.chunk, 1))
         count = max(1, fewest, min(self.turns, elements // max(self.smallest, 1)))
         return [elements * i // count for i in range(count + 1)]
@@ -102,7 +102,7 @@ class _Builder:
             self.chunks.append(Chunk(start + low, start + high, *place))
 
     def lowered(self, counts: tuple[int, ...]) -> Lowered:
-        """The program, in the order in which messages leave."""
+        """Return the program, in the order in which messages leave."""
         ordered = in_order(self.network, self.released, WINDOW)
         return Lowered(
             demand=self.demand,
@@ -118,7 +118,7 @@ class _Builder:
 def lower_parts(
     network: Network, demand: Demand, size: Size, parts: Sequence[Part], counts: tuple[int, ...]
 ) -> Lowered:
-    """The program of trees; each rank's elements are cut among the trees of its root."""
+    """Return the program of trees; each rank's elements are cut among the trees of its root."""
     builder = _Builder(network, demand, size)
     if demand.operation in ("reduce_scatter", "all_gather"):
         for root, (first, count) in enumerate(zip(_starts(counts), counts, strict=True)):
@@ -140,7 +140,7 @@ def _spread(builder: _Builder, parts: list[Part], first: int, count: int) -> Non
 def lower_routes(
     network: Network, demand: Demand, size: Size, routes: Sequence[Route], counts: tuple[int, ...]
 ) -> Lowered:
-    """The program of routes, and what each rank keeps for itself."""
+    """Return the program of routes, and what each rank keeps for itself."""
     builder = _Builder(network, demand, size)
     of_pair: dict[tuple[int, int], list[Route]] = {}
     for route in routes:

@@ -69,7 +69,7 @@ class Master:
     demand: Floats | None
 
     def solve(self, columns: Sequence[Column]) -> Answer:
-        """The best use of these columns."""
+        """Return the best use of these columns."""
         seconds = np.array([column.load for column in columns]).T / self.capacity[:, None]
         flows = np.array([column.flow for column in columns], dtype=np.int64)
         # In units of what is easily reached, t is near 1, where the solver's tolerances are meant
@@ -99,7 +99,7 @@ class Master:
         return np.asarray(kept * factor[flows])
 
     def _linear(self, flows: list[int], seconds: Floats) -> tuple[Floats, Floats]:
-        """The linear program: weights of columns, and prices times capacities.
+        """Return the linear program: weights of columns, and prices times capacities.
 
         The solver is given the dual, where columns are rows (u_f: what flow f pays at most):
 
@@ -138,7 +138,9 @@ class Master:
         return -result.ineqlin.marginals[:count], result.x[:rows]
 
     def _reached(self, flows: Ints, seconds: Floats) -> float:
-        """The time if each flow takes its best column, and of free roots the best one all."""
+        """Return the time if each flow takes its best column,
+        and of free roots the best one all.
+        """
         if not len(self.capacity):
             return 1.0
         best = np.full(self.num_flows, -1, dtype=np.int64)

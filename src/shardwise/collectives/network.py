@@ -62,7 +62,9 @@ class Network:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster, ranks: Sequence[int] | None = None) -> Network:
-        """The network between `ranks` of a cluster, or between all; its rank i is `ranks[i]`."""
+        """Return the network between `ranks` of a cluster, or between all; its rank i is
+        `ranks[i]`.
+        """
         chosen = list(range(cluster.num_ranks)) if ranks is None else list(ranks)
         if len(set(chosen)) != len(chosen):
             raise ClusterError(f"ranks {chosen} name one twice", hint="each rank once")
@@ -155,7 +157,7 @@ class Network:
         num_ranks: int | None = None,
         latency_s: float = 0.0,
     ) -> Network:
-        """A link of its own for each pair, with its bytes per second."""
+        """Return a link of its own for each pair, with its bytes per second."""
         count = num_ranks or 1 + max((max(pair) for pair in bandwidths), default=0)
         names = [f"link {a}->{b}" for a, b in bandwidths]
         return cls.of(
@@ -224,18 +226,18 @@ class Network:
         return np.bincount(used, minlength=len(self.resources) + 1)[1:].astype(np.float64)
 
     def prices(self, of_resource: Floats) -> Floats:
-        """The sum of the prices of what each edge uses."""
+        """Return the sum of the prices of what each edge uses."""
         padded = np.append(of_resource, 0.0)
         return np.asarray(padded[self.uses].sum(axis=1))
 
     def matrix(self, of_edge: Floats) -> Floats:
-        """A value per edge as a matrix; infinite where there is no edge."""
+        """Return a value per edge as a matrix; infinite where there is no edge."""
         found = np.full((self.num_ranks, self.num_ranks), math.inf)
         found[self.source, self.target] = of_edge
         return found
 
     def unreached(self, start: int) -> list[int]:
-        """The ranks to which nothing from `start` can come, over any number of hops."""
+        """Return the ranks to which nothing from `start` can come, over any number of hops."""
         seen = np.zeros(self.num_ranks, dtype=bool)
         seen[start] = True
         while True:

@@ -83,7 +83,7 @@ class Load:
         return self.bytes_s + filling_s / turns + turns * self.turn_s
 
     def best(self, filling_s: float) -> Pace:
-        """The best number of turns; chunks that leave little waiting in switches."""
+        """Return the best number of turns; chunks that leave little waiting in switches."""
         chunks = MOST_MESSAGES * self.num_ranks * self.num_parts / self.per_turn
         gentle = max(
             GENTLE_CHUNK_BYTES,

@@ -64,7 +64,7 @@ class RouteProblem:
         self.prices: Floats = np.zeros(0)
 
     def solve(self, limit_s: float) -> Routing:
-        """The fastest routes."""
+        """Return the fastest routes."""
         start, _ = self.price(np.zeros(len(self.master.capacity)))
         found = generate(self.master, start, self.price, limit_s=limit_s)
         self.prices = found.prices
@@ -78,7 +78,7 @@ class RouteProblem:
         return Routing(routes=tuple(routes), s_per_byte=found.answer.time, bound=found.bound)
 
     def price(self, prices: Floats) -> tuple[list[Column], Floats]:
-        """The cheapest route of every pair; among equal ones, that of the fewest hops."""
+        """Return the cheapest route of every pair; among equal ones, that of the fewest hops."""
         exact = self.network.prices(prices[self.orbit])
         small = 1e-9 * max(float(exact.mean()) if len(exact) else 0.0, 1e-300)
         cost = self.network.matrix(exact + small)
@@ -101,7 +101,7 @@ class RouteProblem:
 
 
 def _next_hops(cost: Floats) -> Ints:
-    """The next rank on the cheapest way from i to j (Floyd, Warshall)."""
+    """Return the next rank on the cheapest way from i to j (Floyd, Warshall)."""
     count = len(cost)
     best = cost.copy()
     np.fill_diagonal(best, 0.0)

@@ -72,7 +72,7 @@ def solve(
     counts: Sequence[int] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Solution:
-    """The fastest program that was found.
+    """Return the fastest program that was found.
 
     `counts` are the elements of each rank for reduce-scatter, all-gather and all-to-all; as equal
     as can be if left out.
@@ -151,7 +151,7 @@ class _Work:
         )
 
     def trial(self, candidate: _Candidate) -> _Trial:
-        """The candidate with few chunks."""
+        """Return the candidate with few chunks."""
         load = candidate.load
         pace = Pace(turns=1, chunk_bytes=math.inf) if load is None else load.first()
         lowered = candidate.lower(pace)
@@ -234,7 +234,7 @@ class _Work:
         return (whole + saved) / problem.filled(1.0, depth)
 
     def packed(self, packing: Packing) -> _Candidate:
-        """A solved packing."""
+        """Return a solved packing."""
         name = f"trees of depth {packing.depth}"
         return self.trees(name, packing.parts, packing.s_per_byte, packing.depth)
 
@@ -314,7 +314,7 @@ class _Work:
         )
 
     def size(self, pace: Pace, s_per_byte: float) -> Size:
-        """The elements, at a pace."""
+        """Return the elements, at a pace."""
         chunk = min(pace.chunk_bytes / self.item_bytes, max(self.numel, 1))
         return Size(
             numel=self.numel,

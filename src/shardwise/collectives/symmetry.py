@@ -41,12 +41,12 @@ class Symmetry:
         return len(self.elements)
 
     def representatives(self) -> list[int]:
-        """The first rank of each orbit."""
+        """Return the first rank of each orbit."""
         return [int(r) for r in np.unique(self.rank_orbit)]
 
 
 def find_symmetry(network: Network, colors: Sequence[int] | None = None) -> Symmetry:
-    """The permutations that were found; there may be more."""
+    """Return the permutations that were found; there may be more."""
     count = network.num_ranks
     tester = _Tester(network, np.array(colors or [0] * count))
     generators: list[tuple[Ints, int]] = []
@@ -114,7 +114,7 @@ class _Tester:
         )
 
     def resources(self, turn: Ints) -> Ints:
-        """The resource that each becomes."""
+        """Return the resource that each becomes."""
         edges = np.arange(self.network.num_edges)
         here = self._sums(edges, self._words(edges, None))
         there = self._sums(edges, self._words(edges, turn))
@@ -174,7 +174,9 @@ def _rotation(classes: list[list[Block]], count: int) -> list[tuple[Ints, int]]:
 
 
 def _turns(count: int, tester: _Tester) -> list[tuple[Ints, int]]:
-    """The smallest rotation of all ranks in their order that keeps the network: for rings."""
+    """Return the smallest rotation of all ranks in their order that keeps the network:
+    for rings.
+    """
     for step in range(1, count):
         if count % step == 0:
             turn = (np.arange(count) + step) % count
@@ -196,7 +198,7 @@ def _small_group(generators: list[tuple[Ints, int]], most: int) -> list[tuple[In
 
 
 def _orbits(size: int, turns: list[Ints], orders: list[int]) -> Ints:
-    """The least index that each can become."""
+    """Return the least index that each can become."""
     label = np.arange(size)
     for turn, order in zip(turns, orders, strict=True):
         step, reach = turn, 1

@@ -15,7 +15,7 @@ SHOWN = 4  # bottlenecks
 
 
 def solution_text(solution: Solution) -> str:
-    """Some lines."""
+    """Return some lines."""
     program = solution.program
     lines = [
         f"{program.operation} of {solution.num_bytes:,} bytes on {program.num_ranks} ranks: "

@@ -96,7 +96,7 @@ class TreeProblem:
     # ------------------------------------------------------------ columns
 
     def flow(self, root: int, way: int) -> int:
-        """The number of a flow."""
+        """Return the number of a flow."""
         return self.place[root] * len(self.ways) + self.ways.index(way)
 
     def made(self, flows: Sequence[int], way: int, parents: Ints) -> list[Column]:
@@ -116,11 +116,11 @@ class TreeProblem:
         ]
 
     def costs(self, prices: Floats) -> Floats:
-        """The price of each edge at prices of orbits, as a matrix."""
+        """Return the price of each edge at prices of orbits, as a matrix."""
         return self.network.matrix(self.network.prices(prices[self.orbit]))
 
     def price(self, prices: Floats) -> tuple[list[Column], Floats]:
-        """The cheapest tree of every flow, and its cost."""
+        """Return the cheapest tree of every flow, and its cost."""
         cost = self.costs(prices)
         found, least = [], np.zeros(self.master.num_flows)
         for way in self.ways:
@@ -150,7 +150,7 @@ class TreeProblem:
     # ------------------------------------------------------------ solutions
 
     def optimum(self, extra: Sequence[Column], limit_s: float) -> Packing:
-        """The fastest packing, of any depth; sets `bound` and `prices`."""
+        """Return the fastest packing, of any depth; sets `bound` and `prices`."""
         start = [*self._guesses(), *extra]
         found = generate(self.master, start, self.price, limit_s=limit_s)
         self.bound, self.prices = found.bound, found.prices
@@ -170,8 +170,8 @@ class TreeProblem:
         return found
 
     def within(self, max_depth: int, rounds: int, useful: float) -> Packing | None:
-        """A fast packing of trees of at most `max_depth` hops, or None: if a root has no such tree,
-        or if it seems to take more than `useful` seconds per byte.
+        """Return a fast packing of trees of at most `max_depth` hops, or None: if a root has no
+        such tree, or if it seems to take more than `useful` seconds per byte.
         """
         grown = self.grown(self.prices, WEIGHTS, max_depth)
         if self.master.bound(self._least(grown)) > useful:
@@ -203,7 +203,7 @@ class TreeProblem:
         return self.packing(columns[: len(answer.weights)], answer)
 
     def _least(self, columns: Sequence[Column]) -> Floats:
-        """The cost of the cheapest of these columns of every flow."""
+        """Return the cost of the cheapest of these columns of every flow."""
         least = np.full(self.master.num_flows, np.inf)
         if columns:
             costs = np.array([column.load for column in columns]) @ self.prices
@@ -211,7 +211,7 @@ class TreeProblem:
         return least
 
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
-        """The answer with few trees, as parts over the whole symmetry."""
+        """Return the answer with few trees, as parts over the whole symmetry."""
         columns, answer = self._trimmed(columns, answer)
         used = [
             (column, float(weight))
@@ -243,7 +243,7 @@ class TreeProblem:
         return list(columns), answer
 
     def _strong(self, columns: Sequence[Column], weights: Floats, least: float) -> list[Column]:
-        """The columns that carry much of their flow, or of everything."""
+        """Return the columns that carry much of their flow, or of everything."""
         most = np.zeros(self.master.num_flows)
         np.maximum.at(most, [column.flow for column in columns], weights)
         fixed = self.demand.shares is not None
@@ -279,7 +279,7 @@ class TreeProblem:
         return parts
 
     def _copies(self, part: Part) -> Iterable[Part]:
-        """The part once for each permutation of the symmetry, with as much less data."""
+        """Return the part once for each permutation of the symmetry, with as much less data."""
         for turn in self.symmetry.elements:
             yield Part(
                 weight=part.weight / self.symmetry.order,
@@ -290,7 +290,7 @@ class TreeProblem:
 
 
 def _at(side: Sequence[tuple[Ints, float]], position: float) -> Ints:
-    """The tree that carries the data at a position."""
+    """Return the tree that carries the data at a position."""
     end = 0.0
     for way, weight in side:
         end += weight
@@ -320,6 +320,6 @@ def load_time(network: Network, parts: Iterable[Part]) -> float:
 
 
 def deepest(parts: Iterable[Part]) -> int:
-    """The most hops of a tree."""
+    """Return the most hops of a tree."""
     trees = [tree for part in parts for tree in (part.inward, part.outward) if tree is not None]
     return max((int(depths(tree).max(initial=0)) for tree in trees), default=0)

@@ -39,7 +39,7 @@ Item = Step | BlockCall
 
 
 def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
-    """The program's steps with numbered modules folded into blocks.
+    """Return the program's steps with numbered modules folded into blocks.
 
     `owners` maps parameter and buffer values to their full names.
     """

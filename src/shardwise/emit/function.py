@@ -45,13 +45,13 @@ class Scope:
     functions: Mapping[str, str] = field(default_factory=dict)  # op -> name of a user's function
 
     def own(self, name: str) -> str:
-        """The attribute that holds one of ours: `rng`, `device` or `path`."""
+        """Return the attribute that holds one of ours: `rng`, `device` or `path`."""
         while name in self.members:
             name += "_"
         return f"self.{name}"
 
     def axis(self, names: tuple[str, ...]) -> str:
-        """The attribute of some mesh axes, `self.dp_tp`; it hides no other one."""
+        """Return the attribute of some mesh axes, `self.dp_tp`; it hides no other one."""
         name = "_".join(names)
         if len(names) > 1 and (name in self.axes or any("_" in part for part in names)):
             name = "_".join([name, *(str(len(part)) for part in names)])

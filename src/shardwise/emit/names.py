@@ -24,7 +24,7 @@ class Names:
         return value in self.of
 
     def bind(self, value: str, wish: str) -> str:
-        """A free name like `wish` for a value."""
+        """Return a free name like `wish` for a value."""
         stem = identifier(wish)
         name, count = stem, 1
         while name in self.taken:

@@ -22,7 +22,7 @@ from shardwise.version import __version__
 
 
 def emit_pipeline(pipeline: Pipeline, *, probe: bool = False) -> PipelineSources:
-    """The files of all stages, and the one that joins them."""
+    """Return the files of all stages, and the one that joins them."""
     return PipelineSources(
         pipeline=_pipeline_file(pipeline),
         stages=tuple(_stage_files(stage, probe) for stage in pipeline.stages),
@@ -159,7 +159,7 @@ def _outputs(pipeline: Pipeline) -> list[str]:
 def _joined(
     pipeline: Pipeline, shape: tuple[int, ...], held: Placement | None
 ) -> tuple[tuple[int, ...], Placement | None]:
-    """The shape of an output of all micro-batches, and how each holds it.
+    """Return the shape of an output of all micro-batches, and how each holds it.
 
     Of batches of their own, what has a row for every sample is put together by rows; numbers are
     averaged, and counts added up.

@@ -29,7 +29,7 @@ class Region:
 
 
 def recomputed(function: str, arguments: list[str], group: str | None) -> str:
-    """A call whose backward computes it again.
+    """Return a call whose backward computes it again.
 
     Random draws are keyed by node and step: they repeat without a saved state of a generator.
     """

@@ -46,7 +46,7 @@ Value = Callable[[Any], str]  # an argument as source: names for values, literal
 
 
 def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    """The call as an expression."""
+    """Return the call as an expression."""
     namespace, _, rest = fn.partition(".")
     if namespace == "rt":
         return f"rt.{rest}({_listed(args, kwargs, value)})"

@@ -34,7 +34,8 @@ SMALL_CONSTANT = 16
 
 
 def emit(program: Program, rank: int = 0, *, probe: bool = False, stage: int | None = None) -> str:
-    """The source of the program that `rank` runs; in time, of a place of rank and micro-batch.
+    """Return the source of the program that `rank` runs; in time, of a place of rank and
+    micro-batch.
 
     As a pipeline's `stage` its forward also gives what later stages use.
     """
@@ -309,7 +310,9 @@ def _name_functions(ranks: RankProgram) -> dict[str, str]:
 
 
 def _base(paths: Iterable[str]) -> str:
-    """The base class of a module with members at these paths: `self[0]` needs one with indices."""
+    """Return the base class of a module with members at these paths: `self[0]` needs one with
+    indices.
+    """
     return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
 
 

@@ -10,7 +10,7 @@ from shardwise.sharding.placements import Layout
 
 
 def splits_text(layout: Layout) -> str:
-    """The cuts of a layout as a tuple of `rt.Split`."""
+    """Return the cuts of a layout as a tuple of `rt.Split`."""
     cuts = [
         f"rt.Split(axis={literal(axis)}, dim={literal(shard.dim)}, of={literal(shard.of)})"
         for axis, shard in layout.shards
@@ -19,7 +19,9 @@ def splits_text(layout: Layout) -> str:
 
 
 def _number_types(storage: Storage, plan: Plan) -> list[str]:
-    """The types in which a parameter is stored, its gradient added up, and summed over ranks."""
+    """Return the types in which a parameter is stored, its gradient added up, and summed over
+    ranks.
+    """
     if not storage.dtype.is_floating_point:
         return []
     precision, last, fields = plan.precision, dtype_name(storage.dtype), []
@@ -35,7 +37,7 @@ def _number_types(storage: Storage, plan: Plan) -> list[str]:
 
 
 def parameter_spec(storage: Storage, plan: Plan) -> str:
-    """A parameter as `rt.ParameterSpec(…)`."""
+    """Return a parameter as `rt.ParameterSpec(…)`."""
     fields = [f"name={literal(storage.name)}", f"shape={literal(storage.shape)}"]
     fields.append(f'dtype="{dtype_name(storage.dtype)}"')
     if storage.aliases:

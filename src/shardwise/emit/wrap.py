@@ -8,7 +8,7 @@ WIDTH = 96
 
 
 def wrap(line: str) -> str:
-    """The line, or several if it is longer than the limit.
+    """Return the line, or several if it is longer than the limit.
 
     >>> print(wrap("x = f(" + "a" * 60 + ", " + "b" * 60 + ")"))  # doctest: +ELLIPSIS
     x = f(
@@ -32,7 +32,7 @@ def wrap(line: str) -> str:
 
 
 def _outermost(line: str) -> tuple[int, int] | None:
-    """The longest bracket pair at depth one."""
+    """Return the longest bracket pair at depth one."""
     depth, start = 0, 0
     best: tuple[int, int] | None = None
     for index, character in _unquoted(line):
@@ -58,7 +58,7 @@ def _arguments(text: str) -> list[str]:
 
 
 def _unquoted(text: str) -> Iterator[tuple[int, str]]:
-    """The characters outside of quotes, with their places."""
+    """Yield the characters outside of quotes, with their places."""
     quote, escaped = "", False
     for index, character in enumerate(text):
         if quote:

@@ -47,7 +47,7 @@ def _gradient_placement(placement: Placement) -> Placement:
 def whole_values(
     parts: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> list[tuple[str, torch.Tensor]]:
-    """The value as the first ranks hold it, then every copy of it that has other bits."""
+    """Return the value as the first ranks hold it, then every copy of it that has other bits."""
     sizes = dict(mesh.axes)
     splits = [Split(axis=axis, dim=s.dim, of=s.of) for axis, s in layout.shards]
     partial = {axis: p for axis, p in layout.axes if isinstance(p, Partial)}

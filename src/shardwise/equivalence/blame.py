@@ -30,7 +30,7 @@ class Blame:
         return f"node {node.name} ({node.op}) at {node.origin}{text}"
 
     def entries(self, node: Node) -> str:
-        """The plan's entries that decide this node, as they stand in the plan file."""
+        """Return the plan's entries that decide this node, as they stand in the plan file."""
         found = []
         for axis, choice in self.plan.choices(self.graph).get(node.name, {}).items():
             found.append(f'nodes["{node.name}"]: {axis} "{choice}"')
@@ -40,7 +40,7 @@ class Blame:
         return "; ".join([*found, *self._choices(node)]) or "no entry of the plan"
 
     def parameter_entries(self, parameter: Parameter) -> list[str]:
-        """The globs that match a parameter, with what they say."""
+        """Return the globs that match a parameter, with what they say."""
         found = []
         for glob, entry in self.plan.parameters.items():
             if not any(fnmatchcase(n, glob) for n in (parameter.name, *parameter.aliases)):
@@ -70,7 +70,7 @@ class Blame:
         return None
 
     def uses(self, value: str) -> list[str]:
-        """The nodes that use a graph value, described."""
+        """Return the nodes that use a graph value, described."""
         return [self.describe(n) for n in self.graph.nodes if value in n.inputs]
 
     def step_text(self, step: Step) -> str:

@@ -176,7 +176,7 @@ def is_rounding(expected: torch.Tensor, noise: torch.Tensor | float | None) -> b
 
 
 def _sizes(expected: torch.Tensor, noise: torch.Tensor | float) -> tuple[float, float]:
-    """The largest element of a tensor, and the farthest that rounding moves one."""
+    """Return the largest element of a tensor, and the farthest that rounding moves one."""
     size = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     return float(size), float(torch.as_tensor(noise).max().item())
 

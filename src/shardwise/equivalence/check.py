@@ -82,7 +82,9 @@ def check(
 def make_trials(
     program: Program | Pipeline, reference: Reference, batch: Any, rerun: Rerun | None = None
 ) -> list[Trial]:
-    """The trials of a check: as given, and with weights and batch changed if the model runs so."""
+    """Return the trials of a check: as given, and with weights and batch changed if the model runs
+    so.
+    """
     subject = subject_of(program)
     inputs, _ = flatten_batch(batch)
     given = make_trial(subject.computed, subject.plan, reference, inputs, AS_GIVEN)

@@ -106,7 +106,9 @@ def _matters(subject: Subject, edit: Edit, name: str, trial: Trial, timeout_s: f
 def locate_edit(
     subject: Subject, edit: Edit, trial: Trial, timeout_s: float, failure: Exception | None
 ) -> str | None:
-    """The first statement of the edited code that gives another value than the emitted one."""
+    """Return the first statement of the edited code that gives another value than the
+    emitted one.
+    """
     statements = _run_both(subject, edit, trial, timeout_s)
     if statements is None:
         return None
@@ -127,7 +129,7 @@ def _differ(value: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _changed_lines(emitted: Sequence[str], edited: Sequence[str]) -> str:
-    """The edited lines, the first few of them."""
+    """Return the edited lines, the first few of them."""
     found: dict[str, None] = {}
     for before, after in zip(emitted, edited, strict=True):
         rows = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
@@ -139,7 +141,7 @@ def _changed_lines(emitted: Sequence[str], edited: Sequence[str]) -> str:
 
 
 def instrument(source: str, change: str | None = None) -> str:
-    """The source with a probe after every assignment to plain names in a `forward`.
+    """Return the source with a probe after every assignment to plain names in a `forward`.
 
     With `change`, the value of that one assignment is made a tenth larger instead.
     """

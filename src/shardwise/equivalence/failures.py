@@ -16,7 +16,9 @@ PROBE = re.compile(r"rt\.probe\('([^']+)'")
 
 
 def failed_statement(program: Program, error: BaseException, blame: Blame) -> str:
-    """The statement in emitted code where an exception came from, and the node it belongs to."""
+    """Return the statement in emitted code where an exception came from, and the node it belongs
+    to.
+    """
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
     frames = [
         f
@@ -35,7 +37,7 @@ def failed_statement(program: Program, error: BaseException, blame: Blame) -> st
 
 
 def _probed_after(filename: str, line: int) -> str | None:
-    """The value that the statement at a line makes: the next one probed."""
+    """Return the value that the statement at a line makes: the next one probed."""
     for number in range(line, line + 40):
         found = PROBE.search(linecache.getline(filename, number))
         if found:

@@ -24,7 +24,7 @@ def locate(
     comparisons: Sequence[Comparison],
     probed: Probed,
 ) -> str:
-    """The first difference, in words."""
+    """Return the first difference, in words."""
     records = probed.records
     views = [(view, Blame(view.program)) for view in subject.views]
     text = _first(

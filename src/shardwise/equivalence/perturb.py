@@ -169,7 +169,7 @@ def _other_indices(
 
 
 def _other_integers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same integers in another order; a mask of ones (or all true) gets a hole."""
+    """Return the same integers in another order; a mask of ones (or all true) gets a hole."""
     if bool((tensor == 1).all()) and tensor.dim() > 1 and tensor.shape[-1] > 1:
         holed = tensor.clone()
         holed[::2, ..., -max(1, tensor.shape[-1] // 4) :] = 0

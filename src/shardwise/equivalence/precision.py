@@ -28,7 +28,7 @@ _ITSELF = ("__get__", "__set__", "__setitem__", "requires_grad_", "backward", "s
 
 
 def widen(arg: Any) -> Any:
-    """The argument with narrow floating dtypes replaced by wide ones."""
+    """Return the argument with narrow floating dtypes replaced by wide ones."""
     if isinstance(arg, torch.dtype):
         return WIDE.get(arg, arg)
     if isinstance(arg, tuple | list):
@@ -37,7 +37,7 @@ def widen(arg: Any) -> Any:
 
 
 def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float64 or complex128, if it is narrower; the same one otherwise."""
+    """Return the tensor in float64 or complex128, if it is narrower; the same one otherwise."""
     return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
 
 
@@ -104,7 +104,7 @@ def _any_narrow(arg: Any) -> bool:
 
 
 def _widen_operands(arg: Any) -> Any:
-    """The arguments with all floating-point tensors in float64."""
+    """Return the arguments with all floating-point tensors in float64."""
     if isinstance(arg, torch.Tensor):
         if type(arg) not in (torch.Tensor, torch.nn.Parameter) or arg.requires_grad:
             return widen_tensor(arg)
@@ -127,7 +127,7 @@ def double_by_default() -> Iterator[None]:
 
 
 def widen_graph(graph: Graph) -> Graph:
-    """The graph with float64 for every narrower floating type."""
+    """Return the graph with float64 for every narrower floating type."""
     return dataclasses.replace(
         graph,
         nodes=tuple(_widen_node(node) for node in graph.nodes),

@@ -38,7 +38,7 @@ class Reference:
 
 
 def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """A float64 copy of the model and the batch on the CPU."""
+    """Return a float64 copy of the model and the batch on the CPU."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise VerifyError(
             "the model has no weights (meta tensors)",

@@ -31,13 +31,13 @@ class View:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> its stages
 
     def values(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
-        """The parts of a value at all places; None when a rank stopped before."""
+        """Return the parts of a value at all places; None when a rank stopped before."""
         found = [records[rank].values.get(prefix + name) for rank, prefix in self.places]
         parts = [part for part in found if part is not None]
         return parts if len(parts) == len(found) else None
 
     def gradients(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
-        """The gradients of these parts; zero where none came."""
+        """Return the gradients of these parts; zero where none came."""
         parts = self.values(records, name)
         if parts is None:
             return None

@@ -80,14 +80,14 @@ PARENT = Ref("<parent>")
 
 
 def new_root(name: str) -> Alias:
-    """An alias of new memory that holds the value `name`."""
+    """Return an alias of new memory that holds the value `name`."""
     storage = Storage()
     storage.root = Alias(storage, name)
     return storage.root
 
 
 def read(alias: Alias, emitter: Emitter) -> str:
-    """The value `alias` holds now."""
+    """Return the value `alias` holds now."""
     storage = alias.storage
     if alias.version == storage.version:
         return alias.name
@@ -126,7 +126,7 @@ def write(alias: Alias, name: str, emitter: Emitter) -> None:
 
 
 def _scatter(view: View, base: str, source: str, emitter: Emitter) -> str:
-    """The base with `source` written where `view` looks."""
+    """Return the base with `source` written where `view` looks."""
     if view.op == "":
         return source
     inverse = INVERSES.get(view.op)
@@ -142,7 +142,7 @@ Inverse = Callable[[View, Ref, Ref, Emitter], tuple[str, tuple[Any, ...]]]
 
 
 def _rest(view: View, *defaults: Any) -> tuple[Any, ...]:
-    """The view's arguments after the parent, with defaults filled in."""
+    """Return the view's arguments after the parent, with defaults filled in."""
     given = view.args[1:]
     return (*given, *defaults[len(given) :])
 

@@ -95,7 +95,7 @@ class Sources:
         return roots
 
     def constant(self, builder: Builder, data: Any, name: str) -> Alias:
-        """A tensor that forward found elsewhere; never one of the model's own weights."""
+        """Return a tensor that forward found elsewhere; never one of the model's own weights."""
         if not isinstance(data, torch.Tensor):
             raise CaptureError(f"forward uses {name}, a {type(data).__name__}")
         if not has_data(data):
@@ -140,7 +140,7 @@ def assemble(
     results: tuple[Any, ...],
     recorder: Recorder,
 ) -> Graph:
-    """The finished graph."""
+    """Return the finished graph."""
     report = step.outputs[0]
     values = [builder.read(alias) for alias in results]
     loss = values.pop(0) if report.has_loss else None

@@ -67,7 +67,7 @@ class Builder:
     # ------------------------------------------------------------ values
 
     def source(self, name: str, type_: TensorType, owner: str, *, differentiable: bool) -> Alias:
-        """A value from outside: parameter, buffer, input, constant."""
+        """Return a value from outside: parameter, buffer, input, constant."""
         self.types[name] = type_
         if differentiable:
             self.differentiable.add(name)
@@ -110,7 +110,7 @@ class Builder:
     # ------------------------------------------------------------ aliases
 
     def track(self, name: str, value: torch.Tensor, view: View | None) -> Alias:
-        """The alias of a call's result: a view if it shares memory, else its own root."""
+        """Return the alias of a call's result: a view if it shares memory, else its own root."""
         address = value.untyped_storage()._cdata
         storage = self.storages.get(address)
         if storage is None:
@@ -120,7 +120,7 @@ class Builder:
         return Alias(storage, name, storage.version, view)
 
     def same(self, value: torch.Tensor, parent: Alias) -> Alias:
-        """The alias of a result that equals `parent`; shares its memory or not."""
+        """Return the alias of a result that equals `parent`; shares its memory or not."""
         name = self.read(parent)
         if self.storages.get(value.untyped_storage()._cdata) is parent.storage:
             return Alias(parent.storage, name, parent.storage.version, View(parent, ""))
@@ -165,7 +165,7 @@ class Builder:
 
 
 def tensor_type(value: torch.Tensor) -> TensorType:
-    """The type of a fake tensor; sizes that depend on data are `UNKNOWN_SIZE`."""
+    """Return the type of a fake tensor; sizes that depend on data are `UNKNOWN_SIZE`."""
     shape = tuple(size if type(size) is int else _size(size) for size in value.shape)
     return TensorType(shape, value.dtype)
 

@@ -57,7 +57,7 @@ def _view(
     types: tuple[TensorType, ...],
     inputs: list[Alias],
 ) -> View | None:
-    """The view that made this result, if it shares memory with an argument."""
+    """Return the view that made this result, if it shares memory with an argument."""
     storage = builder.storages.get(value.untyped_storage()._cdata)
     if storage is None:
         return None
@@ -69,7 +69,7 @@ def _view(
 
 
 def refs(builder: Builder, value: Any) -> Any:
-    """An argument with aliases read as `Ref`s; lists become tuples."""
+    """Return an argument with aliases read as `Ref`s; lists become tuples."""
     if isinstance(value, Alias):
         return Ref(builder.read(value))
     if isinstance(value, tuple | list):
@@ -80,7 +80,7 @@ def refs(builder: Builder, value: Any) -> Any:
 
 
 def fitted(builder: Builder, name: str, own: TensorType) -> str:
-    """The value `name` cast and broadcast to another type."""
+    """Return the value `name` cast and broadcast to another type."""
     have = builder.types[name]
     if have.dtype != own.dtype:
         have = TensorType(have.shape, own.dtype)

@@ -67,7 +67,7 @@ def capture(
     around: Around = nullcontext,
     reads: Reads | None = None,
 ) -> Graph:
-    """The forward step of `model` on `batch`, up to the loss, as a graph.
+    """Return the forward step of `model` on `batch`, up to the loss, as a graph.
 
     `batch` is a dict (keyword arguments), a tuple (positional) or a tensor. `training` sets the
     mode of the captured copy; by default the model's own. `device` is the one that tensors are
@@ -113,7 +113,7 @@ class Traced:
         return [change for change in self.watch.changes if not change.tensors]
 
     def graph(self, call: Call) -> Graph:
-        """The graph for a call of the sizes that the values of the exported program have."""
+        """Return the graph for a call of the sizes that the values of the exported program have."""
         sources = Sources.of(self.model, call, _signature_names(self.model))
         sources.trained_outside = self.watch.reach.trained_tensors()
         parts = (self.step, sources, self.recorder, self.device)
@@ -276,7 +276,7 @@ def _convert(
     recorder: Recorder,
     device: torch.device,
 ) -> Graph:
-    """The exported program as a `Graph`."""
+    """Return the exported program as a `Graph`."""
     builder = Builder(device=device, region=Region(autocast=_ambient_autocast(device)))
     roots = sources.declare(builder)
     inputs = _placeholders(program, builder, sources, roots)
@@ -293,7 +293,7 @@ def _convert_decomposed(
     device: torch.device,
     reason: NotFunctional,
 ) -> Graph:
-    """The same through torch's own functionalization, for writes that we cannot express."""
+    """Build the graph through torch's own functionalization, for writes not handled here."""
     check_regions_can_go(program.graph_module, reason)
     try:
         with quiet(), recording(recorder):
@@ -325,7 +325,7 @@ def _placeholders(
     sources: Sources,
     roots: dict[str, Alias],
 ) -> list[Alias]:
-    """An alias for every placeholder of the exported graph."""
+    """Return an alias for every placeholder of the exported graph."""
     inputs: list[Alias] = []
     given = iter(sources.inputs)
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]

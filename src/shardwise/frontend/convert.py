@@ -107,7 +107,7 @@ class Converter:
         raise NotFunctional(f"higher-order operator {name}", place)
 
     def _symbolic(self, op: str, args: tuple[Any, ...]) -> Alias:
-        """A Python number that depends on data: legal only if nothing needs it."""
+        """Return a Python number that depends on data: legal only if nothing needs it."""
         plain = refs(self.builder, args)
         kept = tuple(ref for ref in pytree.tree_leaves(plain) if isinstance(ref, Ref))
         (name,) = self.builder.emit(SYMBOLIC, (op, *kept), (TensorType((), torch.int64),))
@@ -121,7 +121,7 @@ class Converter:
         raise NotFunctional(f"call of {target}")
 
     def _function(self, args: tuple[Any, ...], value: Any) -> tuple[Alias, ...]:
-        """A custom autograd function, kept whole."""
+        """Return a custom autograd function, kept whole."""
         tensors, key = args
         call = self.recorder.calls[key]
         names = [self.builder.read(alias) for alias in tensors]

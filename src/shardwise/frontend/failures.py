@@ -17,7 +17,7 @@ _GENERAL = "check that model(**batch) runs, also where torch.compiler.is_compili
 
 
 def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
-    """The error to raise from `error`: our own as it is (with a place), others explained."""
+    """Return the error to raise from `error`: our own as it is (with a place), others explained."""
     own = _own(error)
     frame = _user_frame(error)
     place = str(frame) if frame is not None else None
@@ -48,7 +48,7 @@ def explained(model_name: str) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> tuple[str | None, str]:
-    """The user's line that an error came from, if there is one, and its first words."""
+    """Return the user's line that an error came from, if there is one, and its first words."""
     frame = _user_frame(error)
     return None if frame is None else str(frame), _first(f"{type(error).__name__}: {error}")
 
@@ -74,7 +74,7 @@ def _own(error: BaseException | None) -> ShardwiseError | None:
 
 
 def _user_frame(error: BaseException | None) -> Frame | None:
-    """The innermost user frame of the exception or of one it was raised from."""
+    """Return the innermost user frame of the exception or of one it was raised from."""
     found: Frame | None = None
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -87,7 +87,7 @@ def _user_frame(error: BaseException | None) -> Frame | None:
 
 
 def _first(text: str) -> str:
-    """The first lines that say something, shortened."""
+    """Return the first lines that say something, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     short = " ".join(lines[:2])
     return short if len(short) <= 240 else short[:237] + "..."

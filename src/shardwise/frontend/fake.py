@@ -22,7 +22,7 @@ StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A structural copy of `model` on meta: what later captures start from.
+    """Return a structural copy of `model` on meta: what later captures start from.
 
     >>> skeleton(nn.Linear(2, 3)).weight.device
     device(type='meta')
@@ -31,19 +31,19 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def fake_copy(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
-    """A structural copy whose tensors are fake ones of the logical `device`."""
+    """Return a structural copy whose tensors are fake ones of the logical `device`."""
     with mode:
         return _copy_structure(model, lambda t: _empty_like(t, device))
 
 
 def fake_tensor(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake stand-in for one tensor of the batch: never shared, even if the tensor is."""
+    """Return a fake stand-in for one tensor of the batch: never shared, even if the tensor is."""
     with mode:
         return _empty_like(tensor, device).requires_grad_(tensor.requires_grad)
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """A mode in which numbers read from tensors are symbols, as `torch.export` wants it."""
+    """Return a mode in which numbers read from tensors are symbols, as `torch.export` wants it."""
     return FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True
     )
@@ -55,7 +55,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def logical_device(model: nn.Module, batch: list[torch.Tensor]) -> torch.device:
-    """The device of the model's first tensor with data, then the batch's; else the CPU."""
+    """Return the device of the model's first tensor with data, then the batch's; else the CPU."""
     for tensor in (*model.parameters(), *model.buffers(), *batch):
         if tensor.device.type != "meta":
             return torch.device(tensor.device.type)

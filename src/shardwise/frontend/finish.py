@@ -45,7 +45,7 @@ class Namer:
 
 
 def identifier(wish: str) -> str:
-    """The nearest Python identifier.
+    """Return the nearest Python identifier.
 
     >>> identifier("layers.0.weight"), identifier("0"), identifier("__and__")
     ('layers_0_weight', 'v_0', 'and')
@@ -55,7 +55,7 @@ def identifier(wish: str) -> str:
 
 
 def live_nodes(nodes: list[RawNode], results: Iterable[str]) -> list[RawNode]:
-    """The nodes that some result needs, in order."""
+    """Return the nodes that some result needs, in order."""
     needed = set(results)
     kept: list[RawNode] = []
     for node in reversed(nodes):

@@ -221,7 +221,9 @@ def _check(
 
 
 def _tensors_of_modules(hook: Hook) -> set[int]:
-    """The ids of all tensors of the modules that a hook is a method of, or has in its closure."""
+    """Return the ids of all tensors of the modules that a hook is a method of, or has in its
+    closure.
+    """
     function = inspect.unwrap(getattr(hook, "func", hook))
     held = [getattr(function, "__self__", None)]
     held += [c.cell_contents for c in getattr(function, "__closure__", None) or () if _filled(c)]
@@ -250,13 +252,13 @@ def _refusal(hook: Hook, target: str, reason: str) -> CaptureError:
 
 
 def name_of(hook: Hook) -> str:
-    """The qualified name of a hook's function."""
+    """Return the qualified name of a hook's function."""
     function = _defined(hook)
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _defined(hook: Hook) -> Any:
-    """The user's function behind a `functools.partial` or a wrapper of torch's."""
+    """Return the user's function behind a `functools.partial` or a wrapper of torch's."""
     function = inspect.unwrap(getattr(hook, "func", hook))
     if _is_multi_gradient(function):
         cells = inspect.getclosurevars(function).nonlocals.values()
@@ -336,7 +338,7 @@ def recording_hooks(recorder: Recorder) -> Iterator[None]:
 
 
 def _identity(name: str) -> type:
-    """An autograd function that returns its input, and whose backward is a hook."""
+    """Return an autograd function that returns its input, and whose backward is a hook."""
 
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)

@@ -118,7 +118,7 @@ def _compute_into(
 def _result_type(
     operator: torch._ops.OpOverload[Any, Any], node: fx.Node, own: TensorType
 ) -> TensorType:
-    """The functional result's type: the overwritten one's unless dtypes are mixed."""
+    """Return the functional result's type: the overwritten one's unless dtypes are mixed."""
     values = fx.node.map_arg(node.args, lambda n: n.meta["val"])
     tensors = [v for v in _flat(values) if isinstance(v, torch.Tensor)]
     numbers = [v for v in _flat(values) if isinstance(v, float) and not own.dtype.is_floating_point]

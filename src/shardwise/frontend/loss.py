@@ -20,7 +20,7 @@ _HINT = (
 
 
 def find_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """The loss of one step, or a `LossError` that says how to mark it.
+    """Return the loss of one step, or a `LossError` that says how to mark it.
 
     >>> find_loss({"loss": torch.tensor(1.0), "aux": torch.tensor(2.0)}, None, None)
     tensor(1.)

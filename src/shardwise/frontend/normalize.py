@@ -140,7 +140,9 @@ def _update_statistics(
 
 
 def _functional_batch_norm(builder: Builder, value: Any, args: Any, kwargs: Any) -> Any:
-    """The same node from torch's own functionalization: (out, mean, rstd, new mean, new var)."""
+    """Return the same node from torch's own functionalization: (out, mean, rstd, new mean, new
+    var).
+    """
     data, weight, bias, mean, variance, training, momentum, eps = args
     if not training:
         return None
@@ -185,7 +187,7 @@ def _strided_scatter(builder: Builder, value: Any, args: tuple[Any, ...], kwargs
 
 
 def _constant(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A literal's copy: the constant itself; writes go to the copy's own memory."""
+    """Return a literal's copy: the constant itself; writes go to the copy's own memory."""
     return builder.track(builder.read(args[0]), value, None)
 
 
@@ -217,7 +219,7 @@ def _unless_same(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: An
 
 
 def _slice(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A slice begins at a number: 0 where nothing is said, as with sizes that are symbols."""
+    """Give a slice an explicit start: 0 if it has none, as when sizes are symbolic."""
     same = _unless_same(builder, value, args, kwargs)
     if same is not None or kwargs or len(args) < 3 or args[2] is not None:
         return same

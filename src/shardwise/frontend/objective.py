@@ -32,7 +32,7 @@ Objective = LossFn | StepFunction | None
 
 
 def as_module(model: Model) -> nn.Module:
-    """The model; several named ones as one module, `modules.G` and `modules["G"]`."""
+    """Return the model; several named ones as one module, `modules.G` and `modules["G"]`."""
     if not isinstance(model, Mapping) or isinstance(model, nn.Module):
         return model
     if not model:
@@ -51,7 +51,7 @@ def as_module(model: Model) -> nn.Module:
 
 
 def objective(loss_fn: Objective, step: StepFn | None) -> Objective:
-    """The one of the two that is given."""
+    """Return the one of the two that is given."""
     if step is None:
         return loss_fn
     if loss_fn is not None:
@@ -91,7 +91,9 @@ def _check_call(function: Callable[..., Any], name: str, given: str, hint: str) 
 
 
 def run_objective(model: nn.Module, call: Call, batch: Any, chosen: Objective) -> Any:
-    """The output of one step on a batch; `loss_of(chosen)` then says which value is its loss."""
+    """Return the output of one step on a batch; `loss_of(chosen)` then says which value is its
+    loss.
+    """
     if isinstance(chosen, StepFunction):
         return chosen.fn(model, batch)
     args, kwargs = call.arguments(batch, None if chosen is None else model)
@@ -99,5 +101,5 @@ def run_objective(model: nn.Module, call: Call, batch: Any, chosen: Objective) -
 
 
 def loss_of(chosen: Objective) -> LossFn | None:
-    """The loss function for `find_loss`; a step's output holds its loss."""
+    """Return the loss function for `find_loss`; a step's output holds its loss."""
     return None if isinstance(chosen, StepFunction) else chosen

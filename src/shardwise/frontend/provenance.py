@@ -56,7 +56,7 @@ class Frame:
 
 
 def origin_of(meta: dict[str, Any]) -> Origin:
-    """The origin of a node, from its fx meta."""
+    """Return the origin of a node, from its fx meta."""
     module, module_class = "", ""
     stack = meta.get("nn_module_stack")
     if stack:
@@ -72,7 +72,7 @@ def origin_of(meta: dict[str, Any]) -> Origin:
 
 @functools.lru_cache(maxsize=65536)
 def user_frame(trace: str) -> Frame | None:
-    """The innermost `forward` outside torch; else the innermost such frame of any name."""
+    """Return the innermost `forward` outside torch; else the innermost such frame of any name."""
     frames = [frame for frame in parse_frames(trace) if is_user_file(frame.file)]
     for frame in reversed(frames):
         if frame.function.rsplit(".", 1)[-1] == "forward":
@@ -81,7 +81,7 @@ def user_frame(trace: str) -> Frame | None:
 
 
 def parse_frames(trace: str) -> list[Frame]:
-    """The frames of a printed stack, outermost first."""
+    """Return the frames of a printed stack, outermost first."""
     return [
         Frame(file, int(line), function, (text or "").strip())
         for file, line, function, text in _FRAME.findall(trace)
@@ -127,7 +127,7 @@ def keeping_user_frames() -> Iterator[None]:
 
 
 def running_frame() -> Frame | None:
-    """The innermost frame of the user's code that is running now."""
+    """Return the innermost frame of the user's code that is running now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

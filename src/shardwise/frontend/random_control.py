@@ -40,7 +40,7 @@ class Draw:
         self._low, self._high, self._make, self._value = low, high, tensor, None
 
     def materialize(self) -> Any:
-        """The draw as a tensor of the graph; a Python number cannot be one."""
+        """Return the draw as a tensor of the graph; a Python number cannot be one."""
         if self._make is None:
             raise CaptureError(
                 "forward computes with a number drawn by Python's or NumPy's generator; "
@@ -190,7 +190,7 @@ def _is_shape(size: tuple[Any, ...]) -> bool:
 def _refusing(
     function: Callable[..., Any], message: str, hint: str, unless: list[int]
 ) -> Callable[..., Any]:
-    """The function for libraries; an error with the line for the user's own code."""
+    """Return the function for libraries; an error with the line for the user's own code."""
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         file = sys._getframe(1).f_code.co_filename

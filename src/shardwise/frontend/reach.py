@@ -90,7 +90,7 @@ class Reach:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a module, or of a container of modules and tensors, with names."""
+    """Yield the tensors of a module, or of a container of modules and tensors, with names."""
     if isinstance(value, torch.Tensor):
         yield "", value
     elif isinstance(value, nn.Module):

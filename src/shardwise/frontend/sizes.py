@@ -125,7 +125,9 @@ def _tiny(shapes: Shapes, dims: list[list[int]]) -> bool:
 
 
 def _sized_trace(trace: Callable[[], Traced]) -> SizedTrace | None:
-    """The trace with symbolic sizes, if there can be one: not all of Python takes symbols."""
+    """Return the trace with symbolic sizes, if there can be one:
+    not all of Python takes symbols.
+    """
     try:
         with _symbols_as_numbers():
             return SizedTrace(trace())
@@ -228,7 +230,7 @@ class SizedTrace:
         return True
 
     def graph(self, call: Call) -> Graph | None:
-        """The graph for a batch; None if the trace does not hold for its sizes."""
+        """Return the graph for a batch; None if the trace does not hold for its sizes."""
         tensors = [tensor for _, tensor in call.tensors]
         if not self._holds(self._guards, tensors):
             return None
@@ -242,7 +244,7 @@ class SizedTrace:
                 node.meta["val"] = value
 
     def _sizes(self, shapes: Any) -> dict[Any, Any]:
-        """The value of every symbol that is a size of an input."""
+        """Return the value of every symbol that is a size of an input."""
         return {
             size.node.expr: number
             for value, shape in zip(self._inputs, shapes, strict=True)
@@ -277,7 +279,7 @@ class _Numbers:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def in_place_of(self, value: Any) -> Any:
-        """The value of a node for these sizes."""
+        """Return the value of a node for these sizes."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, tuple | list):

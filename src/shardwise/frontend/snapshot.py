@@ -97,7 +97,9 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
 
 
 def _module(module: nn.Module, names: Set[str]) -> Any:
-    """The attributes of a module that is no part of the model, and the versions of its tensors."""
+    """Return the attributes of a module that is no part of the model, and the versions of its
+    tensors.
+    """
     own = vars(module)
     kept = {k: v for k, v in own.items() if k not in INTERNAL and k != "training"}
     tensors = [t for kind in ("_parameters", "_buffers") for t in own[kind].values()]

@@ -92,7 +92,7 @@ class Change:
         return [t for t in pytree.tree_leaves(self.after) if isinstance(t, FakeTensor)]
 
     def refusal(self, what: str) -> CaptureError:
-        """The error that names the attribute, its line and the cure."""
+        """Return the error that names the attribute, its line and the cure."""
         return CaptureError(
             f"forward changes the attribute {self.name}, which it also reads: {what}",
             where=str(self.frame) if self.frame else None,

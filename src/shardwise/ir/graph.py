@@ -279,7 +279,7 @@ def format_arg(arg: Any) -> str:
 
 
 def to_text(graph: Graph, *, provenance: bool = True) -> str:
-    """The graph as readable text; without provenance it is what the fingerprint hashes."""
+    """Return the graph as readable text; without provenance it is what the fingerprint hashes."""
     lines = [f"graph {graph.name} training={graph.training}"]
     types = graph.values
     for kind, sources in (

@@ -50,7 +50,7 @@ def interpret(
 
 
 def resolve(graph: Graph, op: str) -> Callable[..., Any]:
-    """The callable of a node's op: an ATen overload, a custom function, one of our own."""
+    """Return the callable of a node's op: an ATen overload, a custom function, one of our own."""
     if op in graph.functions:
         apply: Callable[..., Any] = graph.functions[op].apply
         return apply

@@ -16,7 +16,7 @@ from shardwise.ir.graph import Node, Ref
 
 @cache
 def operator(name: str) -> Any:
-    """The `OpOverload` of `namespace.op.overload`, or None when torch does not know it."""
+    """Return the `OpOverload` of `namespace.op.overload`, or None when torch does not know it."""
     found: Any = torch.ops
     for piece in name.split("."):
         try:
@@ -38,7 +38,9 @@ def signature(name: str) -> tuple[tuple[str, Any], ...] | None:
 
 
 def bind(node: Node) -> dict[str, Any]:
-    """The node's arguments by name, defaults filled in; positions where there is no schema."""
+    """Return the node's arguments by name, defaults filled in;
+    positions where there is no schema.
+    """
     arguments = signature(node.op)
     if arguments is None:
         return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)

@@ -70,7 +70,7 @@ def launch_commands(
 def node_commands(
     found: Sequence[Place], argv: Sequence[str], *, port: int, settings: Settings = DEFAULTS
 ) -> tuple[NodeCommand, ...]:
-    """The commands for machines that are known."""
+    """Return the commands for machines that are known."""
     program = rank_program(argv)
     address = meeting_address(found)
     return tuple(
@@ -97,7 +97,7 @@ def node_commands(
 
 
 def torchrun_arguments(num_nodes: int, num_devices: int, node_rank: str) -> tuple[str, ...]:
-    """The sizes, as torchrun takes them."""
+    """Return the sizes, as torchrun takes them."""
     return (
         *("--nnodes", str(num_nodes)),
         *("--nproc-per-node", str(num_devices)),
@@ -140,7 +140,7 @@ def rank_program(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def script_of(program: Sequence[str]) -> str:
-    """The file that every node must have, or nothing."""
+    """Return the file that every node must have, or nothing."""
     return program[1] if program[0] == "--" else ""
 
 
@@ -171,7 +171,7 @@ def connect_s(timeout_s: float) -> int:
 
 
 def quoted_path(path: str) -> str:
-    """A path for a shell: `~/` stays what it means there, all else is taken as it is.
+    """Return a path for a shell: `~/` stays what it means there, all else is taken as it is.
 
     >>> quoted_path("~/my env/bin/python")
     "~/'my env/bin/python'"

@@ -54,7 +54,7 @@ def job_spec(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> JobSpec:
-    """The job of a cluster; node-wise folders, interpreters and variables must agree."""
+    """Return the job of a cluster; node-wise folders, interpreters and variables must agree."""
     machines = cluster.machines()
     starts = [machine.start.over(cluster.start) for machine in machines]
     for machine, start in zip(machines, starts, strict=True):
@@ -84,7 +84,7 @@ def job_spec(
 
 
 def job_name(text: str) -> str:
-    """A name that every scheduler takes: lower case, digits and hyphens, at most 40 of them.
+    """Return a name that every scheduler takes: lower case, digits and hyphens, at most 40 of them.
 
     >>> job_name("My lab's $(job)")
     'my-lab-s-job'

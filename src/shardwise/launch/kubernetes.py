@@ -31,7 +31,7 @@ def pytorch_job(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """The job's YAML; `options`: image, namespace, gpu-resource, memory, shared-memory."""
+    """Return the job's YAML; `options`: image, namespace, gpu-resource, memory, shared-memory."""
     for option in options:
         if option not in OPTIONS:
             raise ClusterError(f"no option {option!r} for Kubernetes", hint=", ".join(OPTIONS))

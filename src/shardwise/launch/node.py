@@ -144,7 +144,7 @@ def _bind_to_parent() -> Callable[[], None] | None:
 
 
 def descendants(root: int) -> list[int]:
-    """The living processes that `root` or its descendants started, from /proc."""
+    """Return the living processes that `root` or its descendants started, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -26,7 +26,7 @@ class Lines:
         self._shown_at = 0.0
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that are complete with `data`."""
+        """Return the lines that are complete with `data`."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         found = [_seen(line) for line in whole]
         if b"\r" in self._rest and time.monotonic() - self._shown_at > REDRAWN_EVERY_S:
@@ -73,7 +73,7 @@ class Printer:
         self._streams[1].flush()
 
     def last(self, node: str) -> tuple[str, ...]:
-        """The last lines of a node."""
+        """Return the last lines of a node."""
         return tuple(self._last[node])
 
 

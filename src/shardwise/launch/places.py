@@ -82,7 +82,7 @@ def meeting_address(found: Sequence[Place]) -> str:
 
 
 def own_address(towards: str) -> str:
-    """This machine's address in the network of `towards`; nothing is sent to find it."""
+    """Return this machine's address in the network of `towards`; nothing is sent to find it."""
     try:
         family = socket.AF_INET6 if ":" in towards else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

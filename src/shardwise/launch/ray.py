@@ -28,7 +28,7 @@ def ray_driver(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """The driver's text; `options`: `address` of the Ray cluster, `timeout_s` for its nodes.
+    """Return the driver's text; `options`: `address` of the Ray cluster, `timeout_s` for its nodes.
 
     Port 0 is chosen on the first node.
     """

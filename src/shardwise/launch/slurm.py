@@ -64,7 +64,8 @@ def slurm_script(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """The script for `sbatch`; `options` are its own: `{"partition": "gpu", "time": "2:00:00"}`.
+    """Return the script for `sbatch`; `options` are its own: `{"partition": "gpu", "time":
+    "2:00:00"}`.
 
     Port 0 is chosen from the job's number.
     """

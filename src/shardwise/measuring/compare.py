@@ -139,8 +139,8 @@ def compare(
     solved: bool = True,
     warm: bool = False,
 ) -> Times:
-    """The times of `rounds` rounds, after one that does not count unless processes are `warm`;
-    `solved` is as of a `Task`.
+    """Return the times of `rounds` rounds, after one that does not count unless processes are
+    `warm`; `solved` is as of a `Task`.
     """
     sides = _Sides(program, messenger, dtype)
     library_s: list[float] = []

@@ -43,7 +43,7 @@ class Layout:
 
 
 def layout(network: Network, prefix: str) -> Layout:
-    """The namespaces of a network, named `prefix` and more."""
+    """Return the namespaces of a network, named `prefix` and more."""
     count = network.num_ranks
     if not 2 <= count <= MOST_RANKS:
         raise ClusterError(
@@ -57,7 +57,7 @@ def layout(network: Network, prefix: str) -> Layout:
 
 
 def address(rank: int) -> str:
-    """The address of a rank in its namespace."""
+    """Return the address of a rank in its namespace."""
     return f"10.86.{rank // 250}.{rank % 250 + 1}"
 
 
@@ -111,7 +111,9 @@ def _routes(network: Network) -> Iterator[str]:
 
 
 def ways(network: Network, start: int) -> dict[int, tuple[int, ...]]:
-    """The resources on the way from a rank to each other one, in order; each at most once."""
+    """Return the resources on the way from a rank to each other one, in order;
+    each at most once.
+    """
     limited = _limited(network)
     used = [tuple(r for r in row if r in limited) for row in network.uses.tolist()]
     found: dict[int, tuple[int, ...]] = {start: ()}
@@ -134,7 +136,7 @@ def ways(network: Network, start: int) -> dict[int, tuple[int, ...]]:
 
 
 def _limited(network: Network) -> list[int]:
-    """The resources that are emulated."""
+    """Return the resources that are emulated."""
     return [r for r, capacity in enumerate(network.capacity.tolist()) if capacity < FASTEST]
 
 

@@ -53,7 +53,7 @@ def run_processes(
 
 
 def _bound_to_us() -> Callable[[], None] | None:
-    """The child is killed when we end, however that happens; also after it runs its program."""
+    """Return a hook that kills the child when this process ends, however it ends."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
@@ -82,7 +82,7 @@ def _wait(
 
 
 def owned(prefix: str) -> str:
-    """The beginning of a name that tells whose it is."""
+    """Return the beginning of a name that tells whose it is."""
     return f"{prefix}{os.getpid()}-"
 
 

@@ -31,7 +31,7 @@ class Facts:
 
 
 def check(program: MessageProgram) -> Facts:
-    """The facts of a program that does what its operation says."""
+    """Return the facts of a program that does what its operation says."""
     _check_cover(program)
     numbers: dict[tuple[int, ...], int] = {}
 

@@ -28,7 +28,7 @@ class Travel:
 
 
 def travels(program: MessageProgram) -> list[Travel]:
-    """The ways of all chunks, those with the most elements first."""
+    """Return the ways of all chunks, those with the most elements first."""
     sums: dict[int, list[Edge]] = {}
     copies: dict[int, list[Edge]] = {}
     for rank, mine in enumerate(program.instructions):
@@ -55,7 +55,7 @@ def travels(program: MessageProgram) -> list[Travel]:
 
 
 def trees_text(program: MessageProgram, most: int = 16) -> str:
-    """The ways as trees of ranks, at most so many of them."""
+    """Return the ways as trees of ranks, at most so many of them."""
     found = travels(program)
     lines = []
     for travel in found[:most]:
@@ -95,7 +95,7 @@ def _branches(
 
 
 def svg(program: MessageProgram, most: int = 16) -> str:
-    """The ways as arrows between ranks on circles."""
+    """Return the ways as arrows between ranks on circles."""
     found = travels(program)[:most]
     columns = max(1, min(4, len(found)))
     rows = -(-len(found) // columns)

@@ -43,7 +43,7 @@ class Stage:
 
     @staticmethod
     def from_json(data: Any, where: str) -> Stage:
-        """The stage that `to_json` gave, or an edited one."""
+        """Return the stage that `to_json` gave, or an edited one."""
         known = {"first": str, "ranks": str, "mesh": dict}
         fields = read_fields(data, known, where, known)
         try:
@@ -129,7 +129,7 @@ class Precision:
 
     @staticmethod
     def from_json(data: Any, where: str) -> Precision:
-        """The precision that `to_json` gave, or an edited one."""
+        """Return the precision that `to_json` gave, or an edited one."""
         return Precision(**read_fields(data, _PRECISION, where))
 
 

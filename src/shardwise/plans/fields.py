@@ -42,7 +42,7 @@ ENTRY_FIELDS: dict[str, type | tuple[type, ...]] = {"layout": dict, "zero": int}
 def read_fields(
     data: Any, known: Mapping[str, Any], where: str, required: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The object's fields, each known and of its type, lists as tuples."""
+    """Return the object's fields, each known and of its type, lists as tuples."""
     if not isinstance(data, dict):
         raise PlanError(f"expected an object, found {type(data).__name__}", where=where)
     for key, value in data.items():
@@ -61,7 +61,7 @@ def read_fields(
 
 
 def shortened(value: Any) -> str:
-    """A value of a file for a message: never longer than a line."""
+    """Return a value of a file for a message: never longer than a line."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 

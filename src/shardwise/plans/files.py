@@ -11,7 +11,7 @@ from typing import Any
 
 
 def plan_file_text(data: Mapping[str, Any]) -> str:
-    """The file; `details`, the last of `search`, which is the last of all, has long lines.
+    """Return the file; `details`, the last of `search`, which is the last of all, has long lines.
 
     >>> print(plan_file_text({"name": "a", "search": {"gap": 0, "details": {"links": [1, 2]}}}))
     {

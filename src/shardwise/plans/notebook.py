@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_html(plan: Plan) -> str:
-    """The verdict and the report of a plan that was searched for; else its text."""
+    """Return the verdict and the report of a plan that was searched for; else its text."""
     build = import_module("shardwise.reporting.build")  # in a layer above this one
     try:
         with build.reading(plan):

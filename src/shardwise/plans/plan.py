@@ -136,11 +136,11 @@ class Plan:
         return self.num_microbatches > 1 and not self.per_microbatch
 
     def for_stage(self, index: int) -> Plan:
-        """The plan of one stage alone, with micro-batches as its first mesh axis."""
+        """Return the plan of one stage alone, with micro-batches as its first mesh axis."""
         return self.on_mesh(self.all_stages[index].mesh, timed=self.splits_time)
 
     def on_mesh(self, mesh: Mesh, *, timed: bool = False) -> Plan:
-        """The same decisions for another mesh, without stages."""
+        """Return the same decisions for another mesh, without stages."""
         axes = ((TIME, self.num_microbatches), *mesh.axes) if timed else mesh.axes
         roles = {axis: self.roles[axis] for axis in mesh.names}
         return replace(
@@ -159,7 +159,9 @@ class Plan:
     # ------------------------------------------------------------ reading decisions
 
     def entry(self, parameter: str) -> ParameterEntry:
-        """The merged entry of a parameter: later globs override earlier ones, field by field."""
+        """Return the merged entry of a parameter: later globs override earlier ones, field by
+        field.
+        """
         layout: dict[str, str] = {}
         zero: int | None = None
         for pattern, entry in self.parameters.items():
@@ -173,7 +175,9 @@ class Plan:
         return find_choices(self.nodes, graph)
 
     def unit(self, parameter: str) -> str:
-        """The gather unit a parameter belongs to: the longest module path of `units` above it."""
+        """Return the gather unit a parameter belongs to: the longest module path of `units` above
+        it.
+        """
         above = [u for u in self.units if parameter.startswith(f"{u}.")]
         return max(above, key=len, default="")
 
@@ -207,7 +211,7 @@ class Plan:
         check_choices(self.nodes, graph)
 
     def with_(self, **changes: Any) -> Plan:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     # ------------------------------------------------------------ files and text
@@ -251,7 +255,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any, where: str = "plan") -> Plan:
-        """The plan that `to_json` gave, or an edited one."""
+        """Return the plan that `to_json` gave, or an edited one."""
         fields = read_fields(data, PLAN_FIELDS, where, REQUIRED)
         check_items(fields, where)
         parameters = {
@@ -292,7 +296,7 @@ class Plan:
 
 
 def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
-    """The entry without cuts on mesh axes that a stage does not have."""
+    """Return the entry without cuts on mesh axes that a stage does not have."""
     cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
     return ParameterEntry(layout=cuts, zero=entry.zero)
 

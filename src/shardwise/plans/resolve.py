@@ -106,7 +106,9 @@ def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement
 
 
 def input_cuts(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
-    """The one cut that batch axes may take of each input; None: the plan leaves inputs free."""
+    """Return the one cut that batch axes may take of each input; None:
+    the plan leaves inputs free.
+    """
     if not plan.inputs:
         return None
     cuts: dict[str, Placement] = {}

@@ -22,7 +22,7 @@ ZERO = {
 
 
 def format_plan(plan: Plan) -> str:
-    """The mesh, what each axis cuts, the order of work, and every parameter entry."""
+    """Return the mesh, what each axis cuts, the order of work, and every parameter entry."""
     on = f"{len(plan.stages)} stages of {plan.num_ranks} ranks" if plan.stages else plan.mesh
     lines = [f"Plan {plan.name} for {plan.model} on {on}"]
     left_out = plan.search.get("left_out")
@@ -54,7 +54,7 @@ def _stages(plan: Plan) -> list[str]:
 
 
 def _execution(plan: Plan) -> list[str]:
-    """The order of work and what else a step does, where it is not as usual."""
+    """Return the order of work and what else a step does, where it is not as usual."""
     lines = []
     if plan.is_scheduled:
         kind = "batches of their own" if plan.per_microbatch else "parts of one batch"
@@ -89,7 +89,7 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:
-    """The rows in columns, of which all but the last are at most `most` wide."""
+    """Return the rows in columns, of which all but the last are at most `most` wide."""
     widths = [min(most, max(map(len, column))) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return [

@@ -118,7 +118,9 @@ def _overhead(clock: Clock) -> float:
 
 
 def _recorded(clock: Clock) -> float:
-    """The cost of a call as training makes it: recorded by autograd, or made by its backward."""
+    """Return the cost of a call as training makes it: recorded by autograd, or made by its
+    backward.
+    """
     x = torch.ones(4, device=clock.device, requires_grad=True)
 
     def chain() -> None:

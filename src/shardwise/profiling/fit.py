@@ -40,7 +40,7 @@ class Timing:
 
 
 def timings(results: Sequence[Mapping[str, Any]]) -> tuple[Timing, ...]:
-    """The measurements joined: the mean over ranks, and the better of several times.
+    """Return the measurements joined: the mean over ranks, and the better of several times.
 
     A broadcast was measured together with a small all-reduce, which is taken off again.
     """
@@ -84,7 +84,9 @@ def speeds(results: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
 def device_of(
     results: Sequence[Mapping[str, Any]], speed: Sequence[float], kind: str, **given: Any
 ) -> Device:
-    """The device at its full speed: the median over ranks of what each reaches for its speed."""
+    """Return the device at its full speed: the median over ranks of what each reaches for its
+    speed.
+    """
 
     def curve(points: Sequence[Sequence[Sequence[float]]], power: int) -> Curve:
         """`power` of the size is the work."""
@@ -116,7 +118,7 @@ def device_of(
 
 
 def link_of(node: ClusterNode, measured: Sequence[Timing]) -> Link:
-    """The link between the node's devices: from sends, and factors for the collectives."""
+    """Return the link between the node's devices: from sends, and factors for the collectives."""
     sends = [t for t in measured if t.operation == "send"]
     alone = [t for t in sends if len(t.groups) == 1]
     latency_s, s_per_byte = fit_line(alone)

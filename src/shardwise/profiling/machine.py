@@ -59,7 +59,7 @@ def profile(
 
 
 def as_training(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> Cluster:
-    """The cluster with the rates that training reaches on this machine."""
+    """Return the cluster with the rates that training reaches on this machine."""
     from shardwise.profiling.reference import at_training, training_factor
 
     factor = training_factor(cluster, report)
@@ -69,7 +69,7 @@ def as_training(cluster: Cluster, report: Callable[[str], None] = lambda note: N
 
 
 def assemble(results: list[dict[str, Any]], kind: str) -> Cluster:
-    """The cluster of what the ranks measured."""
+    """Return the cluster of what the ranks measured."""
     from shardwise.profiling.fit import device_of, link_of, rounded, speeds, timings
 
     ranks = len(results)

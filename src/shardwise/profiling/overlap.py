@@ -26,7 +26,7 @@ SAMPLES, WARM_UP = 9, 2
 
 
 def measure(device: torch.device, progress: Callable[[str], None]) -> float:
-    """The loss, as a part of the time of messages."""
+    """Return the loss, as a part of the time of messages."""
     progress("computing while messages travel")
     everyone = tuple(range(dist.get_world_size()))
     transport = ProcessGroupTransport({everyone: None})
@@ -54,7 +54,7 @@ def measure(device: torch.device, progress: Callable[[str], None]) -> float:
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """The median time until the last rank is done."""
+    """Return the median time until the last rank is done."""
     samples = []
     for _ in range(WARM_UP + SAMPLES):
         meet()

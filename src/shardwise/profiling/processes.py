@@ -27,7 +27,7 @@ _TAIL = 6  # lines of a failed rank's last words
 def run_ranks(
     jobs: list[dict[str, Any]], timeout_s: float, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """The result of each rank; `jobs` has what differs between ranks and what does not."""
+    """Return the result of each rank; `jobs` has what differs between ranks and what does not."""
     heard: queue.Queue[tuple[int, str | None]] = queue.Queue()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-profile-"))

@@ -95,7 +95,7 @@ def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda not
 
 
 def at_training(device: Device, factor: float) -> Device:
-    """The device with the rates that training reaches."""
+    """Return the device with the rates that training reaches."""
 
     def slower(curve: Curve) -> Curve:
         return Curve(tuple((x, rounded(rate / factor)) for x, rate in curve.points))

@@ -84,7 +84,7 @@ class Clock:
 
 
 def largest(value: float, device: torch.device) -> float:
-    """The largest value of any rank, so that all decide alike."""
+    """Return the largest value of any rank, so that all decide alike."""
     if not dist.is_initialized():
         return value
     found = torch.tensor([value], dtype=torch.float64, device=device)

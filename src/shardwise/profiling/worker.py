@@ -72,7 +72,7 @@ def _name(device: torch.device) -> str:
 
 
 def _memory(device: torch.device) -> dict[str, int]:
-    """The device's memory, and what a process holds of it before any tensor of a model."""
+    """Return the device's memory, and what a process holds of it before any tensor of a model."""
     if device.type == "cpu":
         kib = 1 if sys.platform == "darwin" else 1024
         return {"reserved_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib}

@@ -18,7 +18,9 @@ from shardwise.sharding.time import Timed
 def take_beforehand(
     graph: Graph, facts: Facts, timed: Timed
 ) -> tuple[Graph, Facts, Timed, Graph | None]:
-    """The graph with those values as inputs, and the graph that computes them, if there are any."""
+    """Return the graph with those values as inputs, and the graph that computes them, if there are
+    any.
+    """
     if not timed.beforehand:
         return graph, facts, timed, None
     wanted: dict[str, str] = {}
@@ -53,7 +55,7 @@ def take_beforehand(
 
 
 def _redirect(node: Node, places: frozenset[int], wanted: dict[str, str]) -> Node:
-    """The node with the operands at these places taken from inputs."""
+    """Return the node with the operands at these places taken from inputs."""
     position = -1
 
     def replaced(ref: Ref) -> Ref:
@@ -69,7 +71,7 @@ def _redirect(node: Node, places: frozenset[int], wanted: dict[str, str]) -> Nod
 
 
 def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
-    """The nodes without those whose results are now computed beforehand alone."""
+    """Return the nodes without those whose results are now computed beforehand alone."""
     used = {b.mutation for b in graph.buffers} | {graph.loss}
     used |= {ref.name for ref in iter_refs(graph.outputs)}
     before = {name for node in graph.nodes for name in node.inputs}
@@ -83,7 +85,7 @@ def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
 
 
 def restrict(graph: Graph, wanted: tuple[str, ...]) -> Graph:
-    """The part of a graph that computes these values of the batch, as its outputs."""
+    """Return the part of a graph that computes these values of the batch, as its outputs."""
     needed, nodes = set(wanted), []
     for node in reversed(graph.nodes):
         if needed & set(node.outputs):

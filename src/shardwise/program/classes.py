@@ -16,7 +16,7 @@ from shardwise.shares import lengths, part
 
 
 def merge_equal(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
-    """The programs, with equal ones of several classes as one."""
+    """Return the programs, with equal ones of several classes as one."""
     found: list[RankProgram] = []
     for program in programs:
         for index, known in enumerate(found):

@@ -24,7 +24,7 @@ def local_call(
     gives: tuple[Layout, ...],
     coordinate: Coordinate,
 ) -> LocalCall:
-    """The call of the rank at `coordinate`; `choices` are pairs of mesh axis and choice."""
+    """Return the call of the rank at `coordinate`; `choices` are pairs of mesh axis and choice."""
     rule, call = facts.rules[node.name], facts.calls[node.name]
     results = tuple(
         local_shape(layout, types[name].shape, coordinate)

@@ -48,7 +48,7 @@ from shardwise.sharding.rule import LocalCall, MeshAxis
 def lower(
     resolved: Resolved, *, borrowed: frozenset[str] = frozenset(), defer: bool = False
 ) -> Program:
-    """The program of every class of ranks; in time, of ranks and micro-batches.
+    """Return the program of every class of ranks; in time, of ranks and micro-batches.
 
     `borrowed` are parameters whose home is another stage. With `defer` the gradients of weights
     can be computed later than those of inputs.
@@ -82,7 +82,7 @@ def lower(
 
 
 def lower_place(resolved: Resolved, place: int) -> RankProgram:
-    """The program of one rank alone; on a mesh of many ranks `lower` would list them all."""
+    """Return the program of one rank alone; on a mesh of many ranks `lower` would list them all."""
     marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
     return _Lowering(marked, find_sources(resolved), (place,), frozenset(), False).run()
 
@@ -144,7 +144,7 @@ class _Lowering:
         )
 
     def _send(self, value: str) -> str:
-        """The value as it leaves for another stage: shards as they are, sums completed."""
+        """Return the value as it leaves for another stage: shards as they are, sums completed."""
         held = self.values[value].layout
         sent = [
             (a, REPLICATE if isinstance(p, Partial) and not self.resolved.is_time(a) else p)
@@ -153,7 +153,7 @@ class _Lowering:
         return self._convert(value, Layout(tuple(sent)), self._last(value))
 
     def _output(self, value: str) -> str:
-        """An output as the user sees it: whole on the mesh, of this micro-batch in time."""
+        """Return an output as the user sees it: whole on the mesh, of this micro-batch in time."""
         held = self.values[value].layout
         shown = [(a, held[a] if self.resolved.is_time(a) else p) for a, p in self.whole.axes]
         return self._convert(value, Layout(tuple(shown)), None)
@@ -204,7 +204,7 @@ class _Lowering:
         return self.values[ref.name].type.shape
 
     def _as_differing(self, node: Node, layout: Layout) -> Layout:
-        """The same work whose result counts as different takes its operands as different."""
+        """Mark replicated operands as differing along axes where the node's result differs."""
         differing = self.sources.differing
         return Layout(
             tuple(
@@ -214,7 +214,7 @@ class _Lowering:
         )
 
     def _local_call(self, node: Node, needs: tuple[Layout, ...]) -> LocalCall:
-        """The node's call in local sizes; tensor operands keep their order."""
+        """Return the node's call in local sizes; tensor operands keep their order."""
         call = local_call(
             node,
             self.facts,
@@ -228,7 +228,9 @@ class _Lowering:
         return LocalCall(call.fn, call.args, tuple(keyed))
 
     def _convert(self, value: str, needed: Layout, node: Node | None) -> str:
-        """The name under which `value` is at hand in the needed layout, moving it if it is not."""
+        """Return the name under which `value` is at hand in the needed layout, moving it if it is
+        not.
+        """
         name = value
         carries = value in self.facts.carries_grad
         for move in plan_moves(self.values[value].layout, needed, self.sizes, carries):
@@ -316,7 +318,8 @@ class _Lowering:
 
 
 def _bind_operands(node: Node, call: LocalCall, names: list[str]) -> tuple[Any, Any, list[int]]:
-    """The local call's arguments over local names, and which operand each tensor argument is.
+    """Return the local call's arguments over local names, and which operand each tensor argument
+    is.
 
     A value that a node uses twice may be at hand under two names: uses are matched in order.
     """
@@ -343,7 +346,7 @@ def _as_same(layout: Layout) -> Layout:
 
 
 def _step(node: Node | None, **fields: object) -> Step:
-    """A step with the provenance of the node it serves."""
+    """Return a step with the provenance of the node it serves."""
     origin: Mapping[str, object] = {}
     if node is not None:
         origin = {

@@ -27,7 +27,7 @@ LOSSES = {
 
 
 def separate_means(graph: Graph) -> Graph:
-    """The graph with every mean over labels as a sum and a count."""
+    """Return the graph with every mean over labels as a sum and a count."""
     nodes: list[Node] = []
     values = dict(graph.values)
     for node in graph.nodes:

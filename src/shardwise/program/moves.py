@@ -41,7 +41,7 @@ class Move:
 def plan_moves(
     held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
 ) -> tuple[Move, ...]:
-    """The moves from one layout to another; empty when nothing has to be done."""
+    """Return the moves from one layout to another; empty when nothing has to be done."""
     if held == needed:
         return ()
     held, needed = _align(held, _relax(held, needed, sizes, carries_grad), sizes)
@@ -109,7 +109,7 @@ def _relax(held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad:
 
 
 def _align(held: Layout, needed: Layout, sizes: Mapping[str, int]) -> tuple[Layout, Layout]:
-    """The layouts with one pattern for cuts that give every rank the same elements.
+    """Return the layouts with one pattern for cuts that give every rank the same elements.
 
     Alone on a dim, `[2]x16` and `[32]` are the same cut in two. With another axis inside they are
     not: that axis would cut one head, or 16 positions. So all axes of a dim are compared together.

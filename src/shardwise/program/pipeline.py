@@ -159,7 +159,7 @@ def check_micro_batches(graph: Graph, plan: Plan) -> None:
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """The order of work that the plan names or lists."""
+    """Return the order of work that the plan names or lists."""
     groups = plan.groups
     placement = tuple(groups.index(stage.ranks) for stage in plan.all_stages)
     count = len(placement)
@@ -217,7 +217,7 @@ def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
 
 
 def _beforehand(before: Graph | None, part: Part, plan: Plan) -> Program | None:
-    """The program that computes what this stage needs of the whole batch."""
+    """Return the program that computes what this stage needs of the whole batch."""
     wanted = {i.value for i in part.graph.inputs if i.kind == "beforehand"}
     if before is None or not wanted:
         return None

@@ -121,7 +121,7 @@ class Program:
         return self.plan.mesh
 
     def of_rank(self, rank: int) -> RankProgram:
-        """The program that `rank` runs."""
+        """Return the program that `rank` runs."""
         for program in self.rank_programs:
             if rank in program.ranks:
                 return program
@@ -233,7 +233,7 @@ def _verify_ends(program: RankProgram, sizes: Mapping[str, int], time: str | Non
 
 
 def format_rank_program(program: RankProgram, mesh: Mesh) -> str:
-    """A rank program as text, one line per parameter and step."""
+    """Return a rank program as text, one line per parameter and step."""
     lines = [f"program of ranks {', '.join(map(str, program.ranks))} on {mesh}"]
     for item in program.inputs:
         lines.append(f"  input {item.name}: {item.layout} of {item.shape}")

@@ -29,7 +29,7 @@ STATISTICS = ("shardwise.batch_norm",)  # give new statistics, and results that 
 
 
 def mark_recompute(graph: Graph, plan: Plan) -> Graph:
-    """The graph with every node's group; marking it again changes nothing."""
+    """Return the graph with every node's group; marking it again changes nothing."""
     groups = {node.name: node.recompute for node in graph.nodes if node.recompute}
     groups |= _within(_planned(graph, plan), groups)
     groups = _useful(graph, groups)
@@ -97,7 +97,9 @@ def _matching(graph: Graph, globs: Sequence[str]) -> set[str]:
 
 
 def _within(planned: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The plan's groups, less the nodes of checkpoints of the model that reach out of a group."""
+    """Return the plan's groups, less the nodes of checkpoints of the model that reach out of a
+    group.
+    """
     homes: dict[str, set[str | None]] = {}
     for name, group in own.items():
         homes.setdefault(group, set()).add(planned.get(name))
@@ -106,7 +108,9 @@ def _within(planned: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str
 
 
 def _useful(graph: Graph, groups: Mapping[str, str]) -> dict[str, str]:
-    """The groups without nodes that must not be repeated, and without what would save nothing."""
+    """Return the groups without nodes that must not be repeated, and without what would save
+    nothing.
+    """
     carries = _carrying(graph)
     once = _unrepeatable(graph)
     members: dict[str, list[Node]] = {}

@@ -37,7 +37,7 @@ class Sources:
     differing: Mapping[str, frozenset[str]]  # mesh axis -> values held as R≠ on it
 
     def stored(self, value: str, layout: Layout) -> Layout:
-        """The layout of a node's result, with R≠ where all its uses differ."""
+        """Return the layout of a node's result, with R≠ where all its uses differ."""
         return Layout(
             tuple(
                 (a, FANOUT if p == REPLICATE and value in self.differing[a] else p)
@@ -116,7 +116,7 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
 
 
 def _input_layout(resolved: Resolved, source: Input, whole: Layout) -> Layout:
-    """The shard that all uses of an input agree on, axis by axis; else whole.
+    """Return the shard that all uses of an input agree on, axis by axis; else whole.
 
     What comes from an earlier stage is held as the search decided.
     """
@@ -145,7 +145,9 @@ def _input_layout(resolved: Resolved, source: Input, whole: Layout) -> Layout:
 
 
 def parameter_units(resolved: Resolved) -> dict[str, str]:
-    """The gather unit of every parameter: a block if only that block uses it, else the root."""
+    """Return the gather unit of every parameter: a block if only that block uses it,
+    else the root.
+    """
     graph, plan = resolved.graph, resolved.plan
     users = module_users(graph)
     units: dict[str, str] = {}

@@ -39,14 +39,15 @@ class Part:
 
 
 def with_keys(graph: Graph) -> Graph:
-    """The graph whose nodes carry their places, also in parts of it."""
+    """Return the graph whose nodes carry their places, also in parts of it."""
     keys = node_keys(graph)
     named = tuple(dataclasses.replace(node, key=keys[node.name]) for node in graph.nodes)
     return dataclasses.replace(graph, nodes=named)
 
 
 def stage_starts(graph: Graph, plan: Plan, order: Sequence[str]) -> tuple[int, ...]:
-    """The index of every stage's first node; `order` are the places of the captured graph's nodes.
+    """Return the index of every stage's first node; `order` are the places of the captured graph's
+    nodes.
 
     A node that is gone (its value is computed beforehand) gives way to the next one.
     """
@@ -63,7 +64,7 @@ def stage_starts(graph: Graph, plan: Plan, order: Sequence[str]) -> tuple[int, .
 
 
 def partition(graph: Graph, plan: Plan, facts: Facts, order: Sequence[str]) -> tuple[Part, ...]:
-    """The parts of all stages; `order` as in `stage_starts`."""
+    """Return the parts of all stages; `order` as in `stage_starts`."""
     return _Partition(graph, plan, facts, stage_starts(graph, plan, order)).run()
 
 
@@ -114,7 +115,9 @@ class _Partition:
         return frozenset(found)
 
     def _fetch(self, stage: int) -> tuple[tuple[Node, ...], dict[str, int]]:
-        """The stage's nodes, those it repeats among them, and what it receives from where."""
+        """Return the stage's nodes, those it repeats among them,
+        and what it receives from where.
+        """
         mine = {node.name: node for node in self.own[stage]}
         receives: dict[str, int] = {}
         needed = [name for node in self.own[stage] for name in node.inputs]
@@ -135,7 +138,7 @@ class _Partition:
         return tuple(ordered), receives
 
     def _closure(self, name: str, have: Iterable[str]) -> list[Node]:
-        """The nodes that compute a value, without those at hand."""
+        """Return the nodes that compute a value, without those at hand."""
         found: dict[str, Node] = {}
         waiting, known = [name], set(have)
         while waiting:
@@ -161,7 +164,9 @@ class _Partition:
         return leaves
 
     def _homes(self, users: list[set[str]]) -> dict[str, int]:
-        """The first stage that uses each parameter and buffer; unused ones are of the first."""
+        """Return the first stage that uses each parameter and buffer;
+        unused ones are of the first.
+        """
         homes: dict[str, int] = {}
         sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
         for source in sources:

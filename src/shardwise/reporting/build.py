@@ -75,7 +75,7 @@ def report(
 def with_figures(
     plan: Plan, graph: Graph | None, cluster: Cluster | None, table: OpTable | None = None
 ) -> Plan:
-    """The plan with figures that are its own."""
+    """Return the plan with figures that are its own."""
     own = bool(plan.search) and plan.search.get("decisions", decisions(plan)) == decisions(plan)
     if own and cluster is None and table is None:
         return plan
@@ -193,7 +193,7 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
 def _measured(
     made: Report, trace: Recording | str | Path, plan: Plan, estimate: Estimate
 ) -> Report:
-    """The report with a recorded run laid over it."""
+    """Return the report with a recorded run laid over it."""
     from shardwise.reporting.measured import compare
 
     found = compare(trace, plan, estimate)

@@ -17,7 +17,7 @@ EDGES = 8  # groups at either end that are always shown
 
 
 def classes_of(plan: Plan, estimate: Estimate) -> tuple[RankClass, ...]:
-    """The classes of a plan's ranks."""
+    """Return the classes of a plan's ranks."""
     groups = plan.groups
     if len(groups) <= MOST_CLASSES:
         return tuple(_class(number, (number,), number, plan) for number in range(len(groups)))
@@ -30,7 +30,7 @@ def classes_of(plan: Plan, estimate: Estimate) -> tuple[RankClass, ...]:
 
 
 def _kept(estimate: Estimate, count: int) -> set[int]:
-    """The groups that are classes of their own: all but one of those that may be."""
+    """Return the groups that are classes of their own: all but one of those that may be."""
     busy, memory = estimate.timeline.busy, estimate.memory
     order = [*range(EDGES), *range(count - EDGES, count)]
     slow = sorted(range(count), key=lambda number: -busy[number])
@@ -59,7 +59,7 @@ def ranks_label(ranks: tuple[int, ...]) -> str:
 
 
 def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ...]:
-    """The groups with their stages and meshes."""
+    """Return the groups with their stages and meshes."""
     home = {number: found.id for found in classes for number in found.groups}
     stages = plan.all_stages
     found = []

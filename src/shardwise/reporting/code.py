@@ -25,7 +25,7 @@ DOCSTRING = re.compile(r'^\s*""".*\((?P<source>[^()]+:\d+)\)\."""\s*$')
 
 
 def with_code(plan: Plan, graph: Graph) -> Plan:
-    """The plan with its generated code among the details of its figures."""
+    """Return the plan with its generated code among the details of its figures."""
     search = dict(plan.search)
     details = dict(search.pop("details", {}))
     details.pop("code_missing", None)
@@ -34,7 +34,9 @@ def with_code(plan: Plan, graph: Graph) -> Plan:
 
 
 def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
-    """The same where it takes a few seconds and little room; else why not, and what to type."""
+    """Return the same where it takes a few seconds and little room; else why not,
+    and what to type.
+    """
     if not plan.search:
         return plan
     why = f"{len(graph.nodes):,} nodes take a while to compile"
@@ -77,7 +79,7 @@ def code_json(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 
 def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
-    """The files with the ranks that run them; stages that are written alike are one file."""
+    """Return the files with the ranks that run them; stages that are written alike are one file."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     everyone = tuple(range(program.plan.num_ranks))
     for name, text in program.text.files().items():
@@ -90,7 +92,7 @@ def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
 
 
 def read_code(details: Mapping[str, Any]) -> Code | None:
-    """The code that a plan's file holds, if any."""
+    """Return the code that a plan's file holds, if any."""
     found = details.get("code")
     if not found:
         return None

@@ -48,7 +48,7 @@ def differences(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def plans_of(search: Mapping[str, Any]) -> tuple[Compared, ...] | None:
-    """The chosen plan first, then its runners-up; None for one that was not searched for."""
+    """Return the chosen plan first, then its runners-up; None for one that was not searched for."""
     if not search.get("gap"):
         return None
     best = search["best"]
@@ -117,7 +117,7 @@ def _longer(delta: float, time: float) -> str:
 
 
 def worded(name: str, value: Any) -> str:
-    """A decision in words.
+    """Return a decision in words.
 
     >>> worded("num_microbatches", 8), worded("offload", []), worded("layout", 5)
     ('8 micro-batches', 'offload nothing', 'layouts polished')

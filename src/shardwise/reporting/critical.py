@@ -53,7 +53,7 @@ class Chain:
 
 
 def critical_chain(estimate: Estimate) -> Chain:
-    """The critical path of a step."""
+    """Return the critical path of a step."""
     return _Walk(estimate).chain()
 
 
@@ -74,7 +74,7 @@ class _Walk:
         return self.found
 
     def _tail(self) -> tuple[float, int]:
-        """The spans after the last action of the group that ends last; when they began."""
+        """Return the spans after the last action of the group that ends last; when they began."""
         after = self.timeline.after
         ends = [(span.end, -span.group) for span in after]
         last = max(range(len(after)), key=lambda i: ends[i], default=None)
@@ -101,7 +101,7 @@ class _Walk:
             self.found.communication_s += span.end - span.start
 
     def _action_at(self, group: int, now: float) -> int | None:
-        """The action of a group that ends then, or the last before it."""
+        """Return the action of a group that ends then, or the last before it."""
         mine = [i for i in range(len(self.ends)) if self.levels.group[i] == group]
         before = [i for i in mine if self.ends[i] <= now + self.near]
         return max(before, key=lambda i: self.ends[i], default=None)

@@ -126,7 +126,7 @@ def _rate(estimate: Estimate) -> float:
 
 
 def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
-    """The plan's step, if its file tells it; what to type where it does not."""
+    """Return the plan's step, if its file tells it; what to type where it does not."""
     if not plan.search:
         why = "has no figures"
     elif plan.search.get("decisions", decisions(plan)) != decisions(plan):

@@ -77,7 +77,7 @@ def disagreements(
     predicted: Sequence[Mapping[str, float]],
     estimate: Estimate,
 ) -> tuple[Disagreement, ...]:
-    """The largest, at most one for each cause, and ranks that are slower than their like."""
+    """Return the largest, at most one for each cause, and ranks that are slower than their like."""
     slow = [found for ranks in groups for found in _slow(step, ranks)]
     late = _late(step)
     largest: dict[str, Disagreement] = {}
@@ -124,7 +124,7 @@ def _of_group(
 
 
 def _stage(cause: str, shown: RankStep, group: int, estimate: Estimate) -> int | None:
-    """The stage of a pass that differs most; of a group of one stage that one."""
+    """Return the stage of a pass that differs most; of a group of one stage that one."""
     mine = [stage.index for stage in estimate.stages if stage.group == group]
     if len(estimate.stages) == 1:
         return None
@@ -222,7 +222,7 @@ def _slow(step: RecordedStep, ranks: Sequence[int]) -> list[Disagreement]:
 
 
 def _late(step: RecordedStep) -> list[Disagreement]:
-    """A rank that enters the step after the first one."""
+    """Return a rank that enters the step after the first one."""
     rank = max(step.ranks, key=lambda mine: mine.start)
     if rank.start < LATE_SHARE * step.seconds:
         return []

@@ -148,7 +148,7 @@ class Measured:
 
 
 def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Estimate) -> Measured:
-    """A recorded run, as a file or read, over the prediction of the plan that it ran."""
+    """Return a recorded run, as a file or read, over the prediction of the plan that it ran."""
     recording = trace if isinstance(trace, Recording) else read_trace(trace)
     _check(recording, plan)
     schedule, groups = estimate.timeline.schedule, plan.groups
@@ -218,7 +218,7 @@ def _check(recording: Recording, plan: Plan) -> None:
 def _rows(
     step: RecordedStep, groups: Sequence[Sequence[int]], slowest: int
 ) -> tuple[tuple[tuple[int, int, str], ...], str | None]:
-    """The ranks that are shown: all, or the slowest and some that stand for the others."""
+    """Return the ranks that are shown: all, or the slowest and some that stand for the others."""
     group_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
     count = len(step.ranks)
     by_work = sorted(range(count), key=lambda rank: (-step.ranks[rank].work, rank))

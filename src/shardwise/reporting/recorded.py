@@ -56,14 +56,14 @@ class Recording:
     step: NDArray[np.int64] = field(repr=False)  # of events of the lane "step"; others have -1
 
     def of(self, rank: int, lane: str) -> slice:
-        """The events of a rank's lane."""
+        """Return the events of a rank's lane."""
         mine = slice(*np.searchsorted(self.rank, (rank, rank + 1)))
         ends = np.searchsorted(self.lane[mine], (LANES.index(lane), LANES.index(lane) + 1))
         return slice(mine.start + int(ends[0]), mine.start + int(ends[1]))
 
 
 def read_trace(path: str | os.PathLike[str]) -> Recording:
-    """The recording in a file."""
+    """Return the recording in a file."""
     where = Path(path)
     try:
         size = where.stat().st_size
@@ -106,7 +106,7 @@ def _read(file: TextIO, where: str) -> Recording:
 
 
 def _checked(about: Mapping[str, Any], seen: list[str], where: str) -> int:
-    """The number of ranks, of a trace that is one of ours."""
+    """Return the number of ranks, of a trace that is one of ours."""
     if about.get("format") != FORMAT:
         foreign = {"schemaVersion", "deviceProperties"} & set(seen)
         what = "a trace of torch.profiler" if foreign else "a trace of something else"
@@ -136,7 +136,7 @@ class _Text:
         self.seen: list[str] = []
 
     def peek(self) -> str:
-        """The next character that is no space; nothing at the end."""
+        """Return the next character that is no space; nothing at the end."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -146,7 +146,7 @@ class _Text:
                 return ""
 
     def names(self) -> Iterator[str]:
-        """The keys of an object; whoever iterates takes the values."""
+        """Yield the keys of an object; whoever iterates takes the values."""
         for _ in self._between("{", "}"):
             key = self.value()
             if not isinstance(key, str):
@@ -156,7 +156,7 @@ class _Text:
             yield key
 
     def items(self) -> Iterator[Any]:
-        """The values of a list."""
+        """Yield the values of a list."""
         for _ in self._between("[", "]"):
             yield self.value()
 
@@ -173,7 +173,7 @@ class _Text:
             self._take(",")
 
     def value(self) -> Any:
-        """The next value."""
+        """Return the next value."""
         self.peek()
         while True:
             try:
@@ -305,7 +305,7 @@ class _Columns:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or nothing."""
+    """Return a finite number, or nothing."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -35,7 +35,7 @@ class Document(Protocol):
 
 
 def render(document: Document | Mapping[str, Any]) -> str:
-    """The page of a report."""
+    """Return the page of a report."""
     data = document if isinstance(document, Mapping) else document.to_json()
     style, script = _style(), _script()
     title = str(data.get("title", "Shardwise")).encode(errors="replace").decode()
@@ -50,7 +50,7 @@ def render(document: Document | Mapping[str, Any]) -> str:
 
 
 def frame(page: str, height: int = HEIGHT) -> str:
-    """The page as an element of a notebook: it runs apart from the notebook's own page."""
+    """Return the page as an element of a notebook: it runs apart from the notebook's own page."""
     return (
         f'<iframe title="Shardwise report" sandbox="allow-scripts allow-modals" '
         f'style="width:100%;height:{height}px;border:0" srcdoc="{html.escape(page)}"></iframe>'
@@ -101,7 +101,7 @@ def _script() -> str:
 
 
 def _ordered(name: str, above: tuple[str, ...], seen: set[str] | None = None) -> Iterator[str]:
-    """A module after all that it imports."""
+    """Yield a module after all that it imports."""
     assert name not in above, f"{name}.js imports itself through {above}"
     seen = set() if seen is None else seen
     if name in seen:

@@ -43,7 +43,7 @@ MOST_RANKS = 12  # of a device, listed one by one
 
 
 def modules_of(details: Mapping[str, Any]) -> Modules | None:
-    """The module tree, if the plan's file has one."""
+    """Return the module tree, if the plan's file has one."""
     found = details.get("modules")
     if not found:
         return None
@@ -72,7 +72,7 @@ def modules_of(details: Mapping[str, Any]) -> Modules | None:
 
 
 def _whole(data: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """The data, if it has all of these; what is missing is a `KeyError`."""
+    """Return the data, if it has all of these; what is missing is a `KeyError`."""
     return {name: data[name] for name in names}
 
 
@@ -92,7 +92,7 @@ def source_row(source: str, text: str) -> dict[str, Any]:
 
 
 def machines_of(details: Mapping[str, Any], plan: Plan, estimate: Estimate) -> Machines | None:
-    """The cluster with its ranks, if the plan's file has it."""
+    """Return the cluster with its ranks, if the plan's file has it."""
     if not details.get("cluster"):
         return None
     cluster = Cluster.from_yaml(json.dumps(details["cluster"]), "search.details.cluster")
@@ -107,7 +107,7 @@ def machines_of(details: Mapping[str, Any], plan: Plan, estimate: Estimate) -> M
 def _nodes(
     cluster: Cluster, home: Mapping[int, int], memory: Sequence[MemoryUse]
 ) -> Iterator[dict[str, Any]]:
-    """An entry for machines that are alike; devices with the ranks of all copies."""
+    """Yield an entry for machines that are alike; devices with the ranks of all copies."""
     first = 0
     for node in cluster.nodes:
         machines = range(node.copies)
@@ -193,7 +193,7 @@ def _way(choice: CollectiveChoice) -> CollectiveWay:
 def memory_of(
     search: Mapping[str, Any], estimate: Estimate, classes: Sequence[RankClass]
 ) -> tuple[MemoryBar, ...]:
-    """A bar for every class, with bytes at the moments of its step."""
+    """Return a bar for every class, with bytes at the moments of its step."""
     curves = {row["group"]: row for row in (search.get("details") or {}).get("memory", ())}
     rows = search["groups"]
     found = []
@@ -223,7 +223,7 @@ def memory_of(
 def _from_the_start(
     times: Sequence[float], sizes: Sequence[float], parts: Mapping[str, float]
 ) -> tuple[Sequence[float], Sequence[float]]:
-    """A group that begins later holds its state all the while."""
+    """Return a group that begins later holds its state all the while."""
     if not times or times[0] <= 0:
         return times, sizes
     state = sum(parts.get(name, 0.0) for name in STATE)

@@ -45,7 +45,7 @@ class Spans:
         return self.end - self.start
 
     def only(self, keep: Sequence[bool] | NDArray[np.bool_]) -> Spans:
-        """Some of them."""
+        """Return some of them."""
         chosen = np.flatnonzero(np.asarray(keep, dtype=bool))
         names = tuple(self.names[i] for i in chosen)
         return Spans(names=names, start=self.start[chosen], end=self.end[chosen])
@@ -182,7 +182,7 @@ class RecordedStep:
     has_optimizer: bool
 
     def median(self, ranks: Sequence[int]) -> RankStep:
-        """The rank that works as long as half of these."""
+        """Return the rank that works as long as half of these."""
         by_work = sorted((self.ranks[rank] for rank in ranks), key=lambda rank: rank.work)
         return by_work[len(by_work) // 2]
 
@@ -190,7 +190,9 @@ class RecordedStep:
 def recorded_step(
     recording: Recording, actions: Sequence[Sequence[str]], *, in_stages: bool
 ) -> RecordedStep:
-    """The median of the whole steps; of two the later one. `actions` are those of every rank."""
+    """Return the median of the whole steps; of two the later one. `actions` are those of every
+    rank.
+    """
     ranks = [_Rank(recording, rank, actions[rank]) for rank in range(recording.num_ranks)]
     numbers = set(ranks[0].steps).intersection(*(rank.steps for rank in ranks[1:]))
     if not numbers:

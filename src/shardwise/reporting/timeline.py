@@ -60,13 +60,13 @@ class Step:
         )
 
     def name(self, text: str) -> int:
-        """A text's number."""
+        """Return a text's number."""
         return self.names.setdefault(text, len(self.names))
 
     # ------------------------------------------------------------ the timeline
 
     def chart(self) -> TimelineChart:
-        """The lanes of every class."""
+        """Return the lanes of every class."""
         rows = tuple(self._row(found) for found in self.classes)
         return TimelineChart(
             step_time_s=self.timeline.step_time_s,
@@ -109,7 +109,7 @@ class Step:
         )
 
     def _with_gaps(self, mine: Sequence[int]) -> list[int | list[int]]:
-        """The shown actions of a group; those between them as one list."""
+        """Return the shown actions of a group; those between them as one list."""
         found: list[int | list[int]] = []
         for at in mine:
             if self.shown[at]:
@@ -151,7 +151,7 @@ class Step:
     # ------------------------------------------------------------ the schedule
 
     def grid(self) -> ScheduleGrid | None:
-        """The grid of a plan with stages or micro-batches."""
+        """Return the grid of a plan with stages or micro-batches."""
         if not self.plan.is_scheduled:
             return None
         schedule = self.timeline.schedule
@@ -193,5 +193,5 @@ class _Spans:
 
 
 def short(value: float) -> float:
-    """A moment with as many digits as a page can show."""
+    """Return a moment with as many digits as a page can show."""
     return float(f"{value:.{DIGITS}g}")

@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def seconds(value: float) -> str:
-    """A time with its unit.
+    """Return a time with its unit.
 
     >>> seconds(1.23456), seconds(0.0123), seconds(4.2e-5), seconds(0)
     ('1.235 s', '12.30 ms', '42.0 us', '0')
@@ -39,7 +39,7 @@ def size(num_bytes: float) -> str:
 
 
 def amount(value: float) -> str:
-    """A count or rate with three digits that matter.
+    """Return a count or rate with three digits that matter.
 
     >>> amount(0.1234), amount(12.34), amount(1234.5), amount(4.2e7)
     ('0.123', '12.3', '1,234', '42.0 M')

@@ -45,7 +45,7 @@ def check(
     *,
     backward: bool = True,
 ) -> Facts:
-    """The facts of a schedule, or an error that names the action, the group and the reason.
+    """Return the facts of a schedule, or an error that names the action, the group and the reason.
 
     `edges` are (producer stage, consumer stage) pairs, by default the chain. `backward=False` is
     for what `forward_only` gives: every forward and nothing else.
@@ -158,7 +158,7 @@ def _facts(schedule: Schedule, links: Links, backward: bool) -> Facts:
 
 
 def _peak(actions: Sequence[Action], ends: str, backward: bool) -> int:
-    """The most forwards at once for which none of the kinds `ends` was run yet."""
+    """Return the most forwards at once for which none of the kinds `ends` was run yet."""
     alive = most = 0
     for action in actions if backward else ():
         alive += (action.kind == "F") - (action.kind in ends)

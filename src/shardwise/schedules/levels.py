@@ -38,7 +38,9 @@ class Levels:
         self.rounds = self._rounds()
 
     def _needs(self) -> Ints:
-        """The actions that each one waits for, -1 for none: as `Links` says, for all at once."""
+        """Return the actions that each one waits for, -1 for none: as `Links` says, for all at
+        once.
+        """
         stages, count = self.schedule.num_stages, self.schedule.num_microbatches
         forward, backward = np.full((2, stages + 2, count), -1)  # stage + 1: there are edges
         for table, kinds in ((forward, (0,)), (backward, (1, 2))):
@@ -52,7 +54,7 @@ class Levels:
         return np.stack([first, second], axis=1)
 
     def _rounds(self) -> list[Ints]:
-        """The actions of every level."""
+        """Return the actions of every level."""
         level = self._level()
         order = np.argsort(level, kind="stable")
         ends = np.flatnonzero(np.diff(level[order])) + 1
@@ -161,7 +163,7 @@ class Levels:
         return found
 
     def _there(self) -> Ints:
-        """The stage that an action's result is for."""
+        """Return the stage that an action's result is for."""
         return self.stage + np.where(self.kind == KINDS.index("F"), 1, -1)
 
     def waiting(self, group: int) -> tuple[Ints, Ints]:
@@ -194,7 +196,9 @@ _known: OrderedDict[int, Levels] = OrderedDict()
 
 
 def levels_of(schedule: Schedule) -> Levels:
-    """The arrays of a schedule, once per object: comparing lists takes longer than a replay."""
+    """Return the arrays of a schedule, once per object: comparing lists takes longer
+    than a replay.
+    """
     found = _known.get(id(schedule))
     if found is None or found.schedule is not schedule:
         found = _known[id(schedule)] = Levels(schedule)

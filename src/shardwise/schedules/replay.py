@@ -43,7 +43,7 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans[group])
 
     def group_bubble(self, group: int) -> float:
-        """The part of the step in which a group waits."""
+        """Return the part of the step in which a group waits."""
         return 1 - self.busy(group) / self.step_time if self.step_time else 0.0
 
     def __str__(self) -> str:

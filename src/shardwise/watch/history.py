@@ -89,7 +89,7 @@ class History:
         return len(self._buckets)
 
     def means(self, name: str) -> list[float | None]:
-        """The mean of each bucket."""
+        """Return the mean of each bucket."""
         return [_mean(bucket, name) for bucket in self._buckets]
 
     def to_json(self, first: int = 0) -> dict[str, Any]:

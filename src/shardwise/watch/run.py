@@ -42,7 +42,7 @@ HINT = "the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG"
 
 
 def find_run(folder: Path) -> Path | None:
-    """The folder, if a run is there; nothing if it may still come; else an error.
+    """Return the folder, if a run is there; nothing if it may still come; else an error.
 
     One of a run's files stands for its folder.
     """

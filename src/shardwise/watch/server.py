@@ -93,7 +93,7 @@ class WatchServer:
         return True
 
     def page(self, path: str) -> tuple[bytes, str] | None:
-        """A file of the page by its address."""
+        """Return a file of the page by its address."""
         return self._pages.get(path)
 
     def data(self, query: str) -> bytes:

@@ -81,7 +81,9 @@ class Tail:
                     yield line
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
-        """A row, or nothing for a line that a crash cut off; a file without any row is another."""
+        """Return a row, or nothing for a line that a crash cut off; a file without any row is
+        another.
+        """
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def panel(run: Run, width: int) -> RenderableType:
-    """The run in a box of the terminal's width."""
+    """Return the run in a box of the terminal's width."""
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -73,7 +73,7 @@ def _figure(value: float | None, form: str) -> str | None:
 
 
 def _digits(loss: float | None) -> str | None:
-    """A loss; of one that grew beyond all measure only its first digits."""
+    """Return a loss; of one that grew beyond all measure only its first digits."""
     return None if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
@@ -127,7 +127,7 @@ def _ranks(run: Run) -> str | None:
 
 
 def line(run: Run) -> str:
-    """The run in one line, for logs."""
+    """Return the run in one line, for logs."""
     parts = [progress_text(run)]
     for name, text in _rows(run, 0):
         if name in ("loss", "throughput", "step time", "memory"):
@@ -138,7 +138,7 @@ def line(run: Run) -> str:
 
 
 def summary(run: Run, width: int) -> str:
-    """The run as text."""
+    """Return the run as text."""
     lines = [*textwrap.wrap(run.title, width), *textwrap.wrap(progress_text(run), width)]
     for name, text in _rows(run, width - LABEL - 4):
         label, below = f"  {name:<{LABEL}} ", " " * (LABEL + 3)
@@ -170,7 +170,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time with its unit.
+    """Return a time with its unit.
 
     >>> seconds(0.0123), seconds(2.5), seconds(0.9999)
     ('12.3 ms', '2.50 s', '1.00 s')
@@ -181,7 +181,7 @@ def seconds(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A time as people say it.
+    """Return a time as people say it.
 
     >>> duration(42), duration(125), duration(7300), duration(200000)
     ('42 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')

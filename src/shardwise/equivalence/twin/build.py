@@ -49,7 +49,7 @@ class Twin:
 
 
 def build_twin(graph: Graph, plan: Plan) -> Twin:
-    """The smallest twin that this module knows to make."""
+    """Return the smallest twin that this module knows to make."""
     fewer, stages = fewer_stages(plan)
     small, layers, fewer = _drop_layers(graph, fewer)
     facts = analyze(small)
@@ -106,7 +106,7 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
 def _decide(
     decided: Resolved | Pipeline, scaled: Graph, counts: Counts, sizes: Sizes
 ) -> tuple[Program | Pipeline, tuple[str, ...]]:
-    """The program with all decisions in new sizes, and what changed but for sizes."""
+    """Return the program with all decisions in new sizes, and what changed but for sizes."""
     try:
         facts = analyze(scaled)
     except RuleError as error:
@@ -125,7 +125,7 @@ def _scaled_pipeline(
     sizes: Sizes,
     notes: tuple[str, ...],
 ) -> tuple[Pipeline, tuple[str, ...]]:
-    """The pipeline with the choices of every stage's nodes written into the plan."""
+    """Return the pipeline with the choices of every stage's nodes written into the plan."""
     resolved = [stage.resolved for stage in decided.stages]
     plan = plan.with_(
         fingerprint=model_fingerprint(scaled),

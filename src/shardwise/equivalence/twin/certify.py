@@ -41,7 +41,7 @@ def prepare_twin(
     inputs: Mapping[str, torch.Tensor],
     max_bytes: float = float("inf"),
 ) -> Prepared:
-    """The twin's program, data and reference."""
+    """Return the twin's program, data and reference."""
     plan.check(graph)
     twin = build_twin(graph, plan)
     small = twin.graph

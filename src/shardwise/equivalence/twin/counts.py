@@ -68,7 +68,9 @@ class Counts:
 
 
 def input_rows(graph: Graph, plan: Plan) -> int:
-    """The samples of a batch: the least size of all inputs along the dim that batch axes cut."""
+    """Return the samples of a batch: the least size of all inputs along the dim that batch axes
+    cut.
+    """
     cuts = input_cuts(graph, plan) or {}
     shapes = [(graph.values[i.value].shape, cuts.get(i.value)) for i in graph.inputs]
     sizes = [shape[cut.dim] for shape, cut in shapes if isinstance(cut, Shard)]
@@ -118,7 +120,7 @@ def _batch_ranks(mesh: Mesh, plan: Plan) -> list[int]:
 
 
 def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[int, int]]:
-    """The axes before and after; of a plan those which cut the batch."""
+    """Return the axes before and after; of a plan those which cut the batch."""
     return [
         (grain(old), grain(new))
         for (axis, old), (_, new) in zip(mesh.axes, smaller.axes, strict=True)
@@ -127,7 +129,7 @@ def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[in
 
 
 def _with_products(several: Iterable[Pairs]) -> Pairs:
-    """The pairs of every mesh, and of all ranks of each."""
+    """Return the pairs of every mesh, and of all ranks of each."""
     found: dict[tuple[int, int], None] = {}
     for pairs in several:
         cut = [(old, new) for old, new in pairs if old > 1]
@@ -136,7 +138,9 @@ def _with_products(several: Iterable[Pairs]) -> Pairs:
 
 
 def small_size(size: int, above: int, pairs: Pairs) -> int:
-    """The least size that divides over the new ranks as the old one does over the old ones."""
+    """Return the least size that divides over the new ranks as the old one does over the
+    old ones.
+    """
     if size <= SMALL:
         return size
     least = max([above + 1, SMALL, *(new for old, new in pairs if size >= old)])

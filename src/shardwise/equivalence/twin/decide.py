@@ -51,7 +51,9 @@ def scale_resolved(
 def forced_choices(
     graph: Graph, facts: Facts, stages: Sequence[Resolved], sizes: Sizes
 ) -> dict[str, dict[str, str]]:
-    """The choices of all stages as a plan's `nodes`; what stages choose differently is left out."""
+    """Return the choices of all stages as a plan's `nodes`; what stages choose differently is left
+    out.
+    """
     found: dict[tuple[str, str], set[str]] = {}
     for stage in stages:
         for axis, name, candidate in _choices(stage):
@@ -93,7 +95,7 @@ def _place(key: Key, placement: Placement, sizes: Sizes) -> Placement:
 
 
 def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, ParameterEntry]:
-    """The plan's entries of parameters, as they would be written for the twin."""
+    """Return the plan's entries of parameters, as they would be written for the twin."""
     entries: dict[str, ParameterEntry] = {}
     by_name = {n: p.value for p in graph.parameters for n in (p.name, *p.aliases)}
     for glob, entry in plan.parameters.items():
@@ -111,7 +113,7 @@ def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, Parameter
 
 
 def matching(glob: str, names: list[str]) -> list[str]:
-    """The names that a glob of a plan means."""
+    """Return the names that a glob of a plan means."""
     return [name for name in names if fnmatchcase(name, glob)]
 
 

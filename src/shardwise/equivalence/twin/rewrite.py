@@ -78,7 +78,7 @@ def _integers(arg: Any) -> Iterator[int]:
 def rewrite(
     graph: Graph, calls: Mapping[str, Call], rules: Mapping[str, NodeRule], sizes: Sizes
 ) -> Graph:
-    """The graph in new sizes."""
+    """Return the graph in new sizes."""
     values = {
         name: TensorType(
             tuple(sizes.new(("dim", name, str(i))) for i in range(len(kind.shape))), kind.dtype
@@ -98,7 +98,7 @@ def rewrite(
 
 
 def crop(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The first elements of a tensor along every dim."""
+    """Return the first elements of a tensor along every dim."""
     return data[tuple(slice(0, size) for size in shape)].clone()
 
 
@@ -152,7 +152,7 @@ def _positions(
     values: Mapping[str, TensorType],
     sizes: Sizes,
 ) -> dict[str, Any]:
-    """The bounds of a slice along a dim that has become smaller."""
+    """Return the bounds of a slice along a dim that has become smaller."""
     given = call.arguments
     dim = given.get("dim", 0) % len(call.operands[0])
     length = values[node.inputs[0]].shape[dim]
@@ -198,7 +198,9 @@ def _try_on_meta(graph: Graph, rules: Mapping[str, NodeRule]) -> None:
 
 
 def _frozen_keys(node: Node, rule: NodeRule) -> list[Key]:
-    """The dims of a node that no cut may touch, such as the spatial ones of a convolution."""
+    """Return the dims of a node that no cut may touch, such as the spatial ones of a
+    convolution.
+    """
     tensors = (
         *zip(node.inputs, rule.operands, strict=True),
         *zip(node.outputs, rule.results, strict=True),

@@ -18,7 +18,9 @@ MOST_STAGES = 16
 
 
 def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-    """The plan with about `MOST_STAGES` stages at most: some are part of the one before them."""
+    """Return the plan with about `MOST_STAGES` stages at most: some are part of the one before
+    them.
+    """
     stages, groups = plan.all_stages, len(plan.groups)
     each = max(1, len(stages) // groups)
     most = max(2, MOST_STAGES // each)
@@ -54,7 +56,7 @@ def few_microbatches(plan: Plan) -> int:
 
 
 def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan, tuple[str, ...]]:
-    """The plan on smaller meshes, in `count` micro-batches, and what that changed."""
+    """Return the plan on smaller meshes, in `count` micro-batches, and what that changed."""
     notes = []
     for old, new in meshes.items():
         for (axis, before), (_, after) in zip(old.axes, new.axes, strict=True):
@@ -83,7 +85,7 @@ def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan
 
 
 def begin_at(plan: Plan, place: Callable[[str], str]) -> Plan:
-    """The plan whose stages begin where `place` says."""
+    """Return the plan whose stages begin where `place` says."""
     stages = (
         Stage(first=stage.first and place(stage.first), ranks=stage.ranks, mesh=stage.mesh)
         for stage in plan.stages

@@ -173,7 +173,7 @@ class Sizes:
         return before != after
 
     def _factors(self, row: list[Key], depth: int = 0) -> list[Key]:
-        """A product's factors, with factors that are products themselves taken apart."""
+        """Return a product's factors, with factors that are products themselves taken apart."""
         found: list[Key] = []
         for key in row:
             kind, inner = self._definition(key) or ("", [])
@@ -224,7 +224,7 @@ class Sizes:
     # ------------------------------------------------------------ answers
 
     def new(self, key: Key) -> int:
-        """The new size of a dim, axis or part."""
+        """Return the new size of a dim, axis or part."""
         root = self.find(key)
         if root in self.frozen or self.size[root] <= 1:
             return self.size[root]
@@ -241,7 +241,7 @@ class Sizes:
         return sum(self.new(("part", *axis[1:], str(i))) for i in range(count))
 
     def pattern(self, key: Key, pattern: Pattern) -> Pattern:
-        """A cut of a dim or axis in new sizes."""
+        """Return a cut of a dim or axis in new sizes."""
         if self.find(key) in self.frozen:
             return pattern
         if len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
