@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Device
+from shardwise.cost import adamw
 from shardwise.schedules import Schedule, default_schedule, make
 from shardwise.schedules.levels import KINDS as ORDER
 from shardwise.schedules.levels import levels_of
@@ -335,18 +336,17 @@ def _column(passes: Mapping[int, tuple[str, Pass]], name: str, stages: int) -> F
 
 
 def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:
-    """AdamW: reads the parameter, its gradient and two states, writes all but the gradient.
+    """Return the time of the optimizer's step.
 
-    Where the optimizer's state is in host memory, it travels to the device and back.
+    Where its state is in host memory, it travels to the device and back.
     """
-    size = 8 if setting.precision.master == "float64" else 4
-    num_bytes = 7.0 * size * stage.numel
-    per_tensor = 1 if device.kind != "cpu" else stage.tensors
-    seconds = num_bytes / device.memory_rate(max(num_bytes, 1.0)) + 12 * device.overhead_s * (
-        per_tensor if stage.numel else 0
-    )
+    size = 8 if setting.precision.master == "float64" else adamw.WORD_BYTES
     if stage.update_s is not None:
         seconds = stage.update_s
+    else:
+        per_tensor = 1 if device.kind != "cpu" else stage.tensors
+        calls = adamw.FUSED_CALLS * (per_tensor if stage.numel else 0)
+        seconds = adamw.fused_seconds(stage.numel, device, calls=calls, word_bytes=size)
     if "optimizer" in setting.offload or "parameters" in setting.offload:
         seconds += 2.0 * size * stage.numel / device.host_bytes_per_s
     return seconds

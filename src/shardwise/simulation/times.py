@@ -14,16 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Cluster, Device, Mesh
-from shardwise.cost import OpTable, call_seconds, kernel_seconds
+from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.messages.choice import Chooser
 from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Work
-
-# torch.optim.adamw._single_tensor_adamw: mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_,
-# and two or three calls for its step; words that each reads and writes.
-UPDATE_WORDS = 2 + 3 + 2 + 3 + 2 + 2 + 2 + 4
-UPDATE_CALLS = 11
-WORD_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +108,7 @@ class Clock:
                 return found / device.speed
         if device.kind != "cpu":
             return None
-        rate = device.memory_rate(3 * WORD_BYTES * max(piece, 1.0))
-        return UPDATE_WORDS * WORD_BYTES * numel / rate + UPDATE_CALLS * device.overhead_s * tensors
+        return adamw.operator_seconds(numel, device, piece=piece, tensors=tensors)
 
     def node_times(self, work: Work, device: Device, group: Group) -> NodeTimes:
         """The times of a rank with this device, in this group."""

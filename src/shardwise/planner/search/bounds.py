@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Device
-from shardwise.cost import CollectiveModel
+from shardwise.cost import CollectiveModel, adamw
 from shardwise.errors import ShardwiseError
 from shardwise.planner.search.bank import Bank, Layouts
 from shardwise.planner.search.found import Bound
@@ -233,8 +233,8 @@ class Bounds:
 
 
 def _least_update(numel: float, device: Device) -> float:
-    """A GPU reads and writes 28 bytes of an element in a few calls; a CPU no fewer."""
+    """Return a lower bound on the optimizer's time; a CPU reads and writes no less than a GPU."""
     if not numel:
         return 0.0
-    calls = 0.0 if device.kind == "cpu" else 12 * device.overhead_s
-    return 28.0 * numel / device.memory_rate(max(28.0 * numel, 1.0)) + calls
+    calls = 0 if device.kind == "cpu" else adamw.FUSED_CALLS
+    return adamw.fused_seconds(numel, device, calls=calls)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.cluster import Device
-from shardwise.cost import CallCost, Signature, call_cost, call_signature, kernel_seconds
+from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
 from shardwise.ir import Graph, Node, Parameter, TensorType
 from shardwise.planner.layouts.task import LayoutTask, Placements
 from shardwise.program.local import local_call
@@ -20,8 +20,6 @@ from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Replicate, local_shape
 from shardwise.simulation.times import Clock, Group
 
-STATE_BYTES = 16.0  # of one trained element: float32 weight, gradient and two states of AdamW
-UPDATE_BYTES = 28.0  # that AdamW reads and writes for an element, in one pass
 EXPOSED = 0.3  # the part of gradient synchronization that backward does not hide, as a guess
 
 
@@ -91,7 +89,7 @@ class CallPrices:
         numel = size / self.graph.values[found.value].dtype.itemsize
         update = self.clock.update(self.device, numel, numel, 1)
         if update is None:
-            update = UPDATE_BYTES * numel / self.device.memory_rate(UPDATE_BYTES * numel)
+            update = adamw.fused_seconds(numel, self.device, calls=0)
         return (seconds + update) / self.num_microbatches
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:
@@ -99,7 +97,7 @@ class CallPrices:
         found = self._parameter(parameter)
         kind = self.graph.values[found.value].dtype.itemsize
         size = self._bytes(found.value, self._layout(stored))
-        return size + (STATE_BYTES * size / kind if found.requires_grad else 0.0)
+        return size + (adamw.STATE_BYTES * size / kind if found.requires_grad else 0.0)
 
     def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
         """What a node keeps for backward."""

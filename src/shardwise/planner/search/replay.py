@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.cluster import Device
 from shardwise.cluster.device import Curve
+from shardwise.cost import adamw
 from shardwise.errors import PlanError
 from shardwise.messages.ranks import format_ranks
 from shardwise.plans import Plan
@@ -43,7 +44,6 @@ SAME = 1e-10  # relative difference up to which two units are one
 DIGITS = 12
 PLAYED = 1e-6  # relative difference up to which a step that is played again is the same
 MOMENTS = 64  # of memory over time, at most
-WORDS_READ = 7 * 4.0  # bytes that `update_seconds` counts for each element
 
 
 # ------------------------------------------------------------ to data
@@ -270,7 +270,7 @@ def _in_seconds(stages: Sequence[StageCost], search: Mapping[str, Any]) -> list[
     for stage in stages:
         seconds = 0.0 if stage.group in done else search["groups"][stage.group]["optimizer_s"]
         done.add(stage.group)
-        found.append(replace(stage, numel=seconds / WORDS_READ))
+        found.append(replace(stage, numel=seconds / adamw.FUSED_BYTES))
     return found
 
 
