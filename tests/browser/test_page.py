@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from shardwise.cli import figures
+from shardwise import formatting
 from shardwise.reporting.render import frame, render
 from tests.browser.documents import HOSTILE, hostile, report, sparse
 
@@ -70,7 +70,7 @@ def test_figures_are_written_as_the_command_line_writes_them(show: Show) -> None
     for name in ("seconds", "size", "amount"):
         values = [v for v in values if name != "amount" or v == 0 or v > 1e-4]
         written = page.evaluate(f"all => all.map(window.shardwise.format.{name})", values)
-        assert written == [getattr(figures, name)(value) for value in values]
+        assert written == [getattr(formatting, name)(value) for value in values]
 
 
 def test_the_tree_opens_closes_and_searches(show: Show) -> None:

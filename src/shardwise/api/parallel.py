@@ -40,6 +40,7 @@ from shardwise.api.steps import (
 )
 from shardwise.api.weights import Init, constants_of, load_weights
 from shardwise.api.world import PythonState, attributes_of
+from shardwise.formatting import size as format_bytes
 from shardwise.frontend import skeleton
 from shardwise.frontend.objective import Model, StepFn, as_module
 from shardwise.frontend.sizes import GraphsBySize
@@ -50,7 +51,6 @@ from shardwise.plans import Plan, model_fingerprint
 from shardwise.plans.plan import decisions
 from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
-from shardwise.runtime.originals import format_bytes
 from shardwise.runtime.rendezvous import require_ranks, starting
 from shardwise.runtime.step import ModuleStep, PipelineStep
 from shardwise.runtime.ways import Derive

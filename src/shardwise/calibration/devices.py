@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from shardwise.calibration.constants import REACHED, Reached
 from shardwise.calibration.values import Unusable
+from shardwise.formatting import GIB
 
-GIB = 2**30
 PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
 # A label's figures of memory that mean the preset's: GB and GiB, and what error correction takes.
 _SAME_MEMORY = 0.06

@@ -23,11 +23,11 @@ from shardwise.calibration.values import Unusable
 from shardwise.cluster import Cluster, Mesh
 from shardwise.dtypes import DTYPES
 from shardwise.errors import ShardwiseError
+from shardwise.formatting import GIB
 from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.step import pairs
 from shardwise.simulation.times import Clock
 
-GIB = 2**30
 _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
 # NVIDIA's distributed optimizer keeps what a bfloat16 parameter lacks of its float32 main one,
 # instead of that: so much less of each parameter.

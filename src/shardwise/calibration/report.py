@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.calibration.statistics import Errors, Outcome, Summary
+from shardwise.formatting import GIB, digits
 
-GIB = 2**30
 _NARROW = 100  # columns; below, a table leaves out what the JSON has
 _MAX_ROWS = 400  # of a table for people; -o writes all
 _COLUMNS = (
@@ -98,7 +98,7 @@ def _cells(outcome: Outcome, *, wide: bool) -> list[str]:
 
 
 def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+    return "" if value is None else f"{digits(value, 3)} s"
 
 
 def _errors(summary: Summary) -> Table:

@@ -25,6 +25,7 @@ from shardwise.calibration.values import (
     whole,
 )
 from shardwise.errors import ShardwiseError
+from shardwise.formatting import GIB
 
 # What a row must say: without any of these, step time or memory would be a guess.
 _NEEDED = (
@@ -164,7 +165,7 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
         model=line.get("model", "").strip(),
         device=line.get("gpu", "").strip(),
         step_time_s=_step_time_s(line, row),
-        memory_bytes=None if memory_gib is None else round(memory_gib * 2**30),
+        memory_bytes=None if memory_gib is None else round(memory_gib * GIB),
         ran_out=any(_RAN_OUT.search(line.get(name, "")) for name in _RESULTS),
     )
 

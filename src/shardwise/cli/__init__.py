@@ -23,7 +23,6 @@ from shardwise.cli.checkpoint import app as checkpoint_app
 from shardwise.cli.collective import app as collective_app
 from shardwise.cli.diff import diff
 from shardwise.cli.export import export
-from shardwise.cli.figures import NARROWEST, terminal_width
 from shardwise.cli.files import about, load_plan
 from shardwise.cli.kinds import require_own, require_own_folder
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
@@ -37,6 +36,7 @@ from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_ta
 from shardwise.cli.train import train
 from shardwise.cli.watch import watch
 from shardwise.errors import InfeasiblePlan, ShardwiseError
+from shardwise.formatting import NARROWEST, terminal_width
 from shardwise.version import __version__
 
 if TYPE_CHECKING:

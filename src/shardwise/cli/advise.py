@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.figures import (
+from shardwise.cli.target import AsJson, Target, capture_target
+from shardwise.formatting import (
     Column,
     amount,
     money,
@@ -21,7 +22,6 @@ from shardwise.cli.figures import (
     terminal_width,
     wrapped,
 )
-from shardwise.cli.target import AsJson, Target, capture_target
 
 if TYPE_CHECKING:
     from shardwise.api.advise import Advice, AdviceRow

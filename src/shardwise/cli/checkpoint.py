@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.figures import Column, size, table, terminal_width
 from shardwise.cli.target import AsJson
+from shardwise.formatting import Column, size, table, terminal_width
 
 if TYPE_CHECKING:
     from shardwise.training.checkpoint.opening import Opened

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.figures import Column, amount, seconds, size, table, terminal_width, wrapped
 from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson
+from shardwise.formatting import Column, amount, seconds, size, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan

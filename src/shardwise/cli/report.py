@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.figures import size
 from shardwise.cli.files import about, load_plan
 from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson, capture_target
+from shardwise.formatting import size
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan

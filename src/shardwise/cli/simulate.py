@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.figures import amount, counted, seconds, size, terminal_width, wrapped
 from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson, capture_target
 from shardwise.cli.verdict import cause_text, shares
+from shardwise.formatting import amount, counted, seconds, size, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan

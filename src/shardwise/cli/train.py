@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.figures import terminal_width
 from shardwise.cli.target import AsJson
 from shardwise.errors import InfeasiblePlan, ShardwiseError
+from shardwise.formatting import terminal_width
 
 if TYPE_CHECKING:
     from shardwise.training.trainer import DryRun, FitResult

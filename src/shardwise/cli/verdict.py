@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.figures import (
+from shardwise.errors import PlanError
+from shardwise.formatting import (
     Column,
     amount,
     bar,
@@ -21,7 +22,6 @@ from shardwise.cli.figures import (
     table,
     wrapped,
 )
-from shardwise.errors import PlanError
 from shardwise.reporting.compared import differences, idle_devices, why_not
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.figures import terminal_width
 from shardwise.cli.target import AsJson
 from shardwise.errors import WatchError
+from shardwise.formatting import terminal_width
 
 if TYPE_CHECKING:
     from shardwise.watch.run import Run

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.cluster.links import Factors, Link
 from shardwise.cluster.names import expand, expand_all
 
 if TYPE_CHECKING:
     from shardwise.cluster.cluster import Cluster
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 NONE = -1  # no resource
 
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from shardwise.arrays import Bools, Floats, Ints
 
 
 def cheapest(cost: Floats, root: int) -> Ints:

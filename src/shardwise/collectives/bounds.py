@@ -15,16 +15,14 @@ import itertools
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
+from shardwise.arrays import Bools, Floats
 from shardwise.collectives.demand import Demand
 from shardwise.collectives.network import Network
 from shardwise.collectives.symmetry import Symmetry
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 ALL_SETS = 5  # ranks up to which every set is tried
 
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats
 from shardwise.collectives.master import Answer, Column, Master
 
-Floats = NDArray[np.float64]
 Pricing = Callable[[Floats], tuple[list[Column], Floats]]
 
 TOLERANCE = 1e-6  # relative; where the search for better columns ends

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardwise.arrays import Ints
 from shardwise.collectives.demand import Demand
 from shardwise.collectives.network import Network
-from shardwise.collectives.trees import Ints, Part
+from shardwise.collectives.trees import Part
 
 
 def hierarchical(network: Network, demand: Demand) -> tuple[Part, ...] | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Ints
 from shardwise.collectives.demand import Demand
 from shardwise.collectives.lower import Lowered
 from shardwise.collectives.network import Network
@@ -22,7 +22,6 @@ from shardwise.collectives.timing import rounds_s
 from shardwise.collectives.trees import Part, load_time
 from shardwise.messages import Chunk
 
-Ints = NDArray[np.int64]
 ALL_ORDERS = 6  # ranks up to which all rings are tried
 
 

@@ -21,12 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from shardwise.arrays import Floats, Ints
 
 SLOWEST = 1e8  # times what is easily reached
 DENSE = 100_000  # numbers of a matrix that need no preparation

@@ -15,15 +15,13 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.errors import ClusterError, did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 NONE = -1  # no resource, no edge
 SLOWEST, FASTEST = 1e-30, 1e30  # bytes per second with which floating point still computes
 

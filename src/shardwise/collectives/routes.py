@@ -9,16 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.collectives.demand import Demand
 from shardwise.collectives.generate import generate
 from shardwise.collectives.master import Column, Master
 from shardwise.collectives.network import Network
 from shardwise.collectives.symmetry import Symmetry
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.arrays import Floats, Ints
 from shardwise.collectives.bounds import cut_bound
 from shardwise.collectives.demand import Demand, demand_of, whole_number
 from shardwise.collectives.known import (
@@ -26,7 +27,7 @@ from shardwise.collectives.known import (
     recursive_doubling,
 )
 from shardwise.collectives.lower import Lowered, Size, even_counts, lower_parts, lower_routes
-from shardwise.collectives.network import Floats, Ints, Network
+from shardwise.collectives.network import Network
 from shardwise.collectives.pace import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace, most_chunks
 from shardwise.collectives.routes import RouteProblem, Routing
 from shardwise.collectives.solution import Solution

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.arrays import Ints
 from shardwise.collectives.network import Network
 
-Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Block = tuple[int, ...]
 

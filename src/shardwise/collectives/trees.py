@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.collectives.arborescence import cheapest, depths, shallow
 from shardwise.collectives.demand import Demand
 from shardwise.collectives.generate import generate
 from shardwise.collectives.master import Answer, Column, Master
 from shardwise.collectives.network import Network
 from shardwise.collectives.symmetry import Symmetry
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 DROPPED = (0.03, 3e-3)  # parts of the data that a tree must carry to be kept
 HOPELESS = 1.5  # times what would be useful: more columns will not do

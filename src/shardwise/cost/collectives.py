@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.arrays import Ints
 from shardwise.cluster import Cluster, Curve, Factor
 from shardwise.cluster.links import ONE, OPERATIONS, factor_of
 from shardwise.cost.traffic import PHASES, Phase, Setting
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.messages.choice import CollectiveChoice
 
-Ints = NDArray[np.int64]
 PLAIN = Factor()
 
 # The algorithms of NCCL (all-reduce: ring, double binary tree, and the two-level ones of its

@@ -20,8 +20,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Ints
 from shardwise.cluster import Cluster, Link
 from shardwise.cluster.links import factor_of
 from shardwise.collectives.bounds import cut_bound
@@ -35,8 +35,6 @@ from shardwise.collectives.symmetry import find_symmetry
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
 from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
 from shardwise.messages.forest import Forest
-
-Ints = NDArray[np.int64]
 
 WORTH = 0.1  # of the library's time: what another way must save
 MOST_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request

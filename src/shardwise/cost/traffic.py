@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.cluster import Topology
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Crossings = list[tuple[Ints, Floats]]
 
 

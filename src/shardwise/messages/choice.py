@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import PlanError
+from shardwise.formatting import short_seconds, short_size
 from shardwise.messages.forest import Forest
 from shardwise.messages.ranks import Ranks, format_steps, parse_ranks
 from shardwise.schema import Form, OneOf, Range, Reader, Stored, Writer, check_fields
@@ -113,16 +114,16 @@ class CollectiveChoice:
         """What is used, in words: `solved from 64 KiB on, 2 trees, chunks of 1 MiB`."""
         told = self.uses
         if not self.is_library and self.min_bytes:
-            told += f" from {_size(self.min_bytes)} on"
+            told += f" from {short_size(self.min_bytes)} on"
         if self.has_trees:
             trees = max(len(forest.trees) for forest in self.forests)
-            told += f", {trees} trees, chunks of {_size(self.chunk_bytes)}"
+            told += f", {trees} trees, chunks of {short_size(self.chunk_bytes)}"
         return told
 
     def __str__(self) -> str:
-        times = ", ".join(f"{way} {_time(s)}" for way, s in self.predicted_s.items())
+        times = ", ".join(f"{way} {short_seconds(s)}" for way, s in self.predicted_s.items())
         told = f"{self.operation} on ranks {format_groups(self.groups)}: {self.way}"
-        return told + (f" ({_size(REFERENCE_BYTES)}: {times})" if times else "")
+        return told + (f" ({short_size(REFERENCE_BYTES)}: {times})" if times else "")
 
 
 def read_choices(data: Sequence[Any]) -> tuple[CollectiveChoice, ...]:
@@ -161,13 +162,3 @@ def format_groups(groups: Sequence[Ranks], most: int = 4) -> str:
     """
     shown = " | ".join(format_steps(group) for group in groups[:most])
     return shown + (f" | … {len(groups) - most} more" if len(groups) > most else "")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 1 << 20:
-        return f"{num_bytes / (1 << 20):.3g} MiB"
-    return f"{num_bytes / 1024:.3g} KiB" if num_bytes >= 1024 else f"{num_bytes} B"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.formatting import seconds, size
 from shardwise.reporting.document import Compared
-from shardwise.reporting.words import seconds, size
 
 WORDS = {
     "dp": "dp={}",

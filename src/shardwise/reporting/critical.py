@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardwise.reporting.words import seconds
+from shardwise.formatting import seconds
 from shardwise.schedules.levels import KINDS, Levels, levels_of
 from shardwise.simulation import Estimate
 from shardwise.simulation.times import Span

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from statistics import median
 from typing import Any
 
+from shardwise.formatting import digits, short_seconds
 from shardwise.messages.ranks import format_ranks
 from shardwise.reporting.classes import ranks_label
 from shardwise.reporting.expected import predicted_passes
@@ -144,25 +144,11 @@ def _place(ranks: Sequence[int], stage: int | None) -> str:
 def _times(before: float, now: float) -> str:
     """How the two compare, as people say it."""
     if before <= 0:
-        return f"{_ms(now)}, none was predicted"
+        return f"{short_seconds(now)}, none was predicted"
     if now < before / 20:
-        return f"{_ms(now)}, {_ms(before)} were predicted"
-    return f"{_digits(now / before, 2)} times as long as predicted: {_ms(now)}, not {_ms(before)}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{_digits(seconds, 3)} s" if seconds >= 1 else f"{_digits(seconds * 1e3, 3)} ms"
-
-
-def _digits(value: float, most: int) -> str:
-    """So many digits that matter, never as a power of ten.
-
-    >>> _digits(2.134, 2), _digits(99.7, 2), _digits(1315.2, 2), _digits(0.0000123, 3)
-    ('2.1', '100', '1,315', '0.0000123')
-    """
-    if abs(value) >= 10**most - 0.5:
-        return f"{value:,.0f}"
-    return f"{Decimal(f'{value:.{most}g}'):f}"
+        return f"{short_seconds(now)}, {short_seconds(before)} were predicted"
+    ratio = digits(now / before, 2)
+    return f"{ratio} times as long as predicted: {short_seconds(now)}, not {short_seconds(before)}"
 
 
 def _text(cause: str, before: float, now: float) -> str:
@@ -213,8 +199,9 @@ def _slow(step: RecordedStep, ranks: Sequence[int]) -> list[Disagreement]:
                 predicted_s=usual,
                 measured_s=mine,
                 share=share,
-                text=f"rank {rank} works {_digits(mine / usual, 2)} times as long as {others} of "
-                f"ranks {format_ranks(tuple(ranks))}: {_ms(mine)}, not {_ms(usual)}",
+                text=f"rank {rank} works {digits(mine / usual, 2)} times as long as {others} of "
+                f"ranks {format_ranks(tuple(ranks))}: {short_seconds(mine)}, "
+                f"not {short_seconds(usual)}",
                 advice=f"what else runs there? {PROFILE}; a plan for unequal devices gives it less",
             )
         )
@@ -233,7 +220,7 @@ def _late(step: RecordedStep) -> list[Disagreement]:
             predicted_s=0.0,
             measured_s=rank.start,
             share=rank.start / step.seconds,
-            text=f"rank {rank.rank} enters the step {_ms(rank.start)} after the first one",
+            text=f"rank {rank.rank} enters the step {short_seconds(rank.start)} after the first",
             advice="its batches come late: data.workers, data.prefetch; or its clock is wrong",
         )
     ]

@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.arrays import Floats
 from shardwise.errors import TraceError
 from shardwise.reporting.recorded import Recording
 
@@ -28,7 +29,6 @@ ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 TAIL = ("optimizer", "clipping")
 TICK_S = 2e-6  # a GPU's events are no more exact
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanMismatch, did_you_mean
+from shardwise.formatting import size as format_bytes
 from shardwise.runtime.sharing import share
 
 if TYPE_CHECKING:
@@ -96,12 +97,3 @@ def describe(pm: ParallelModule) -> str:
     if named:
         lines.append(f"  steps: {', '.join(named)}")
     return "\n".join([*lines, ")"])
-
-
-def format_bytes(size: float) -> str:
-    """`1536` as `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError

@@ -13,10 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.schedules.schedule import Action, Links, Schedule, run_in_order
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 KINDS = "FBIW"
 CACHED = 256
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, Signature
+from shardwise.formatting import GIB, seconds
 from shardwise.messages.choice import Chooser
 from shardwise.schedules import Schedule, default_schedule, make
 from shardwise.simulation.fold import Fold
@@ -63,18 +64,14 @@ class Estimate:
     def __str__(self) -> str:
         peak = self.peak
         lines = [
-            f"step {_seconds(self.step_time_s)}, {self.rows / self.step_time_s:,.1f} samples/s, "
+            f"step {seconds(self.step_time_s)}, {self.rows / self.step_time_s:,.1f} samples/s, "
             f"bubble {self.timeline.bubble_fraction:.1%}",
-            f"memory {peak.peak_bytes / 2**30:.1f} of {peak.limit_bytes / 2**30:.1f} GiB in "
+            f"memory {peak.peak_bytes / GIB:.1f} of {peak.limit_bytes / GIB:.1f} GiB in "
             f"{peak.when} of group {peak.group}" + ("" if self.fits else ": does not fit"),
         ]
         shown = {k: v for k, v in self.timeline.causes.items() if v > 0.0005 * self.step_time_s}
-        lines += [f"  {k:12} {_seconds(v):>10}" for k, v in shown.items()]
+        lines += [f"  {k:12} {seconds(v):>10}" for k, v in shown.items()]
         return "\n".join(lines)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats
 from shardwise.cost import Kernel
 from shardwise.runtime.recompute import SHORT
 
-Floats = NDArray[np.float64]
 MODES = ("", "_selective", "_full")
 
 # Calls whose weight gradients zero-bubble schedules compute later (`runtime.deferred`).

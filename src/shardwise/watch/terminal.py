@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.formatting import GIB, duration, short_seconds
 from shardwise.watch.run import Run
 
 __all__ = ["line", "panel", "sparkline", "summary"]
@@ -21,7 +22,6 @@ __all__ = ["line", "panel", "sparkline", "summary"]
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 14  # columns
 SLOWEST = 3
-GIB = 2**30
 
 
 def panel(run: Run, width: int) -> RenderableType:
@@ -101,11 +101,13 @@ def _throughput(run: Run, width: int) -> str | None:
 def _step_time(run: Run) -> str | None:
     if run.step_s is None:
         return None
-    text = seconds(run.step_s)
+    text = short_seconds(run.step_s)
     predicted = run.predicted_step_s
     if predicted:
         guess = ", a guess for unknown machines" if run.about.get("known_machines") is False else ""
-        text += f", {run.step_s / predicted:.2f} times the predicted {seconds(predicted)}{guess}"
+        text += (
+            f", {run.step_s / predicted:.2f} times the predicted {short_seconds(predicted)}{guess}"
+        )
     return text
 
 
@@ -121,7 +123,7 @@ def _ranks(run: Run) -> str | None:
     if run.ranks is None or run.ranks["ranks"] < 2:
         return None
     own = run.ranks["own_s"]
-    text = f"work {seconds(own['min'])} to {seconds(own['max'])} of a step"
+    text = f"work {short_seconds(own['min'])} to {short_seconds(own['max'])} of a step"
     slow = [f"rank {s['rank']} {s['ratio']:.2f}x" for s in run.slow_ranks[:SLOWEST]]
     return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; none is slow"
 
@@ -167,34 +169,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     spread = (high - low) or 1.0
     top = len(BLOCKS) - 1
     return "".join(" " if m is None else BLOCKS[round((m - low) / spread * top)] for m in means)
-
-
-def seconds(value: float) -> str:
-    """Return a time with its unit.
-
-    >>> seconds(0.0123), seconds(2.5), seconds(0.9999)
-    ('12.3 ms', '2.50 s', '1.00 s')
-    """
-    if value >= 100:
-        return f"{value:,.0f} s"
-    return f"{value:.2f} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"
-
-
-def duration(value: float) -> str:
-    """Return a time as people say it.
-
-    >>> duration(42), duration(125), duration(7300), duration(200000)
-    ('42 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')
-    """
-    whole = int(value)
-    for size, unit, smaller, name in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller} {name}"
-    return f"{whole} s"
 
 
 def _cut(text: str, width: int) -> str:

@@ -14,10 +14,10 @@ import shardwise as sw
 from shardwise import cli
 from shardwise.api.advise import cluster_of_kind
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.figures import Column, table
 from shardwise.cli.options import constraints_of
 from shardwise.cli.simulate import chart
 from shardwise.errors import ClusterError
+from shardwise.formatting import Column, table
 from tests.support.searches import unpolished
 
 SOURCE = """

@@ -221,7 +221,7 @@ def test_collectives_take_the_time_of_their_way() -> None:
     with pytest.raises(PlanError, match=r"collectives\[0\]"):
         sw.Plan.from_json({**plan.to_json(), "collectives": [{"operation": "all_reduce"}]})
     beyond = {"operation": "all_reduce", "groups": ["0-7"], "uses": "library"}
-    with pytest.raises(PlanError, match="rank 7 of a plan for 4 ranks"):
+    with pytest.raises(PlanError, match=r"rank 7 .* 4 ranks"):
         sw.Plan.from_json({**plan.to_json(), "collectives": [beyond]})
 
 

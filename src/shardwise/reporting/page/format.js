@@ -1,4 +1,4 @@
-// Figures as text, in the form of `shardwise.cli.figures`.
+// Figures as text, in the form of `shardwise.formatting`.
 
 /**
  * Digits after the point as Python writes them: a tie goes to the even digit, where `toFixed` goes up.
@@ -33,10 +33,11 @@ export function size(value) {
   for (const [unit, each] of [
     ["GiB", 2 ** 30],
     ["MiB", 2 ** 20],
+    ["KiB", 2 ** 10],
   ]) {
     if (Math.abs(value) >= each) return `${fixed(value / each, 1)} ${unit}`;
   }
-  return `${digitsOf(value / 1024, 1)} KiB`;
+  return `${digitsOf(value, 0)} B`;
 }
 
 /** A count or rate with three digits that matter. @param {number} value */
