@@ -4,7 +4,7 @@
 
 Needs root and Debian's iproute2. Three hosts have cards of 800 Mbit/s, one of 200. Every process
 holds the model twice, under the same plan; one of both says which collectives are solved for the
-links (`sw.choose_collectives`). They take turns, step by step, on the same batches: figures are
+links (`sw.collectives.choose`). They take turns, step by step, on the same batches: figures are
 medians of steps, and the losses of both must be the same. Writes
 benchmarks/results/collectives_training.json.
 """
@@ -71,7 +71,7 @@ def train(steps: int) -> dict[str, Any]:
     cluster = sw.Cluster.from_yaml(hosts(RATES))
     batches = [tokens(4, LENGTH, VOCAB) for _ in range(2)]
     plan = sw.strategies.ddp(sw.capture(model(), batches[0]), cluster)
-    solved = sw.choose_collectives(plan, cluster)
+    solved = sw.collectives.choose(plan, cluster)
     sides = {"library": Side(plan, batches[0]), "ours": Side(solved, batches[0])}
     for number in range(WARM_UP + steps):
         for side in sides.values():

@@ -33,7 +33,6 @@ import torch.distributed as dist
 import shardwise as sw
 from benchmarks.memory_cases import CASES, Case
 from shardwise import runtime as rt
-from shardwise.api import capture_for_plan
 from shardwise.api.alone import Alone
 from shardwise.api.captured import cast_model
 from shardwise.runtime.allocator import grow_segments
@@ -173,7 +172,7 @@ def run_case(name: str, *, tiny: bool, lock: str) -> list[dict[str, Any]]:
     case = CASES[name]
     start = time.perf_counter()
     model, batch, plan = plan_of(case, TINY if tiny else LLAMA_8B, 64 if tiny else case.length)
-    graph = capture_for_plan(model, batch, plan)
+    graph = sw.capture(model, batch, plan=plan)
     estimate = sw.simulate(graph, plan, _cluster(case))
     sw.compile(graph, plan)  # before the GPU is this process's
     taken = Budget.of(_cluster(case).device(0)).taken

@@ -43,6 +43,7 @@ from benchmarks.pipeline import machine
 from benchmarks.reality_models import MODELS, Made
 from benchmarks.run import ratio
 from shardwise.api.tuning import tune
+from shardwise.cost import OpTable
 from shardwise.errors import ShardwiseError
 from shardwise.profiling import profile
 
@@ -186,7 +187,8 @@ def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[st
     module, batch = MODELS[model]()
     graph = sw.capture(module, batch)
     started = time.perf_counter()
-    auto, table = tune(graph, cluster, progress=False, report=lambda what: print("  " + what))
+    table = OpTable()
+    auto = tune(graph, cluster, table=table)
     planned = time.perf_counter() - started
     plans = {n: p for n, p in rivals(graph, cluster) if not options.only or n in options.only}
     plans["auto"] = auto

@@ -32,7 +32,6 @@ from torch.profiler import record_function
 
 import shardwise as sw
 from benchmarks.models import GPT, tokens
-from shardwise.api import capture_for_plan
 
 LIMIT = 0.10
 STEPS = 3
@@ -185,7 +184,7 @@ def predict(
     """Return the same numbers of every rank, from a model on meta."""
     model, batch = make_model(sizes, "meta"), make_batch(sizes, batch_size)
     plan = plan_for(model, batch, strategy, ranks, options)
-    graph = capture_for_plan(model, batch, plan)
+    graph = sw.capture(model, batch, plan=plan)
     rows = []
     for rank in range(ranks):
         found = sw.predict_memory(graph, plan, rank)

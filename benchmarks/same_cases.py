@@ -186,7 +186,7 @@ def model_job(name: str, cases: Mapping[str, Case], memory: bool) -> Result:
             plan = case.plan(graphs[key])
             graph = graphs[key]
             if case.options.keys() & {"precision", "per_microbatch"}:
-                graph = sw.capture_for_plan(model, batch, plan)
+                graph = sw.capture(model, batch, plan=plan)
             items |= _named(f"emit/{where}", sources(graph, plan))
         except ShardwiseError as error:
             items[f"emit/{where}"] = refusal(error)
@@ -321,7 +321,7 @@ def collectives_job() -> Result:
             for use in ("", "solved", "hierarchical"):
                 where = f"collectives/{label}/{strategy}/{use or 'chosen'}"
                 try:
-                    chosen = sw.choose_collectives(plan, cluster, use=use)
+                    chosen = sw.collectives.choose(plan, cluster, use=use)
                 except ShardwiseError as error:
                     items[f"plans/{where}"] = refusal(error)
                     continue
@@ -381,7 +381,7 @@ def certificate_job(name: str) -> Result:
     return Result(items=items)
 
 
-def certificate(checked: sw.Certificate) -> str:
+def certificate(checked: sw.types.Certificate) -> str:
     """Return what a certificate compared and whether it agreed; errors are rounding."""
     compared = sorted(
         [*(word for word in c.what.split() if not word.isalpha()), "ok" if c.ok else "differs"]

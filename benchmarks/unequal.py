@@ -88,7 +88,7 @@ def row(model: str, cluster: sw.Cluster, cores: list[int], pairs: int) -> dict[s
     graph = sw.capture(module, batch)
     even = sw.strategies.ddp(graph, cluster)
     table = measure_plan(graph, even, cluster)
-    auto, table = tune(graph, cluster, table=table, progress=False)
+    auto = tune(graph, cluster, table=table, progress=False)
     plans = {"auto": auto, "ddp": even}
     systems = tuple((name, json.dumps(plan.to_json())) for name, plan in plans.items())
     job = Job(model=model, ranks=2, systems=systems, pairs=pairs, cores=tuple(cores))

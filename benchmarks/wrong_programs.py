@@ -420,7 +420,7 @@ def choices() -> Iterator[CollectiveChoice]:
         cluster = sw.Cluster.local(ranks)
         for strategy in ("ddp", "fsdp"):
             plan = getattr(sw.strategies, strategy)(graph, cluster)
-            yield from sw.choose_collectives(plan, cluster, use="solved").collectives
+            yield from sw.collectives.choose(plan, cluster, use="solved").collectives
 
 
 def tree_mutants(choice: CollectiveChoice) -> Iterator[tuple[str, CollectiveChoice]]:

@@ -76,7 +76,7 @@ def train_parallel(plan: sw.Plan) -> list[float]:
 SHARING = ("all-reduced", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 
-def plan_table(program: sw.Program) -> Table:
+def plan_table(program: sw.types.Program) -> Table:
     """Every entry of the plan, and what rank 0 computes with."""
     held = program.lowered.of_rank(0).parameters
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -97,7 +97,7 @@ def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def held_bytes(program: sw.Program) -> tuple[int, int]:
+def held_bytes(program: sw.types.Program) -> tuple[int, int]:
     """Bytes of parameters that rank 0 holds between steps, and of the whole model."""
     sizes = dict(program.plan.mesh.axes)
     held = whole = 0
@@ -109,14 +109,14 @@ def held_bytes(program: sw.Program) -> tuple[int, int]:
     return held, whole
 
 
-def block_code(program: sw.Program) -> str:
+def block_code(program: sw.types.Program) -> str:
     """Return the first class of the generated code: one of the model's blocks."""
     text = program.source(0)
     start = text.index("class Block")
     return text[start : text.index("\n\n\n", start)]
 
 
-def verdict(certificate: sw.Certificate) -> str:
+def verdict(certificate: sw.types.Certificate) -> str:
     """Return the certificate in one line, or in full where something differs."""
     if not certificate.ok:
         return f"[red]{certificate}[/]"

@@ -67,7 +67,7 @@ class Windows:
 def sample(run: str, text: str, count: int = 300) -> str:
     """Continue a text with the newest checkpoint of a run, in plain PyTorch."""
     model = ByteGPT().eval()
-    sw.load_checkpoint(sw.Checkpoints(f"{run}/checkpoints").latest() or run, model)
+    sw.load_checkpoint(sw.CheckpointManager(f"{run}/checkpoints").latest() or run, model)
     ids = torch.tensor([list(text.encode())])
     for _ in range(count):
         logits = model(ids[:, -LENGTH:])[:, -1] / 0.8

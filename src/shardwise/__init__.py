@@ -1,7 +1,7 @@
 """Shardwise turns a training step for one device into a verified, readable one for many.
 
-This module is the whole public API. Names are imported on first use, so that `import shardwise`
-is quick and does not import torch.
+This module is the public API; `shardwise.types` has the types of its arguments and results. Names
+are imported on first use, so that `import shardwise` is quick and does not import torch.
 """
 
 from __future__ import annotations
@@ -12,58 +12,45 @@ from typing import TYPE_CHECKING, Any
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
-    from shardwise import errors, schedules
-    from shardwise.api.advise import Advice, advise
-    from shardwise.api.captured import capture_for_plan
+    from shardwise import collectives, errors, schedules, types
+    from shardwise.api.advise import advise
+    from shardwise.api.captured import capture
     from shardwise.api.certify import verify
-    from shardwise.api.compiled import Program, compile
+    from shardwise.api.compiled import compile
     from shardwise.api.explanation import explain
     from shardwise.api.memory import predict_memory
     from shardwise.api.parallel import parallelize
-    from shardwise.api.tuned_ways import tune_collectives
     from shardwise.api.tuning import tune
     from shardwise.cluster import Cluster, Mesh
-    from shardwise.equivalence import Certificate
-    from shardwise.frontend import capture
     from shardwise.ir import Graph
     from shardwise.planner import strategies
-    from shardwise.planner.collectives import choose_collectives
     from shardwise.planner.search.plan import plan
     from shardwise.plans import Plan, Precision, Stage
     from shardwise.reporting.build import report
-    from shardwise.reporting.document import Report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
-    from shardwise.simulation import Estimate, Timeline
     from shardwise.simulation.simulate import simulate
     from shardwise.training.callbacks import Callback
-    from shardwise.training.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+    from shardwise.training.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
     from shardwise.training.export import export
     from shardwise.training.trainer import Trainer
 
 
 __all__ = [
-    "Advice",
     "Callback",
-    "Certificate",
-    "Checkpoints",
+    "CheckpointManager",
     "Cluster",
-    "Estimate",
     "Graph",
     "Mesh",
     "Plan",
     "Precision",
-    "Program",
-    "Report",
     "Stage",
-    "Timeline",
     "Trainer",
     "__version__",
     "advise",
     "capture",
-    "capture_for_plan",
-    "choose_collectives",
     "clip_grad_norm_",
+    "collectives",
     "compile",
     "errors",
     "explain",
@@ -80,30 +67,22 @@ __all__ = [
     "simulate",
     "strategies",
     "tune",
-    "tune_collectives",
+    "types",
     "verify",
 ]
 
 _HOME = {
-    "Advice": "shardwise.api.advise",
     "Callback": "shardwise.training.callbacks",
-    "Certificate": "shardwise.equivalence",
-    "Checkpoints": "shardwise.training.checkpoint",
+    "CheckpointManager": "shardwise.training.checkpoint",
     "Cluster": "shardwise.cluster",
-    "Estimate": "shardwise.simulation",
     "Graph": "shardwise.ir",
     "Mesh": "shardwise.cluster",
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
-    "Program": "shardwise.api.compiled",
-    "Report": "shardwise.reporting.document",
     "Stage": "shardwise.plans",
-    "Timeline": "shardwise.simulation",
     "Trainer": "shardwise.training.trainer",
     "advise": "shardwise.api.advise",
-    "capture": "shardwise.frontend",
-    "capture_for_plan": "shardwise.api.captured",
-    "choose_collectives": "shardwise.planner.collectives",
+    "capture": "shardwise.api.captured",
     "clip_grad_norm_": "shardwise.runtime",
     "compile": "shardwise.api.compiled",
     "explain": "shardwise.api.explanation",
@@ -111,20 +90,21 @@ _HOME = {
     "load_checkpoint": "shardwise.training.checkpoint",
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api.parallel",
-    "plan": "shardwise.planner.search",
+    "plan": "shardwise.planner.search.plan",
     "predict_memory": "shardwise.api.memory",
     "register_rule": "shardwise.sharding",
     "report": "shardwise.reporting.build",
     "save_checkpoint": "shardwise.training.checkpoint",
-    "simulate": "shardwise.simulation",
+    "simulate": "shardwise.simulation.simulate",
     "tune": "shardwise.api.tuning",
-    "tune_collectives": "shardwise.api.tuned_ways",
     "verify": "shardwise.api.certify",
 }
 _MODULES = {
+    "collectives": "shardwise.collectives",
     "errors": "shardwise.errors",
     "schedules": "shardwise.schedules",
     "strategies": "shardwise.planner.strategies",
+    "types": "shardwise.types",
 }
 
 

@@ -47,7 +47,7 @@ THOROUGH = [
 
 def solved(plan: sw.Plan, ranks: int) -> sw.Plan:
     """The plan with every collective solved, from the first byte on, in small chunks."""
-    found = sw.choose_collectives(plan, uneven(ranks), use="solved")
+    found = sw.collectives.choose(plan, uneven(ranks), use="solved")
     assert all(choice.uses == "solved" for choice in found.collectives)
     small = [replace(choice, chunk_bytes=256) for choice in found.collectives]
     return found.with_(collectives=tuple(small))
@@ -55,7 +55,7 @@ def solved(plan: sw.Plan, ranks: int) -> sw.Plan:
 
 def shared(plan: sw.Plan, ranks: int) -> sw.Plan:
     """The plan with every collective in the memory that the ranks share."""
-    found = sw.choose_collectives(plan, measured(ranks), use="shared")
+    found = sw.collectives.choose(plan, measured(ranks), use="shared")
     assert all(choice.uses == "shared" for choice in found.collectives)
     return found
 
@@ -190,7 +190,7 @@ def tuned() -> list[tuple[str, int, bool]]:
     """What was found, and whether the plan still trains."""
     model, inputs = training.make("odd")
     plan = solved(training.plan_for(model, inputs, "zero2", 3), 3)
-    found = sw.tune_collectives(plan, num_bytes=100_000, rounds=1)
+    found = sw.collectives.tune(plan, num_bytes=100_000, rounds=1)
     sw.parallelize(model, inputs, plan=found).train_step(inputs)
     return [
         (c.uses, c.chunk_bytes, set(c.predicted_s) >= {"library measured", "solved measured"})

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, int]]] = {
 }
 
 
-def program(name: str) -> sw.Program:
+def program(name: str) -> sw.types.Program:
     model_name, strategy, ranks, options = CASES[name]
     model, batch = zoo.build(model_name)
     graph = sw.capture(model, batch)

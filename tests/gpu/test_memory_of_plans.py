@@ -34,7 +34,7 @@ def test_the_peak_of_a_rank(strategy: str, ranks: int, options: dict[str, Any]) 
     plan = getattr(sw.strategies, strategy)(
         sw.capture(model, batch), cluster, precision="bf16", **options
     )
-    graph = sw.capture_for_plan(model, batch, plan)
+    graph = sw.capture(model, batch, plan=plan)
     use = sw.simulate(graph, plan, cluster).memory[0]
     torch.cuda.empty_cache()
     one = SingleRank(graph, plan, 0, "cuda")

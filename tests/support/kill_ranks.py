@@ -62,7 +62,7 @@ def train(rank: int, port: int, folder: Path) -> None:
     plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(RANKS))
     pm = sw.parallelize(model, batch, plan=plan, timeout_s=20.0)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-3)
-    kept = sw.Checkpoints(folder / "kept", keep_last=2)
+    kept = sw.CheckpointManager(folder / "kept", keep_last=2)
     step, newest = 0, kept.latest()
     if newest is not None:
         step = sw.load_checkpoint(newest, pm, optimizer).step or 0
@@ -133,7 +133,7 @@ def check(folder: Path, before: int) -> str:
         if what == "loss":
             assert losses.setdefault(step, rest[0]) == rest[0], f"another loss in step {step}"
     complete = max((step for what, step, *_ in found if what == "complete"), default=0)
-    newest = sw.Checkpoints(folder / "kept").latest()
+    newest = sw.CheckpointManager(folder / "kept").latest()
     step = 0
     if newest is not None:
         verified = verify_checkpoint(newest)

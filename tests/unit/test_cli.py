@@ -209,7 +209,7 @@ def test_what_cannot_be_written_is_told(
         ("collective", "show", "cpu:2", "--svg", out),
         ("export", str(tmp_path), "-o", str(tmp_path / "file" / "model.pt2")),
         ("compile", target, "-o", folder),
-        ("plan", target, "--cluster", "cpu:2", "--measure", out),
+        ("tune", target, "--cluster", "cpu:2", "--table-out", out),
     ]
     for words in written:
         code, _, err = run(capsys, *words)

@@ -1,34 +1,36 @@
 from __future__ import annotations
 
+import builtins
+import collections.abc
+import inspect
+import pathlib
+import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 import shardwise
 
 PUBLIC = [
-    "Advice",
     "Callback",
-    "Certificate",
-    "Checkpoints",
+    "CheckpointManager",
     "Cluster",
-    "Estimate",
     "Graph",
     "Mesh",
     "Plan",
     "Precision",
-    "Program",
-    "Report",
     "Stage",
-    "Timeline",
     "Trainer",
     "__version__",
     "advise",
     "capture",
-    "capture_for_plan",
-    "choose_collectives",
     "clip_grad_norm_",
+    "collectives",
     "compile",
     "errors",
     "explain",
@@ -45,9 +47,51 @@ PUBLIC = [
     "simulate",
     "strategies",
     "tune",
-    "tune_collectives",
+    "types",
     "verify",
 ]
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid", "make_plan")
+ELSEWHERE = (builtins, typing, collections.abc, pathlib, torch, torch.nn, torch.optim)
+
+
+def _signatures() -> Iterator[tuple[str, Any]]:
+    """Yield every public function, constructor, method and field annotation by name."""
+    for name in PUBLIC:
+        value = getattr(shardwise, name)
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            yield from ((f"{name}.{m}", f) for m, f in _methods(value))
+    yield from ((f"strategies.{n}", getattr(shardwise.strategies, n)) for n in STRATEGIES)
+    yield from ((f"collectives.{n}", getattr(shardwise.collectives, n)) for n in ("choose", "tune"))
+
+
+def _methods(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(kind).items():
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if inspect.isfunction(function) and (not name.startswith("_") or name == "__init__"):
+            yield name, function
+
+
+@pytest.mark.parametrize(("name", "function"), list(_signatures()), ids=lambda v: str(v)[:40])
+def test_types_of_public_signatures_can_be_imported(name: str, function: Any) -> None:
+    signature = inspect.signature(function)
+    annotations = [p.annotation for p in signature.parameters.values()]
+    for annotation in (*annotations, signature.return_annotation):
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        text = re.sub(r"'[^']*'|\"[^\"]*\"", "", text.replace("NoneType", "None"))
+        for word in re.findall(r"(?<!\w)[A-Z]\w*", text):
+            public = word in shardwise.__all__ or word in shardwise.types.__all__
+            alias = getattr(function, "__globals__", {}).get(word)
+            public |= typing.get_origin(alias) is typing.Annotated  # a plain type, as stored
+            assert public or any(hasattr(module, word) for module in ELSEWHERE), (name, text)
+
+
+def test_types_are_pinned() -> None:
+    assert shardwise.types.__all__ == sorted(shardwise.types.__all__)
+    assert all(hasattr(shardwise.types, name) for name in shardwise.types.__all__)
 
 
 def test_all_is_pinned_and_sorted() -> None:

@@ -1,7 +1,4 @@
-"""The graph that a plan runs: of the model in the plan's number types, for its micro-batches.
-
-Enters: a model, a batch and a plan. Leaves: `Graph`.
-"""
+"""`capture`: the graph of a step, in the dtypes and for the micro-batches of a plan."""
 
 from __future__ import annotations
 
@@ -12,16 +9,63 @@ import torch
 from torch import nn
 
 from shardwise.batch import path_name, read_batch
+from shardwise.cluster import Mesh
 from shardwise.errors import BatchError, PlanError
 from shardwise.frontend import capture as capture_once
 from shardwise.frontend import skeleton
 from shardwise.frontend.hooks import hooks_of, name_of, place_of
-from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
+from shardwise.frontend.loss import LossFn
+from shardwise.frontend.objective import (
+    Model,
+    Objective,
+    StepFn,
+    as_module,
+    objective,
+)
 from shardwise.frontend.sizes import GraphsBySize
 from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
-from shardwise.plans import Plan
+from shardwise.plans import Plan, Precision
 from shardwise.plans.execution import check_types
+
+
+def capture(
+    model: Model,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    plan: Plan | None = None,
+    precision: str | Precision | None = None,
+    step: StepFn | None = None,
+    training: bool | None = None,
+    device: torch.device | str | None = None,
+) -> Graph:
+    """Capture the forward step of `model` on `batch`, up to the loss, as a graph.
+
+    `batch` is a dict (keyword arguments), a tuple (positional) or a tensor. `training` sets the
+    mode of the captured copy, by default the model's own. `device` is where tensors are taken to
+    be, by default the model's device, or the CPU for meta tensors. With `precision`, for example
+    "bf16", the step is captured in these dtypes; with `plan`, in the plan's dtypes, and for one
+    micro-batch if each is a batch of its own (`per_microbatch`).
+
+    Instead of a model and its loss function, a `step` may define what is computed: a function of
+    the modules (the model, or a mapping from names to several) and the batch that returns the
+    loss, or outputs that contain it.
+
+    >>> graph = capture(nn.Linear(2, 1), (torch.zeros(3, 2),), lambda y, batch: y.mean())
+    >>> [node.op for node in graph.nodes]
+    ['aten.linear.default', 'aten.mean.default']
+    """
+    if plan is not None and precision is not None:
+        raise PlanError("both plan= and precision= are given", hint="a plan has its own precision")
+    if plan is None and precision is None:
+        return capture_once(model, batch, loss_fn, step=step, training=training, device=device)
+    if plan is None:
+        kinds = Precision.of(precision)
+        plan = Plan(name="", model="", fingerprint="", mesh=Mesh(), roles={}, precision=kinds)
+    return capture_for_plan(
+        model, batch, plan, loss_fn, step=step, training=training, device=device
+    )
 
 
 def capture_for_plan(
@@ -36,12 +80,12 @@ def capture_for_plan(
     reads: Reads | None = None,
     graphs: GraphsBySize | None = None,
 ) -> Graph:
-    """The graph of one step as the plan computes it.
+    """Capture one step as the plan computes it; see `capture`.
 
-    With `per_microbatch` it is that of one micro-batch; else the whole batch's. `step` and `reads`
-    are as in `capture`. `graphs` remembers traces of this step for batches of other sizes.
+    `reads` collects the Python state that the graph depends on. `graphs` remembers traces of this
+    step for batches of other sizes.
     """
-    capture = graphs or capture_once
+    trace = graphs or capture_once
     model, loss_fn = as_module(model), objective(loss_fn, step)
     if plan.per_microbatch and plan.num_microbatches > 1:
         _require_no_hooks(model)
@@ -50,14 +94,14 @@ def capture_for_plan(
     if device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if not precision.compute:
-        return capture(model, batch, loss_fn, training=training, device=device, reads=reads)
+        return trace(model, batch, loss_fn, training=training, device=device, reads=reads)
     dtype = getattr(torch, precision.compute)
     if precision.autocast:
         kind = torch.device(device).type if device is not None else "cpu"
         with torch.autocast(kind, dtype, cache_enabled=False):
-            return capture(model, batch, loss_fn, training=training, device=device, reads=reads)
+            return trace(model, batch, loss_fn, training=training, device=device, reads=reads)
     model = cast_model(model, dtype)
-    return capture(
+    return trace(
         model, cast_batch(batch, dtype), loss_fn, training=training, device=device, reads=reads
     )
 
@@ -75,7 +119,7 @@ def _require_no_hooks(model: nn.Module) -> None:
 
 def require_precision(graph: Graph, plan: Plan) -> None:
     """Raise when the graph was not captured in the number types of the plan."""
-    check_types(graph, plan.precision, hint="graph = sw.capture_for_plan(model, batch, plan)")
+    check_types(graph, plan.precision, hint="graph = sw.capture(model, batch, plan=plan)")
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:

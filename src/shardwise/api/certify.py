@@ -30,6 +30,7 @@ from shardwise.equivalence.twin import (
 from shardwise.errors import ShardwiseError, VerifyError
 from shardwise.frontend import capture
 from shardwise.frontend.failures import describe_failure
+from shardwise.frontend.loss import LossFn
 from shardwise.frontend.objective import Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Precision
@@ -41,7 +42,7 @@ def verify(
     model: Model,
     batch: Any,
     plan: Plan | None = None,
-    loss_fn: Objective = None,
+    loss_fn: LossFn | None = None,
     *,
     step: StepFn | None = None,
     program: str | Path | None = None,
@@ -73,13 +74,13 @@ def verify(
     parameter that is not finite is a `VerifyError`: beside a NaN every program looks right.
     With several named steps, call this for each: `step` is as in `capture`.
     """
-    model, loss_fn = as_module(model), objective(loss_fn, step)
+    model, computed = as_module(model), objective(loss_fn, step)
     if plan is None:
         if program is None:
             raise VerifyError("no plan to verify", hint="sw.verify(model, batch, plan)")
         plan = Plan.load(Path(program) / "plan.json")
     with _explained(model), double_by_default():
-        return _verify(model, batch, plan, loss_fn, program, timeout_s, max_bytes)
+        return _verify(model, batch, plan, computed, program, timeout_s, max_bytes)
 
 
 @contextlib.contextmanager

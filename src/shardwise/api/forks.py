@@ -165,7 +165,7 @@ def _first_line(error: Exception) -> str:
 def _hint(failed: str) -> str:
     """Autograd, or a GPU's driver, was used here before the fork was made."""
     if "autograd's threading" in failed:
-        return "shardwise plan --measure, or a fresh process"
+        return "shardwise tune, or a fresh process"
     if "CUDA" in failed:
         return "CUDA_VISIBLE_DEVICES= in the environment: no GPU is planned for"
     return ""

@@ -1,4 +1,4 @@
-"""Collectives of a plan, tried on the ranks that will run them: `tune_collectives(plan)`.
+"""Collectives of a plan, tried on the ranks that will run them: `sw.collectives.tune(plan)`.
 
 Enters: a plan with choices of collectives, in every process of the default group. Leaves: the plan
 with the chunks that were the fastest here, and with the library's where it was no slower.
@@ -30,7 +30,7 @@ ROUNDS = 3
 ITEM_BYTES = 4
 
 
-def tune_collectives(
+def tune(
     plan: Plan, *, num_bytes: int = REFERENCE_BYTES, rounds: int = ROUNDS, timeout_s: float = 60.0
 ) -> Plan:
     """The plan with measured sizes of chunks; all ranks of the plan call it and get the same.
@@ -42,7 +42,7 @@ def tune_collectives(
     if num_bytes < 1 or rounds < 1 or not 0 < timeout_s < math.inf:
         raise ProgramError(
             f"{num_bytes} bytes, {rounds} rounds and {timeout_s:g} s measure nothing",
-            hint="tune_collectives(plan, num_bytes=2**24, rounds=3, timeout_s=60.0)",
+            hint="sw.collectives.tune(plan, num_bytes=2**24, rounds=3, timeout_s=60.0)",
         )
     trials = [list(_trials(choice)) for choice in plan.collectives]
     if all(len(each) < 2 for each in trials):

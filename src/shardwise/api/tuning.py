@@ -1,11 +1,8 @@
-"""The best plan by what this machine takes for it: `tune`.
-
-Enters: a graph and the cluster it is for, on one of its machines. Leaves: a plan, and the `OpTable`
-of measured times that says so.
-"""
+"""`tune`: search for a plan with times measured on one of the machines it is for."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,22 +43,23 @@ def tune(
     cluster: Cluster,
     *,
     table: OpTable | None = None,
-    report: Callable[[str], None] = lambda what: None,
     progress: bool = True,
     **options: Unpack[SearchOptions],
-) -> tuple[Plan, OpTable]:
-    """The best plan by what its programs take on this machine, with the table that says so.
+) -> Plan:
+    """Return the fastest plan by times measured on this machine.
 
-    For every kind of plan (`KINDS`): plans, measures what the plan calls, plans again with these
-    times, rehearses the result, and goes on with what that took until a plan comes out again.
-    Where all ranks of the cluster fit on this machine, the most promising of them then run against
-    each other with all their communication, and the quickest is taken. Elsewhere the one with
-    the best prediction is, and one of more kinds of parallelism must be quicker by `MARGIN`.
-    Options are `plan`'s.
+    For each kind of plan (`KINDS`), `tune` makes a plan, measures the operators it calls, plans
+    again with these times, times the compute of the result, and repeats until a plan recurs.
+    If all ranks of the cluster fit on this machine, the most promising plans are then raced with
+    all their communication, and the fastest wins. Otherwise the plan with the best prediction
+    wins, where one with more kinds of parallelism must be faster by `MARGIN`. Options are those of
+    `plan`. Times measured on the way are added to `table`; `progress` prints every candidate.
     """
+    table = OpTable() if table is None else table
     found = OpTable()
-    found.merge(table or OpTable())
+    found.merge(table)
     with proving_ground(graph, cluster) as ground:
+        report = _print_line if progress else _ignore
         tuning = _Tuning(ground, {**options, "progress": progress, "all_devices": True}, report)
         for kind in KINDS:
             if not all(options.get(name, value) == value for name, value in kind.items()):
@@ -73,8 +71,18 @@ def tune(
                     continue
                 raise
         best = tuning.tried_out(found) or tuning.predicted()
-    table = found.with_programs(best.programs)
-    return tuning.reported(best, table), table
+    made = tuning.reported(best, found.with_programs(best.programs))
+    table.merge(found)
+    table.programs = list(best.programs)
+    return made
+
+
+def _print_line(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

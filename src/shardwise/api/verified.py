@@ -21,7 +21,8 @@ from shardwise.api.certify import verify
 from shardwise.api.compiled import compile
 from shardwise.errors import ShardwiseError, VerifyError
 from shardwise.files import read_json, write_text
-from shardwise.frontend.objective import Model, Objective
+from shardwise.frontend.loss import LossFn
+from shardwise.frontend.objective import Model
 from shardwise.plans import Plan
 from shardwise.runtime.rendezvous import starting
 from shardwise.version import __version__
@@ -31,7 +32,12 @@ LONGEST_S = 3600.0  # that other ranks wait for the check
 
 
 def verify_first(
-    model: Model, batch: Any, plan: Plan, loss_fn: Objective = None, *, folder: Path | None = None
+    model: Model,
+    batch: Any,
+    plan: Plan,
+    loss_fn: LossFn | None = None,
+    *,
+    folder: Path | None = None,
 ) -> None:
     """Raise a `VerifyError` unless the plan's program equals the model.
 
@@ -45,7 +51,7 @@ def verify_first(
 
 
 def _verify_once(
-    model: Model, batch: Any, plan: Plan, loss_fn: Objective, folder: Path | None
+    model: Model, batch: Any, plan: Plan, loss_fn: LossFn | None, folder: Path | None
 ) -> None:
     file = None if folder is None else folder / FILE
     key = fingerprint(model, batch, plan, loss_fn)
@@ -63,7 +69,7 @@ def _verify_once(
         write_text(file, json.dumps(passed, indent=2) + "\n", VerifyError)
 
 
-def fingerprint(model: Model, batch: Any, plan: Plan, loss_fn: Objective = None) -> str:
+def fingerprint(model: Model, batch: Any, plan: Plan, loss_fn: LossFn | None = None) -> str:
     """Return a text that differs where a check could end otherwise."""
     graph = capture_for_plan(model, batch, plan, loss_fn)
     program = compile(graph, plan).fingerprint

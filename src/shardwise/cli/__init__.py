@@ -42,6 +42,7 @@ from shardwise.version import __version__
 if TYPE_CHECKING:
     from shardwise.equivalence import Certificate
     from shardwise.ir import Graph
+    from shardwise.plans import Plan
 
 __all__ = ["app", "fit", "load_target", "main"]
 
@@ -78,30 +79,53 @@ def options(
 def plan(
     target: Target,
     wanted: Wanted,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
-    measure: Annotated[
-        Path | None,
-        typer.Option("--measure", help="Measure candidates on this machine; keep the times here."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a cluster, or make a named one, and print it."""
     require_own(out, "plan")
-    require_own(measure, "times", option="--measure")
-    if wanted.automatic:  # what is wrong with the options is told before the model is captured
+    if wanted.automatic:  # report mistakes in the options before the model is captured
         wanted.machines(), wanted.search_options()
-    elif measure is not None:
-        raise typer.BadParameter("--measure: for plans that are searched, with --cluster")
-    if measure is not None:
-        wanted.hide_unplanned_gpus()
     _, graph = _capture(target, wanted)
-    made = wanted.plan(graph) if measure is None else wanted.measured_plan(graph, measure)
+    _finish_plan(wanted.plan(graph), graph, target, out, as_json, searched=wanted.automatic)
+
+
+@app.command()
+@with_plan_options
+def tune(
+    target: Target,
+    wanted: Wanted,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the plan.")] = None,
+    table_out: Annotated[
+        Path | None,
+        typer.Option("--table-out", help="Output file: measured times; those in it are used."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best plan for a cluster by measuring candidates on this machine, and print it."""
+    require_own(out, "plan")
+    require_own(table_out, "times", option="--table-out")
+    if not wanted.automatic:
+        raise typer.BadParameter(
+            "tune searches for a plan: --cluster, without --strategy or --plan"
+        )
+    wanted.machines(), wanted.search_options()
+    wanted.hide_unplanned_gpus()
+    _, graph = _capture(target, wanted)
+    made = wanted.tuned_plan(graph, table_out)
+    _finish_plan(made, graph, target, out, as_json, searched=True)
+
+
+def _finish_plan(
+    made: Plan, graph: Graph, target: str, out: Path | None, as_json: bool, *, searched: bool
+) -> None:
+    """Write the plan to `out`, with its code, and print it."""
     if out is not None:
         from shardwise.reporting.code import with_code_if_quick
 
         made = with_code_if_quick(made, graph, target)
         made.save(out)
-    if as_json or not wanted.automatic:
+    if as_json or not searched:
         _print(made.to_json() if as_json else made)
         return
     from shardwise.cli.verdict import plan_text
@@ -144,7 +168,9 @@ def verify(
 def compile_(
     target: Target,
     wanted: Wanted,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the code.")] = Path("out"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder: the code.")] = Path(
+        "out"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Write the parallel program as Python files."""

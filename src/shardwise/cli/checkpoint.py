@@ -93,7 +93,9 @@ def convert(
     to: Annotated[
         str, typer.Option("--to", help="hf, torch (a file of weights) or shardwise (one rank).")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The new folder, or torch's file.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Output folder, or file for --to torch.")
+    ],
     config: Annotated[
         Path | None,
         typer.Option("--config", help="For hf: config.json, or the folder with it."),

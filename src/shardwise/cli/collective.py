@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.clusters import cluster_of
-from shardwise.cli.collective_tune import tune
+from shardwise.cli.collective_tune import say_choices, tune
+from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson
 from shardwise.dtypes import DTYPES
@@ -50,8 +51,35 @@ Operation = Annotated[
 ]
 Bytes = Annotated[str, typer.Option("--bytes", help="The size of the data: 64MB, 16MiB, 4096.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="The type of an element.")]
-Root = Annotated[int | None, typer.Option("--root", help="Of a broadcast or reduce.")]
-Ranks = Annotated[str, typer.Option("--ranks", help="Some of the cluster's: 0-3,8. All if empty.")]
+Root = Annotated[int | None, typer.Option("--root", help="Root rank (broadcast and reduce only).")]
+Members = Annotated[
+    str, typer.Option("--members", help="The ranks of the group: 0-3,8. All if empty.")
+]
+
+
+@app.command()
+def choose(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="The plan's cluster: a file, or h100:8x8.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the plan.")] = None,
+    use: Annotated[
+        str, typer.Option("--use", help="Force library, hierarchical, solved or shared.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Choose how each collective of a plan is implemented on a cluster, by predicted time."""
+    import shardwise
+
+    require_own(out, "plan")
+    chosen = shardwise.collectives.choose(load_plan(plan_file), cluster_of(cluster), use=use)
+    if out is not None:
+        chosen.save(out)
+    if as_json:
+        typer.echo(json.dumps([choice.to_json() for choice in chosen.collectives], indent=2))
+        return
+    say_choices(chosen)
 
 
 @app.command()
@@ -61,13 +89,15 @@ def solve(
     num_bytes: Bytes = "64MB",
     dtype: Dtype = "float32",
     root: Root = None,
-    ranks: Ranks = "",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the program here.")] = None,
+    members: Members = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output file: the program.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest program, and say what it takes and what no program can be faster than."""
     require_own(out, "collective")
-    solution = _solved(machines, operation, num_bytes, dtype, root, ranks)
+    solution = _solved(machines, operation, num_bytes, dtype, root, members)
     if out is not None:
         solution.program.save(out)
     if as_json:
@@ -92,9 +122,11 @@ def show(
     num_bytes: Bytes = "64MB",
     dtype: Dtype = "float32",
     root: Root = None,
-    ranks: Ranks = "",
+    members: Members = "",
     rank: Annotated[int | None, typer.Option("--rank", help="The list of one rank.")] = None,
-    picture: Annotated[Path | None, typer.Option("--svg", help="Draw the trees here.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--svg", help="Output file: a picture of the trees.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
@@ -106,7 +138,7 @@ def show(
     require_own(picture, "picture", option="--svg")
     program = _read(source)
     if program is None:
-        program = _solved(source, operation, num_bytes, dtype, root, ranks).program
+        program = _solved(source, operation, num_bytes, dtype, root, members).program
     if rank is not None and not 0 <= rank < program.num_ranks:
         raise typer.BadParameter(f"--rank {rank}: the program has {program.num_ranks} ranks")
     facts = Reader(ProgramError, source).construct(check, (), program)
@@ -129,8 +161,8 @@ def bench(
     ] = "64MB",
     dtype: Dtype = "float32",
     root: Root = None,
-    ranks: Ranks = "",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times each is run.")] = 5,
+    members: Members = "",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 5,
     emulate: Annotated[
         bool, typer.Option("--emulate", help="On hosts emulated with the cluster's rates (root).")
     ] = False,
@@ -151,7 +183,7 @@ def bench(
 
     if use not in ("", benches.SOLVED, benches.LIBRARY):
         raise typer.BadParameter(f"--use {use!r}: {benches.SOLVED} or {benches.LIBRARY}")
-    cluster, network, item = _network(machines, dtype, ranks)
+    cluster, network, item = _network(machines, dtype, members)
     sizes = [_whole(size, dtype) for size in num_bytes.split(",")]
     if min(sizes) < item * network.num_ranks:
         raise typer.BadParameter(f"--bytes {num_bytes}: less than one {dtype} for each rank")
@@ -232,21 +264,21 @@ def _read(source: str) -> MessageProgram | None:
 
 
 def _solved(
-    machines: str, operation: str, size: str, dtype: str, root: int | None, ranks: str
+    machines: str, operation: str, size: str, dtype: str, root: int | None, members: str
 ) -> Solution:
     from shardwise.collectives import solve
 
-    _, network, item = _network(machines, dtype, ranks)
+    _, network, item = _network(machines, dtype, members)
     return solve(network, operation, _whole(size, dtype) // item, item_bytes=item, root=root)
 
 
-def _network(machines: str, dtype: str, ranks: str) -> tuple[Cluster, Network, int]:
+def _network(machines: str, dtype: str, members: str) -> tuple[Cluster, Network, int]:
     from shardwise.collectives import Network
 
     if dtype not in ITEM_BYTES:
         raise typer.BadParameter(f"--dtype {dtype!r}{did_you_mean(dtype, ITEM_BYTES)}")
     cluster = cluster_of(machines)
-    network = Network.of_cluster(cluster, ranks_of(ranks) or None)
+    network = Network.of_cluster(cluster, ranks_of(members) or None)
     return cluster, network, ITEM_BYTES[dtype]
 
 
@@ -284,10 +316,10 @@ def ranks_of(text: str) -> list[int]:
     for part in filter(None, text.replace(" ", "").split(",")):
         low, dash, high = part.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
-            raise typer.BadParameter(f"--ranks {text!r} is no list of ranks, as 0-3,8")
+            raise typer.BadParameter(f"--members {text!r} is not a list of ranks such as 0-3,8")
         if dash and int(high) < int(low):
-            raise typer.BadParameter(f"--ranks {text!r}: {part} is empty, {high}-{low} is not")
+            raise typer.BadParameter(f"--members {text!r}: {part} is empty, {high}-{low} is not")
         if len(high or low) > len(str(MOST_RANKS)):
-            raise typer.BadParameter(f"--ranks {text!r}: there is no rank {high or low}")
+            raise typer.BadParameter(f"--members {text!r}: there is no rank {high or low}")
         found += range(int(low), int(high or low) + 1)
     return found

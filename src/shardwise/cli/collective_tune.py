@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
 
-MOST_S = 10**6  # what is more was mistyped, and gloo cannot wait for it
+if TYPE_CHECKING:
+    from shardwise.plans import Plan
+
+MOST_S = 10**6  # more was mistyped, and gloo cannot wait that long
+
+
+def say_choices(plan: Plan) -> None:
+    """Print the collectives of a plan that are not the library's."""
+    for choice in plan.collectives:
+        typer.echo(str(choice))
+    if not plan.collectives:
+        typer.echo("all collectives are the library's")
 
 
 def tune(
     plan_file: Annotated[
         Path, typer.Argument(metavar="PLAN.json", help="A plan with choices of collectives.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output file: the tuned plan.")
+    ] = None,
     num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times each is run.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 3,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
 ) -> None:
     """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
@@ -35,7 +48,7 @@ def tune(
 
     import torch.distributed as dist
 
-    from shardwise.api.tuned_ways import tune_collectives
+    import shardwise
     from shardwise.cli.collective import bytes_of
     from shardwise.runtime.rendezvous import init_process_group
 
@@ -54,12 +67,9 @@ def tune(
             f"{plan.num_ranks} shardwise collective tune {plan_file}"
         )
     init_process_group("gloo", datetime.timedelta(seconds=timeout_s))
-    tuned = tune_collectives(plan, num_bytes=size, rounds=rounds, timeout_s=timeout_s)
+    tuned = shardwise.collectives.tune(plan, num_bytes=size, rounds=rounds, timeout_s=timeout_s)
     if dist.get_rank() == 0:
-        for choice in tuned.collectives:
-            typer.echo(str(choice))
-        if not tuned.collectives:
-            typer.echo("all collectives are the library's: nothing to tune")
+        say_choices(tuned)
         if out is not None:
             tuned.save(out)
     dist.barrier()

@@ -14,7 +14,7 @@ import typer
 
 from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
-from shardwise.cli.target import AsJson
+from shardwise.cli.target import AsJson, Perfetto
 from shardwise.formatting import Column, amount, seconds, size, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -28,30 +28,26 @@ WORTH = 1e-4  # of the step or the peak: smaller differences are not listed
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write both timelines for ui.perfetto.dev.")
-    ] = None,
+    perfetto: Perfetto = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two plans, and what it costs."""
     from shardwise.reporting.build import reading
     from shardwise.reporting.diff import diff as compare
 
-    require_own(trace, "trace", option="--trace")
+    require_own(perfetto, "trace", option="--perfetto")
     plans = [load_plan(path) for path in (before, after)]
     with reading(plans[1]):
         found = compare(*plans)
-        if trace is not None:
-            _write_trace(trace, [before, after], plans)
+        if perfetto is not None:
+            _write_trace(perfetto, [before, after], plans)
         if as_json:
             text = json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2)
         else:
             text = difference_text(found, before.stem, after.stem, terminal_width())
     typer.echo(text)
-    if as_json:
-        return
-    if trace is not None:
-        typer.echo(f"\n{trace}: open it at https://ui.perfetto.dev")
+    if not as_json and perfetto is not None:
+        typer.echo(f"\n{perfetto}: open it at https://ui.perfetto.dev")
 
 
 def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
@@ -60,7 +56,7 @@ def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
     from shardwise.reporting.traces import side_by_side
 
     named = [(f.stem, plan, replay(plan)) for f, plan in zip(files, plans, strict=True)]
-    write_whole(path, json.dumps(side_by_side(named)), option="--trace")
+    write_whole(path, json.dumps(side_by_side(named)), option="--perfetto")
 
 
 def difference_text(found: Difference, before: str, after: str, width: int) -> str:

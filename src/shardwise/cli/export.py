@@ -23,7 +23,8 @@ def export(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="model.pt2 for a program, or a new folder.")
+        Path,
+        typer.Option("--out", "-o", help="Output file MODEL.pt2 for a program, or output folder."),
     ],
     model: Annotated[
         str | None,

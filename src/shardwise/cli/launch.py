@@ -47,7 +47,7 @@ def launch(
         typer.Option("--plan", help="A plan's file: start only the devices that it uses."),
     ] = None,
     to: Annotated[To, typer.Option("--to", help="Start by ssh, or write a job file.")] = To.ssh,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The job file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the job.")] = None,
     port: Annotated[
         int | None,
         typer.Option("--port", min=0, max=65535, help="Where ranks meet; 0: any that is free."),

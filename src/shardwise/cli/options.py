@@ -154,30 +154,24 @@ class Wanted:
         if cluster is not None and all(node.devices[0].kind == "cpu" for node in cluster.nodes):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    def measured_plan(self, graph: Graph, times: Path) -> Plan:
-        """The plan by times measured here, which are added to a file."""
+    def tuned_plan(self, graph: Graph, table_out: Path | None) -> Plan:
+        """Return the plan that is the fastest by times measured here, and write these times."""
         import shardwise
         from shardwise.cost import OpTable
-        from shardwise.reporting.files import require_writable, writing
+        from shardwise.reporting.files import writing
 
-        require_writable(times, option="--measure")
         options = self.search_options()
         table = options.pop("table", None) or OpTable()
-        if times.exists():
-            table.merge(OpTable.load(times))
+        if table_out is not None and table_out.exists():
+            table.merge(OpTable.load(table_out))
         cluster = self.machines()
         assert cluster is not None
-        made, table = shardwise.tune(
-            graph,
-            cluster,
-            table=table,
-            progress=not self.no_progress,
-            report=lambda what: typer.echo(what, err=True),
-            **options,
-        )
-        with writing(times, option="--measure"):
-            times.parent.mkdir(parents=True, exist_ok=True)
-            table.save(times)
+        progress = not self.no_progress
+        made = shardwise.tune(graph, cluster, table=table, progress=progress, **options)
+        if table_out is not None:
+            with writing(table_out, option="--table-out"):
+                table_out.parent.mkdir(parents=True, exist_ok=True)
+                table.save(table_out)
         return made
 
     def search_options(self) -> dict[str, Any]:

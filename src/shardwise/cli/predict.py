@@ -24,7 +24,7 @@ def predict(
         Path, typer.Option("--csv", help="Configurations, one per row.", show_default=False)
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write predictions here, as CSV.")
+        Path | None, typer.Option("--out", "-o", help="Output file: the predictions as CSV.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

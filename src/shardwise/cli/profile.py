@@ -14,12 +14,14 @@ from shardwise.cli.kinds import require_own
 
 
 def profile(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Write the cluster here.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the cluster.")] = Path(
         "cluster.yaml"
     ),
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, show_default="GPUs, or cores", help="Processes."),
+        typer.Option(
+            "--ranks", "-n", min=1, show_default="GPUs, or cores", help="Number of ranks."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Of each CPU process.")] = 1,

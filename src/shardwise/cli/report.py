@@ -15,7 +15,7 @@ import typer
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.files import about, load_plan
 from shardwise.cli.kinds import require_own
-from shardwise.cli.target import AsJson, capture_target
+from shardwise.cli.target import AsJson, Perfetto, capture_target
 from shardwise.formatting import size
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ def report(
             help="The model, for the generated code and for plans without figures.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the page.")] = Path(
         "report.html"
     ),
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="A recorded run, laid over the prediction.")
+        Path | None,
+        typer.Option("--trace", help="Read a recorded run and compare it with the plan."),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -48,11 +49,9 @@ def report(
         Path | None,
         typer.Option("--table", help="Measured times of operators.", exists=True, dir_okay=False),
     ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option("--perfetto", help="Write both timelines for ui.perfetto.dev.")
-    ] = None,
+    perfetto: Perfetto = None,
     plan_out: Annotated[
-        Path | None, typer.Option("--plan-out", help="Write the plan with its figures here.")
+        Path | None, typer.Option("--plan-out", help="Output file: the plan with its figures.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -16,7 +16,7 @@ import typer
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
-from shardwise.cli.target import AsJson, capture_target
+from shardwise.cli.target import AsJson, Perfetto, capture_target
 from shardwise.cli.verdict import cause_text, shares
 from shardwise.formatting import amount, counted, seconds, size, terminal_width, wrapped
 
@@ -44,27 +44,25 @@ def simulate(
         Path | None,
         typer.Option("--table", help="Measured times of operators.", exists=True, dir_okay=False),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write a trace here, for ui.perfetto.dev.")
-    ] = None,
+    perfetto: Perfetto = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's step: time, exposed communication, bubbles, memory."""
     from shardwise.reporting.build import reading
 
-    require_own(trace, "trace", option="--trace")
+    require_own(perfetto, "trace", option="--perfetto")
     plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
     with reading(plan):
-        if trace is not None:
-            write_trace(trace, estimate, plan)
+        if perfetto is not None:
+            write_trace(perfetto, estimate, plan)
         if as_json:
             text = json.dumps(estimate_json(plan, estimate), indent=2)
         else:
             text = estimate_text(plan, estimate, terminal_width())
     typer.echo(text)
-    if not as_json and trace is not None:
-        typer.echo(f"\n{trace}: open it at https://ui.perfetto.dev")
+    if not as_json and perfetto is not None:
+        typer.echo(f"\n{perfetto}: open it at https://ui.perfetto.dev")
 
 
 def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Estimate:
@@ -98,7 +96,7 @@ def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
         if event["name"] == "process_name":
             ranks = plan.groups[event["pid"]]
             event["args"] = {"name": f"ranks {format_ranks(ranks)}"}
-    write_whole(path, json.dumps(found), option="--trace")
+    write_whole(path, json.dumps(found), option="--perfetto")
 
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:

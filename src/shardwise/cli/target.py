@@ -29,6 +29,10 @@ Target = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option("--perfetto", help="Output file: timelines for https://ui.perfetto.dev."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +83,16 @@ def load_target(target: str) -> Loaded:
 def capture_target(
     target: str, *, precision: str | None = None, plan: Plan | None = None
 ) -> tuple[Loaded, Graph]:
-    """The model and its graph, in the number types of `precision` or of a plan."""
+    """Return the model and its graph, in the dtypes of `plan` or else of `precision`."""
     import shardwise
 
-    if plan is None:  # an unknown precision is told before the model is built
-        kinds = shardwise.Precision.of(precision)
-        mesh = shardwise.Mesh()
-        plan = shardwise.Plan(
-            name="none", model="", fingerprint="", mesh=mesh, roles={}, precision=kinds
-        )
+    shardwise.Precision.of(precision)  # refuse an unknown one before the model is built
     loaded = load_target(target)
-    graph = shardwise.capture_for_plan(loaded.model, loaded.batch, plan, loaded.loss_fn)
+    graph = shardwise.capture(
+        loaded.model,
+        loaded.batch,
+        loaded.loss_fn,
+        plan=plan,
+        precision=None if plan is not None else precision,
+    )
     return loaded, graph

@@ -33,7 +33,8 @@ def train(
         list[str] | None, typer.Option("--set", help="Another value: optimizer.args.lr=1e-3.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Start so many processes here.")
+        int | None,
+        typer.Option("--ranks", "-n", min=1, help="Number of ranks to start on this machine."),
     ] = None,
     folder: Annotated[
         str | None,

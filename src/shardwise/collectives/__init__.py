@@ -1,8 +1,33 @@
-"""Collectives solved for a network into programs of messages, with bounds."""
+"""Collectives solved for a network into programs of messages, with bounds.
+
+`choose` and `tune` set the collectives of a plan. They live in layers above this package and are
+imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives.demand import OPERATIONS
 from shardwise.collectives.network import Network, Send
 from shardwise.collectives.solution import Solution
 from shardwise.collectives.solve import solve
 
-__all__ = ["OPERATIONS", "Network", "Send", "Solution", "solve"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.plans import Plan
+
+    choose: Callable[..., Plan]
+    tune: Callable[..., Plan]
+
+__all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
+
+_ABOVE = {"choose": "shardwise.planner.collectives", "tune": "shardwise.api.tuned_ways"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ABOVE[name]), name)

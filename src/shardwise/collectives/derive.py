@@ -115,7 +115,7 @@ def verify(choice: CollectiveChoice) -> None:
             raise PlanError(
                 f"the trees of {choice.operation} are not right: {error}",
                 where=f"forests[{number}] of ranks {format_groups(choice.groups)}",
-                hint="sw.choose_collectives(plan, cluster) makes them again",
+                hint="sw.collectives.choose(plan, cluster) makes them again",
             ) from None
 
 

@@ -67,19 +67,10 @@ def capture(
     around: Around = nullcontext,
     reads: Reads | None = None,
 ) -> Graph:
-    """Return the forward step of `model` on `batch`, up to the loss, as a graph.
+    """Capture a step in the model's own dtypes; `sw.capture` describes the other arguments.
 
-    `batch` is a dict (keyword arguments), a tuple (positional) or a tensor. `training` sets the
-    mode of the captured copy; by default the model's own. `device` is the one that tensors are
-    taken to be on (by default the model's; the CPU for meta tensors). Instead of a model and its
-    loss function, a `step` says what is computed: a function of the modules (the model, or a
-    mapping from names to several) and the batch that returns the loss, or outputs that hold it.
-    The forward pass and the loss are traced inside of the context manager `around()`.
-    `reads` collects the Python state that the graph depends on.
-
-    >>> graph = capture(nn.Linear(2, 1), (torch.zeros(3, 2),), lambda y, batch: y.mean())
-    >>> [node.op for node in graph.nodes]
-    ['aten.linear.default', 'aten.mean.default']
+    The forward pass and the loss are traced inside the context manager `around()`. `reads`
+    collects the Python state that the graph depends on.
     """
     chosen = objective(loss_fn, step)
     run = functools.partial(

@@ -99,7 +99,7 @@ class Forest:
 
     def __post_init__(self) -> None:
         if not self.trees:
-            raise PlanError("a forest without trees", hint="sw.choose_collectives(plan, cluster)")
+            raise PlanError("a forest without trees", hint="sw.collectives.choose(plan, cluster)")
         check_fields(self, PlanError)
         for wire in self.wires:
             outside = any(not 0 <= use < len(self.capacity) for use in wire.uses)

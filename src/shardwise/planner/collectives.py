@@ -22,9 +22,7 @@ SUMS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # what gradients t
 PARTS = ("reduce_scatter", "all_gather")  # from zero 2 on
 
 
-def choose_collectives(
-    plan: Plan, cluster: Cluster, *, use: str = "", most_ranks: int = MOST_RANKS
-) -> Plan:
+def choose(plan: Plan, cluster: Cluster, *, use: str = "", most_ranks: int = MOST_RANKS) -> Plan:
     """The plan with the way of each of its collectives on `cluster`, by predicted time.
 
     Sums of gradients and redistributions along mesh axes may be solved for the links at hand; the

@@ -163,7 +163,7 @@ def _advice(cause: str, before: float, now: float, step: RecordedStep, some_are_
         if slower:
             return (
                 "this machine is slower than its cluster file says, or busy with something else: "
-                f"{PROFILE}; shardwise plan --measure takes measured operators"
+                f"{PROFILE}; shardwise tune measures operators"
             )
         return f"this machine is faster than its cluster file says: {PROFILE}"
     if cause in TALKING:

@@ -56,7 +56,7 @@ class Step:
         kept = (self.timeline.ends <= ends[half - 1]) | (self.timeline.starts >= starts[-half])
         return kept, (
             f"of {count:,} actions, the first and the last {int((kept & mine).sum()):,} are shown; "
-            "shardwise simulate --trace writes all"
+            "shardwise simulate --perfetto writes all"
         )
 
     def name(self, text: str) -> int:

@@ -96,7 +96,7 @@ class Ways:
                 if group is None:
                     raise ProgramError(
                         f"the plan solves a collective of ranks {ranks}, who never talk as a group",
-                        hint="sw.choose_collectives(plan, cluster)",
+                        hint="sw.collectives.choose(plan, cluster)",
                     )
                 key = (choice.has_trees, ranks)
                 if key not in known:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.api import capture_for_plan
+from shardwise.api.captured import capture
 from shardwise.api.clusters import SUFFIXES, cluster_of
-from shardwise.cluster import Cluster, Mesh
+from shardwise.cluster import Cluster
 from shardwise.cluster.presets import preset, preset_names
 from shardwise.errors import ConfigError, RankError, did_you_mean
 from shardwise.ir import Graph
@@ -102,7 +102,6 @@ def make_planned(
     if given is not None and ranks is None and config.cluster is None:
         ranks = given.num_ranks
     cluster, known = find_cluster(config, ranks, device, base, given)
-    kinds = given or _draft(Precision.of(config.precision))
     if given is not None and config.precision is not None:
         _require(given.precision == Precision.of(config.precision), "precision", config.precision)
     if given is not None and config.num_microbatches > 1:
@@ -111,7 +110,8 @@ def make_planned(
             "num_microbatches",
             config.num_microbatches,
         )
-    graph = capture_for_plan(model, batch, kinds, loss_fn)
+    precision = config.precision if given is None else None
+    graph = capture(model, batch, loss_fn, plan=given, precision=precision)
     if given is None:
         _require_known(config, known, device)
         plan = _made(config, graph, cluster, base, started=ranks is not None)
@@ -154,11 +154,6 @@ def _given_plan(wanted: Any, base: Path | None) -> Plan | None:
             )
         return Plan.load(path)
     return None
-
-
-def _draft(precision: Precision) -> Plan:
-    """A plan that says number types alone."""
-    return Plan(name="none", model="", fingerprint="", mesh=Mesh(), roles={}, precision=precision)
 
 
 def _require(same: bool, field: str, value: Any) -> None:

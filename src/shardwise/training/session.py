@@ -18,11 +18,17 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shardwise.runtime as rt
-from shardwise.api import parallelize, verified
+from shardwise.api import verified
+from shardwise.api.parallel import parallelize
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
-from shardwise.training.checkpoint import Checkpoints, Saving, load_checkpoint, save_checkpoint
+from shardwise.training.checkpoint import (
+    CheckpointManager,
+    Saving,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shardwise.training.checkpoint.manifest import Manifest
 from shardwise.training.config import TrainConfig, config_to_json
 from shardwise.training.data_loaders import Loading, loading_of
@@ -243,11 +249,11 @@ class Session:
         parts = self._parts(made, made.evaluation, training=False)
         return Evaluator(self.module, self.planned.plan, made.evaluation, parts, made.metrics)
 
-    def _folder(self) -> Checkpoints | None:
+    def _folder(self) -> CheckpointManager | None:
         config = self.config.checkpoints
         if self.config.folder is None:
             return None
-        return Checkpoints(
+        return CheckpointManager(
             Path(self.config.folder) / "checkpoints",
             keep_last=config.keep_last,
             keep_best=config.keep_best,
@@ -388,7 +394,7 @@ class Session:
         load_random_state(extra["random"])
 
 
-def find_checkpoint(config: TrainConfig, checkpoints: Checkpoints | None) -> Path | None:
+def find_checkpoint(config: TrainConfig, checkpoints: CheckpointManager | None) -> Path | None:
     """What `resume` names; all ranks find the same."""
     newest = checkpoints.latest() if checkpoints is not None else None
     if config.resume == "auto":
@@ -404,7 +410,9 @@ def find_checkpoint(config: TrainConfig, checkpoints: Checkpoints | None) -> Pat
     path = Path(config.resume)
     if os.path.isfile(path / "checkpoint.json"):
         return path
-    inside = Checkpoints(path / "checkpoints" if os.path.isdir(path / "checkpoints") else path)
+    inside = CheckpointManager(
+        path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
+    )
     found = inside.latest() if os.path.isdir(path) else None
     if found is None:
         raise ConfigError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.models import GPT, tokens
 from benchmarks.recompute import measure, predict
-from shardwise.api import MemoryEstimate, capture_for_plan
+from shardwise.api.memory import MemoryEstimate
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError
 from tests.support.tiers import thinned
 
@@ -139,7 +139,7 @@ def test_micro_batches_of_their_own_count_with_the_whole_batch() -> None:
     plan = sw.strategies.ddp(
         sw.capture(model, batch), sw.Cluster.local(1), num_microbatches=4, per_microbatch=True
     )
-    found = sw.predict_memory(capture_for_plan(model, batch, plan), plan)
+    found = sw.predict_memory(sw.capture(model, batch, plan=plan), plan)
     whole = predicted("ddp", 1)
     assert found.activations_peak_bytes == pytest.approx(whole.activations_peak_bytes / 4, rel=0.05)
 
@@ -150,7 +150,7 @@ def test_a_model_larger_than_this_machine() -> None:
         batch = {key: torch.zeros(64, 2048, dtype=torch.int64) for key in ("input_ids", "labels")}
     graph = sw.capture(model, batch)
     plan = sw.strategies.fsdp(graph, sw.Cluster.local(64), precision="bf16")
-    graph = capture_for_plan(model, batch, plan)
+    graph = sw.capture(model, batch, plan=plan)
     found = sw.predict_memory(graph, plan, 63)
     whole = sum(graph.values[p.value].numel for p in graph.parameters)
     assert whole > 2.5e9

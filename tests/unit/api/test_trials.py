@@ -45,7 +45,7 @@ def test_every_plan_is_run() -> None:
 def test_plans_are_run_with_the_ways_of_their_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("odd"))
     plan = sw.strategies.ddp(graph, Cluster.local(2))
-    found = sw.choose_collectives(plan, measured(2), use="shared")
+    found = sw.collectives.choose(plan, measured(2), use="shared")
 
     def fails(*_: object) -> None:
         raise ValueError("in shared memory")
@@ -221,7 +221,10 @@ def _zero(plan: sw.Plan) -> int:
 
 @pytest.mark.parametrize("quickest", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_quickest_that_ran_is_taken(
-    quickest: int, quick: None, monkeypatch: pytest.MonkeyPatch
+    quickest: int,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     graph = sw.capture(*training.make("odd"))
 
@@ -229,14 +232,13 @@ def test_the_quickest_that_ran_is_taken(
         return [0.9 if _zero(plan) == quickest else 1.0 for plan in plans]
 
     monkeypatch.setattr(ProvingGround, "try_plans", run)
-    said: list[str] = []
-    plan, _ = tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, num_microbatches=1)
+    plan = tune(graph, Cluster.local(2), pp=1, tp=1, num_microbatches=1)
     assert _zero(plan) == quickest
-    assert any("900 ms measured" in line for line in said)
+    assert "900 ms measured" in capsys.readouterr().err
 
 
 def test_ways_that_were_measured_alone_are_tried_against_the_library(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = sw.capture(*training.make("odd"))
 
@@ -245,13 +247,12 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
         return [1.0 if plan.collectives else 0.9 for plan in plans]
 
     monkeypatch.setattr(ProvingGround, "try_plans", run)
-    said: list[str] = []
     fixed = {"pp": 1, "tp": 1, "num_microbatches": 1, "zero": 0}
-    plan, _ = tune(graph, measured(2), report=said.append, **fixed)
+    plan = tune(graph, measured(2), **fixed)
     assert not plan.collectives
     search: Any = plan.search
     assert search["cluster"]["fingerprint"] == measured(2).fingerprint
-    assert [line for line in said if "measured" in line] == [
+    assert [line for line in capsys.readouterr().err.splitlines() if "measured" in line] == [
         "dp=2, tp=1, pp=1, zero 0, shared collectives: 1e+03 ms measured",
         "dp=2, tp=1, pp=1, zero 0: 900 ms measured",
     ]
@@ -259,16 +260,15 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
 
 @pytest.mark.slow
 def test_plans_that_cannot_run_are_told_and_predicted(
-    quick: None, monkeypatch: pytest.MonkeyPatch
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> list[float]:
         raise RankError("rank 1 died while it ran here")
 
     monkeypatch.setattr(ProvingGround, "try_plans", fail)
-    said: list[str] = []
     graph = sw.capture(*training.make("odd"))
-    tune(graph, Cluster.local(2), report=said.append, pp=1, tp=1, num_microbatches=1)
-    assert "plans were not tried: rank 1 died while it ran here" in said
+    tune(graph, Cluster.local(2), pp=1, tp=1, num_microbatches=1)
+    assert "rank 1 died while it ran here" in capsys.readouterr().err
 
 
 def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:

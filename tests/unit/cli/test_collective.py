@@ -72,13 +72,13 @@ def test_solve_in_json(capsys, cluster):
         (["--bytes", "7"], "no whole float32s"),
         (["--bytes", "1.5"], "is 1.5 bytes, which is no whole number"),
         (["--bytes", "99999999999GB"], "is more than 1 EiB"),
-        (["--ranks", "0-99999999999"], "there is no rank 99999999999"),
+        (["--members", "0-99999999999"], "there is no rank 99999999999"),
         (["-o", "/dev/null/p.json"], "cannot write /dev/null/p.json"),
         (["--dtype", "float23"], "--dtype 'float23'"),
-        (["--ranks", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
-        (["--ranks", "a"], "no list of ranks"),
-        (["--ranks", "3-1"], "3-1 is empty, 1-3 is not"),
-        (["--ranks", "1,1"], "ranks [1, 1] name one twice"),
+        (["--members", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
+        (["--members", "a"], "list of ranks"),
+        (["--members", "3-1"], "3-1 is empty, 1-3 is not"),
+        (["--members", "1,1"], "ranks [1, 1] name one twice"),
         (["--op", "reduce", "--root", "9"], "root 9 is outside"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_cannot_be_tuned_is_told_before_ranks_meet(capsys, option, value, m
 def test_the_verb_refuses_it_too(wrong):
     plan = Plan(name="x", model="x", fingerprint="", mesh=Mesh.of(dp=2), roles={"dp": "batch"})
     with pytest.raises(ProgramError, match="measure nothing"):
-        sw.tune_collectives(plan, **wrong)
+        sw.collectives.tune(plan, **wrong)
 
 
 NODES = "version: 2\nname: x\ndevices: {cpu: {preset: cpu}}\nnodes:\n"
@@ -157,7 +157,7 @@ def test_wrong_links_are_told(capsys, tmp_path, text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "2"], "one rank has nobody to send to"),
+        (["--members", "2"], "one rank has nobody to send to"),
         (["--bytes", "16MB,8"], "less than one float32 for each rank"),
         (["--rounds", "0"], "--rounds"),
     ],

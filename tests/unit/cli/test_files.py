@@ -92,7 +92,7 @@ def test_other_files_are_never_overwritten(
     target = "tinypack.model:make"
     assert run(capsys, "plan", target, "--cluster", "cpu:2", "-o", "plan.json")[0] == 0
     assert run(capsys, "report", "plan.json", "-o", "page.html")[0] == 0
-    assert run(capsys, "simulate", "plan.json", "--trace", "trace.json")[0] == 0
+    assert run(capsys, "simulate", "plan.json", "--perfetto", "trace.json")[0] == 0
     assert run(capsys, "compile", target, "-n", "2", "-o", "code")[0] == 0
     (project / "notes.json").write_text('{"mine": 1}')
     (project / "notes.pt2").write_text("notes")
@@ -104,8 +104,8 @@ def test_other_files_are_never_overwritten(
         (("report", "plan.json", "-o", "plan.json"), "a plan"),
         (("report", "plan.json", "-o", "notes.json"), "a JSON file"),
         (("report", "plan.json", "--plan-out", "page.html"), "a report"),
-        (("simulate", "plan.json", "--trace", "plan.json"), "a plan"),
-        (("diff", "plan.json", "plan.json", "--trace", "page.html"), "a report"),
+        (("simulate", "plan.json", "--perfetto", "plan.json"), "a plan"),
+        (("diff", "plan.json", "plan.json", "--perfetto", "page.html"), "a report"),
         (("compile", target, "-o", "tinypack"), "a folder with"),
         (("collective", "solve", "cpu:2", "-o", "plan.json"), "a plan"),
         (("launch", "-c", "cpu:2", "--to", "slurm", "-o", "plan.json", "--", "a.py"), "a plan"),
@@ -127,7 +127,7 @@ def test_files_of_the_same_kind_are_replaced(
     for _ in range(2):
         assert run(capsys, "plan", target, "--cluster", "cpu:2", "-o", "plan.json")[0] == 0
         assert run(capsys, "report", "plan.json", "-o", "page.html")[0] == 0
-        assert run(capsys, "simulate", "plan.json", "--trace", "trace.json")[0] == 0
+        assert run(capsys, "simulate", "plan.json", "--perfetto", "trace.json")[0] == 0
         assert run(capsys, "collective", "solve", "cpu:2", "-o", "program.json")[0] == 0
         for to, file in (("slurm", "job.sh"), ("kubernetes", "job.yaml"), ("ray", "job.py")):
             more = ("--option", "image=a") if to == "kubernetes" else ()

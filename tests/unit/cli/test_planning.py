@@ -148,7 +148,7 @@ def test_simulate_replays_or_simulates_anew(
     capsys: pytest.CaptureFixture[str], folder: Path, target: str, plan_file: Path, tmp_path: Path
 ) -> None:
     trace = tmp_path / "traces" / "t.json"
-    code, out, _ = run(capsys, "simulate", str(plan_file), "--trace", str(trace), "--json")
+    code, out, _ = run(capsys, "simulate", str(plan_file), "--perfetto", str(trace), "--json")
     assert code == 0
     replayed = json.loads(out)
     code, out, _ = run(

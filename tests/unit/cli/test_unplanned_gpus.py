@@ -1,4 +1,4 @@
-"""Where a plan is for processors, `--measure` hides GPUs; where it is for GPUs, it does not."""
+"""`shardwise tune` hides GPUs while it plans for CPUs, and only then."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def captured(name: str, dropout: float = 0.0) -> tuple[nn.Module, Any, Any]:
     return model, batch, sw.capture(model, batch)
 
 
-def program(name: str, strategy: str, recompute: Any) -> sw.Program:
+def program(name: str, strategy: str, recompute: Any) -> sw.types.Program:
     graph = captured(name)[2]
     plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2))
     return sw.compile(graph, plan.with_(recompute=recompute))

@@ -298,7 +298,7 @@ def solved(ranks: int, strategy: str) -> tuple[nn.Module, Batch, sw.Plan]:
     torch.manual_seed(0)
     model, batch, cluster = Two(), {"x": torch.randn(7, 5)}, sw.Cluster.local(ranks)
     plan = getattr(sw.strategies, strategy)(sw.capture(model, batch), cluster)
-    return model, batch, sw.choose_collectives(plan, cluster, use="solved")
+    return model, batch, sw.collectives.choose(plan, cluster, use="solved")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -230,4 +230,4 @@ def test_hooks_and_micro_batches_that_are_batches_are_refused() -> None:
         num_microbatches=2, per_microbatch=True
     )
     with pytest.raises(PlanError, match=r"unit_norm on parameter a\.weight"):
-        sw.capture_for_plan(model, (torch.ones(6, 3),), plan)
+        sw.capture(model, (torch.ones(6, 3),), plan=plan)

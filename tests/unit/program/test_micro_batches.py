@@ -91,7 +91,7 @@ def captured(kind: str, norm: bool, rows: int) -> sw.Graph:
 
 def verify(
     kind: str, rows: int, strategy: str, ranks: int, norm: bool = False, **options: Any
-) -> sw.Certificate:
+) -> sw.types.Certificate:
     model, data = made(kind, norm), batch(rows)
     make = getattr(sw.strategies, strategy)
     plan = make(captured(kind, norm, rows), sw.Cluster.local(ranks), **options)

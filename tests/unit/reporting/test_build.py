@@ -183,7 +183,7 @@ nodes:
      nic: {count: 1, bandwidth_gbit_per_s: 100, latency_us: 1}}
 network: {latency_us: 5}
 """)
-    plan = sw.choose_collectives(sw.strategies.zero2(graph, cluster), cluster, use="hierarchical")
+    plan = sw.collectives.choose(sw.strategies.zero2(graph, cluster), cluster, use="hierarchical")
     made = sw.report(plan, graph, cluster)
     assert made.collectives
     for way, choice in zip(made.collectives, plan.collectives, strict=True):

@@ -97,7 +97,7 @@ def test_the_verb(
         plan.save(file)
     trace = tmp_path / "both.json"
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["diff", *map(str, files), "--json", "--trace", str(trace)])
+        cli.main(["diff", *map(str, files), "--json", "--perfetto", str(trace)])
     assert exit_.value.code == 0
     data = json.loads(capsys.readouterr().out)
     assert data["step_time_s"]["before"] == flat.search["best"]["step_time_s"]

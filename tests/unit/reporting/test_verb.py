@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_said(
     flat.save(plan)
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "out.json"):
-        for verb, option in (("simulate", "--trace"), ("report", "--perfetto"),
+        for verb, option in (("simulate", "--perfetto"), ("report", "--perfetto"),
                              ("report", "--plan-out"), ("report", "-o")):  # fmt: skip
             code, _, err = run(capsys, verb, plan, option, place)
             said = " ".join(err.split())  # lines are as wide as the terminal

@@ -41,7 +41,7 @@ def test_the_peak_is_that_of_the_program(
     module, batch, graph = model()
     cluster = sw.Cluster.local(ranks)
     plan = getattr(sw.strategies, strategy)(graph, cluster, **options)
-    graph = sw.capture_for_plan(module, batch, plan)
+    graph = sw.capture(module, batch, plan=plan)
     use = sw.simulate(graph, plan, cluster).memory[-1]
     truth = sw.predict_memory(graph, plan, plan.groups[-1][0])
     assert use.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.05)

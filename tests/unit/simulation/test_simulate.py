@@ -48,7 +48,7 @@ def deep(layers: int, rows: int = 32) -> sw.Graph:
     return sw.capture(model, batch)
 
 
-def whole(graph: sw.Graph, fold: Fold, cluster: sw.Cluster) -> sw.Estimate:
+def whole(graph: sw.Graph, fold: Fold, cluster: sw.Cluster) -> sw.types.Estimate:
     """One rank that runs the whole model."""
     plan = sw.strategies.ddp(fold.graph, sw.Cluster.local(1))
     facts = analyze(fold.graph)
@@ -202,7 +202,7 @@ def test_more_layers_and_smaller_links_take_longer() -> None:
 def test_collectives_take_the_time_of_their_way() -> None:
     graph, slow = deep(4), cards(800, 800, 800, 200)
     plan = sw.strategies.ddp(graph, slow)
-    solved = sw.choose_collectives(plan, slow)
+    solved = sw.collectives.choose(plan, slow)
     assert [choice.uses for choice in solved.collectives] == ["solved"]
     assert sw.Plan.from_json(solved.to_json()) == solved
     assert "all_reduce on ranks 0-3: solved" in str(solved)
@@ -215,9 +215,9 @@ def test_collectives_take_the_time_of_their_way() -> None:
     assert sw.simulate(graph, best, slow).step_time_s == best.search["best"]["step_time_s"]
     assert "collectives" not in even.to_json()
     with pytest.raises(PlanError, match="no way 'fast'"):
-        sw.choose_collectives(plan, slow, use="fast")
+        sw.collectives.choose(plan, slow, use="fast")
     with pytest.raises(PlanError, match="4 ranks"):
-        sw.choose_collectives(plan, cards(800, 200))
+        sw.collectives.choose(plan, cards(800, 200))
     with pytest.raises(PlanError, match=r"collectives\[0\]"):
         sw.Plan.from_json({**plan.to_json(), "collectives": [{"operation": "all_reduce"}]})
     beyond = {"operation": "all_reduce", "groups": ["0-7"], "uses": "library"}
@@ -229,7 +229,7 @@ def test_generated_code_says_which_collectives_are_solved() -> None:
     graph, slow = deep(2), cards(800, 800, 800, 200)
     plan = sw.strategies.ddp(graph, slow)
     assert "library" not in sw.compile(graph, plan).source(0)
-    solved = sw.choose_collectives(plan, slow)
+    solved = sw.collectives.choose(plan, slow)
     head = sw.compile(graph, solved).source(0).split('"""')[1]
     assert "- all_reduce on ranks 0-3: solved from" in head
     assert "all_reduce on ranks 0-3: solved" in sw.explain(graph, solved)

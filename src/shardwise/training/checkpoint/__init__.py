@@ -7,13 +7,13 @@ safetensors files with `checkpoint.json`, under the names and shapes of the sing
 from __future__ import annotations
 
 from shardwise.training.checkpoint.convert import convert_checkpoint
-from shardwise.training.checkpoint.folder import Checkpoints
+from shardwise.training.checkpoint.folder import CheckpointManager
 from shardwise.training.checkpoint.loading import Loaded, load_checkpoint
 from shardwise.training.checkpoint.saving import Saving, save_checkpoint
 from shardwise.training.checkpoint.verify import verify_checkpoint
 
 __all__ = [
-    "Checkpoints",
+    "CheckpointManager",
     "Loaded",
     "Saving",
     "convert_checkpoint",

@@ -18,14 +18,14 @@ from shardwise.training.checkpoint.manifest import Manifest
 from shardwise.training.checkpoint.opening import is_complete, located
 from shardwise.training.checkpoint.saving import Saving, save_checkpoint
 
-__all__ = ["Checkpoints"]
+__all__ = ["CheckpointManager"]
 
 _STEP = re.compile(r"(?:\.(?=.*\.replaced))?step-(\d{8,})(?:\.replaced)?")
 _LEFT_OVER = re.compile(r"\.step-\d+\.partial-[0-9a-f]+")
 METRICS = "metrics"
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one training run.
 
     The last `keep_last` are kept, and the `keep_best` with the lowest (`mode="max"`: highest)

@@ -71,7 +71,7 @@ def located(folder: Path) -> Path:
 def _inside(folder: Path) -> str | None:
     """What to type for a folder of checkpoints, or one with pickles."""
     if any(_STEP.fullmatch(p.name) for p in folder.iterdir()):
-        return f"sw.Checkpoints({str(folder)!r}).latest(), or one of the folders in it"
+        return f"sw.CheckpointManager({str(folder)!r}).latest(), or one of the folders in it"
     if any(p.suffix in (".bin", ".pt", ".pth", ".distcp") for p in folder.iterdir()):
         return "pickled files are not opened; save the model as safetensors"
     return None

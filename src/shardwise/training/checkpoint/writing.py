@@ -348,7 +348,7 @@ def _disk_error(error: OSError, folder: Path) -> CheckpointError:
         return CheckpointError(
             f"no space for the checkpoint: {error.strerror} ({free} free)",
             where=str(folder.parent),
-            hint="free some space, or Checkpoints(…, keep_last=1); the checkpoints there are kept",
+            hint="free some space, or keep fewer: CheckpointManager(…, keep_last=1)",
         )
     return CheckpointError(
         f"the checkpoint cannot be written: {error.strerror or error}", where=str(folder.parent)

@@ -31,9 +31,9 @@ def model_of(value: float = 1.0) -> nn.Module:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> sw.Checkpoints:
+def two(tmp_path: Path) -> sw.CheckpointManager:
     """A folder with the checkpoints of steps 1 and 2."""
-    found = sw.Checkpoints(tmp_path)
+    found = sw.CheckpointManager(tmp_path)
     for step in (1, 2):
         found.save(step, model_of(step), wait=True)
     return found
@@ -58,7 +58,7 @@ def flip(file: Path, place: int = -1) -> None:
     ],
 )
 def test_a_damaged_file_is_named_and_the_previous_offered(
-    two: sw.Checkpoints, damage: Callable[[Path], None], message: str
+    two: sw.CheckpointManager, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(two.path(2) / "model-00000.safetensors")
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -71,7 +71,7 @@ def test_a_damaged_file_is_named_and_the_previous_offered(
         assert two.latest() == two.path(1)
 
 
-def test_every_flipped_bit_of_a_checkpoint_is_noticed(two: sw.Checkpoints) -> None:
+def test_every_flipped_bit_of_a_checkpoint_is_noticed(two: sw.CheckpointManager) -> None:
     expected = sw.load_checkpoint(two.path(2)).state_dict
     for file in sorted(two.path(2).iterdir()):
         original = file.read_bytes()
@@ -88,7 +88,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_noticed(two: sw.Checkpoints) -> No
             file.write_bytes(original)
 
 
-def test_verify_names_all_damage(two: sw.Checkpoints) -> None:
+def test_verify_names_all_damage(two: sw.CheckpointManager) -> None:
     assert verify_checkpoint(two.path(2)).ok
     flip(two.path(2) / "model-00000.safetensors")
     found = verify_checkpoint(two.path(2))
@@ -107,7 +107,9 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-def test_pickles_beside_a_checkpoint_are_never_opened(two: sw.Checkpoints, tmp_path: Path) -> None:
+def test_pickles_beside_a_checkpoint_are_never_opened(
+    two: sw.CheckpointManager, tmp_path: Path
+) -> None:
     mark = tmp_path / "exploded"
     names = ["pytorch_model.bin", ".metadata", "__0_0.distcp", "checkpoint.pt", "optimizer.pkl"]
     for name in names:
@@ -182,7 +184,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_manifests_are_refused(two: sw.Checkpoints, case: str) -> None:
+def test_hostile_manifests_are_refused(two: sw.CheckpointManager, case: str) -> None:
     change, message = HOSTILE[case]
     rewrite(two.path(2), lambda body: (change(body), None)[1])
     with pytest.raises(CheckpointError, match=re.escape(message)):
@@ -246,7 +248,7 @@ def test_hostile_headers_of_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_old_one(
-    two: sw.Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    two: sw.CheckpointManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     write, left = os.write, [300]
@@ -268,7 +270,7 @@ def test_a_full_disk_keeps_the_old_one(
     assert two.latest() == two.path(3)
 
 
-def test_a_limit_of_the_system_is_told(two: sw.Checkpoints, tmp_path: Path) -> None:
+def test_a_limit_of_the_system_is_told(two: sw.CheckpointManager, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
@@ -280,7 +282,7 @@ def test_a_limit_of_the_system_is_told(two: sw.Checkpoints, tmp_path: Path) -> N
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_pipes_in_place_of_files_are_not_waited_for(two: sw.Checkpoints) -> None:
+def test_pipes_in_place_of_files_are_not_waited_for(two: sw.CheckpointManager) -> None:
     for name in ("model-00000.safetensors", "checkpoint.json"):
         (two.path(2) / name).unlink()
         os.mkfifo(two.path(2) / name)
@@ -299,7 +301,7 @@ def test_a_disk_with_too_little_space_is_noticed_before(
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
-    kept = sw.Checkpoints(tmp_path, keep_last=2, keep_best=1, metric="loss")
+    kept = sw.CheckpointManager(tmp_path, keep_last=2, keep_best=1, metric="loss")
     for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 5.0]):
         kept.save(step, model_of(), metrics={"loss": loss}, extra={"a": 1})
     kept.wait()
@@ -307,11 +309,11 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert kept.best() == kept.path(1)
     assert kept.latest() == kept.path(4)
     assert sw.load_checkpoint(kept.path(1)).extra == {"a": 1, "metrics": {"loss": 1.0}}
-    highest = sw.Checkpoints(tmp_path, metric="loss", mode="max")
+    highest = sw.CheckpointManager(tmp_path, metric="loss", mode="max")
     assert highest.best() == kept.path(4)
-    assert sw.Checkpoints(tmp_path / "nothing").latest() is None
+    assert sw.CheckpointManager(tmp_path / "nothing").latest() is None
     with pytest.raises(CheckpointError, match="needs a metric"):
-        sw.Checkpoints(tmp_path, keep_best=1)
+        sw.CheckpointManager(tmp_path, keep_best=1)
 
 
 def test_a_wait_that_was_too_short_can_be_repeated(
@@ -324,7 +326,7 @@ def test_a_wait_that_was_too_short_can_be_repeated(
         return write(*args)
 
     monkeypatch.setattr(writing_module, "write_tensors", slow)
-    kept = sw.Checkpoints(tmp_path)
+    kept = sw.CheckpointManager(tmp_path)
     kept.save(1, model_of())
     with pytest.raises(CheckpointError, match="not complete after"):
         kept.wait(0.05)
@@ -334,7 +336,7 @@ def test_a_wait_that_was_too_short_can_be_repeated(
     assert kept.latest() == kept.path(1)
 
 
-def test_what_killed_saves_left_is_cleared_away(two: sw.Checkpoints, tmp_path: Path) -> None:
+def test_what_killed_saves_left_is_cleared_away(two: sw.CheckpointManager, tmp_path: Path) -> None:
     (tmp_path / ".step-00000003.partial-ab12").mkdir()
     (tmp_path / "step-00000000").mkdir()
     assert two.latest() == two.path(2)
@@ -347,7 +349,7 @@ def test_what_killed_saves_left_is_cleared_away(two: sw.Checkpoints, tmp_path: P
 
 
 def test_a_save_killed_between_two_renames_loses_nothing(
-    two: sw.Checkpoints, monkeypatch: pytest.MonkeyPatch
+    two: sw.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, calls = os.rename, [0]
 

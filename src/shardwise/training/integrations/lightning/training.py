@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import runtime as rt
-from shardwise.api import parallelize
+from shardwise.api.parallel import parallelize
 from shardwise.errors import CaptureError, ProgramError
 from shardwise.frontend.hooks import share_hooks
 from shardwise.plans import Plan

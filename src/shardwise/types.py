@@ -1,0 +1,85 @@
+"""The types of arguments and results of the public API, for annotations and `isinstance`.
+
+    def evaluate(pm: shardwise.types.ParallelModule) -> float: ...
+
+Unlike `import shardwise`, importing this module imports torch.
+"""
+
+from shardwise.api.advise import Advice, AdviceRow
+from shardwise.api.compiled import PipelineProgram, Program
+from shardwise.api.memory import MemoryEstimate
+from shardwise.api.steps import Plans
+from shardwise.api.weights import Init
+from shardwise.cluster import ClusterNode, Device, Link, Network, Start
+from shardwise.cluster.topology import Path as LinkPath
+from shardwise.collectives import Solution
+from shardwise.cost import OpTable
+from shardwise.equivalence.certificate import Certificate, Comparison
+from shardwise.frontend.loss import LossFn
+from shardwise.frontend.objective import Model, StepFn
+from shardwise.ir import Buffer, Constant, GradientHook, Input, Node, Parameter, TensorType
+from shardwise.messages import CollectiveChoice
+from shardwise.plans import ParameterEntry
+from shardwise.reporting.document import Report
+from shardwise.reporting.recorded import Recording
+from shardwise.runtime.groups import Params
+from shardwise.runtime.module import ParallelModule
+from shardwise.runtime.optimizer import HasStore, ShardedOptimizer
+from shardwise.schedules import Schedule
+from shardwise.sharding.rule import Call, NodeRule, RuleFunction
+from shardwise.simulation import Estimate, MemoryUse, Timeline
+from shardwise.training.checkpoint import Loaded, Saving
+from shardwise.training.checkpoint.optimizers import Optimizers
+from shardwise.training.config import TrainConfig
+from shardwise.training.trainer import DryRun, FitResult
+
+__all__ = [
+    "Advice",
+    "AdviceRow",
+    "Buffer",
+    "Call",
+    "Certificate",
+    "ClusterNode",
+    "CollectiveChoice",
+    "Comparison",
+    "Constant",
+    "Device",
+    "DryRun",
+    "Estimate",
+    "FitResult",
+    "GradientHook",
+    "HasStore",
+    "Init",
+    "Input",
+    "Link",
+    "LinkPath",
+    "Loaded",
+    "LossFn",
+    "MemoryEstimate",
+    "MemoryUse",
+    "Model",
+    "Network",
+    "Node",
+    "NodeRule",
+    "OpTable",
+    "Optimizers",
+    "ParallelModule",
+    "Parameter",
+    "ParameterEntry",
+    "Params",
+    "PipelineProgram",
+    "Plans",
+    "Program",
+    "Recording",
+    "Report",
+    "RuleFunction",
+    "Saving",
+    "Schedule",
+    "ShardedOptimizer",
+    "Solution",
+    "Start",
+    "StepFn",
+    "TensorType",
+    "Timeline",
+    "TrainConfig",
+]
