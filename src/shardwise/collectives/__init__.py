@@ -17,10 +17,8 @@ from shardwise.collectives.solve import solve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardwise.plans import Plan
-
-    choose: Callable[..., Plan]
-    tune: Callable[..., Plan]
+    choose: Callable[..., Any]
+    tune: Callable[..., Any]
 
 __all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
 
