@@ -17,11 +17,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise import runtime as rt
+from shardwise.layouts.costs import kind
+from shardwise.layouts.moves import Move, plan_moves
 from shardwise.program.lower import _Lowering
-from shardwise.program.moves import Move, plan_moves
 from shardwise.runtime.splits import Split, take_local
 from shardwise.sharding import placements as pl
-from shardwise.sharding.costs import kind
 from shardwise.sharding.dims import Structure, choices, length, merge, whole
 from shardwise.sharding.placements import (
     FANOUT,

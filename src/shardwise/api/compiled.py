@@ -23,9 +23,9 @@ from shardwise.emit import emit, emit_pipeline
 from shardwise.errors import ProgramError, ShardwiseError
 from shardwise.files import read_json, write_bytes, write_text
 from shardwise.ir import Graph
+from shardwise.layouts.allowed import constant_values
 from shardwise.plans import Plan, Resolved, resolve
 from shardwise.runtime.loader import PipelineSources
-from shardwise.sharding.allowed import constant_values
 from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__
 

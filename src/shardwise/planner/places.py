@@ -11,7 +11,7 @@ from itertools import pairwise
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.interpret import is_random
-from shardwise.sharding.time import values_of_inputs
+from shardwise.layouts.microbatch_axis import values_of_inputs
 
 
 def unfit(graph: Graph) -> dict[int, str]:

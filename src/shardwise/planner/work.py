@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from shardwise.ir import Graph, Node, TensorType
-from shardwise.sharding.costs import work
+from shardwise.layouts.costs import work
+from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.time import values_of_inputs
 
 PER_MEMORY_BYTE = 2.0  # between a CPU's about 1 and a GPU's about 100: matmuls dominate
 

@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 
 from shardwise.errors import PlanError, RuleError
 from shardwise.ir import Graph
+from shardwise.layouts.beam import assign, cut_tables
+from shardwise.layouts.microbatch_axis import Timed
+from shardwise.layouts.problem import Assignment, Task
 from shardwise.plans.plan import Plan
-from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATE, Layout, Placement, Shard, parse_shard
-from shardwise.sharding.tables import cut_tables
-from shardwise.sharding.time import Timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

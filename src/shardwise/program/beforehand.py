@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from shardwise.ir import Graph, Input, Node, Ref, iter_refs, map_refs
+from shardwise.layouts.microbatch_axis import Timed
 from shardwise.sharding.factors import Facts, node_rule
 from shardwise.sharding.placements import FANOUT
 from shardwise.sharding.rule import Call
-from shardwise.sharding.time import Timed
 
 
 def take_beforehand(

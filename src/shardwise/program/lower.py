@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.ir import Node, Ref, TensorType, map_refs, node_keys
+from shardwise.layouts.moves import Move, plan_moves
 from shardwise.plans import Resolved
 from shardwise.program.classes import merge_equal, rank_classes
 from shardwise.program.deferral import deferred, refers
 from shardwise.program.local import local_call
-from shardwise.program.moves import Move, plan_moves
 from shardwise.program.program import (
     LocalInput,
     LocalValue,

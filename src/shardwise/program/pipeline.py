@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, ProgramError
 from shardwise.ir import Graph, Ref, TensorType
+from shardwise.layouts.microbatch_axis import Timed, assign_time
 from shardwise.plans import TIME, ParameterEntry, Plan, Resolved
 from shardwise.plans.resolve import input_cuts, resolve_part
 from shardwise.program.beforehand import restrict, take_beforehand
@@ -22,7 +23,6 @@ from shardwise.program.stages import Part, partition, with_keys
 from shardwise.schedules import Action, Schedule, check, default_schedule, make
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Layout, Placement, Shard, format_shard
-from shardwise.sharding.time import Timed, assign_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ import torch
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.ir import Graph, Ref, TensorType, format_arg, iter_refs
+from shardwise.layouts.costs import kind, same_placement
 from shardwise.plans import Plan
 from shardwise.redistribution import REDISTRIBUTIONS
-from shardwise.sharding.costs import kind, same_placement
 from shardwise.sharding.placements import Layout, same_on_axis
 from shardwise.sharding.rule import MeshAxis
 

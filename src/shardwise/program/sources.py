@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.ir import Graph, Input, Ref
+from shardwise.layouts.costs import same_placement
+from shardwise.layouts.problem import Assignment
 from shardwise.plans import Resolved
-from shardwise.sharding.assign import Assignment
 from shardwise.sharding.candidates import Same
-from shardwise.sharding.costs import same_placement
 from shardwise.sharding.placements import (
     FANOUT,
     REPLICATE,

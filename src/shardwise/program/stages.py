@@ -16,11 +16,11 @@ from itertools import pairwise
 from shardwise.errors import PlanError
 from shardwise.ir import Buffer, Graph, Input, Node, Parameter, Ref, iter_refs, node_keys
 from shardwise.ir.interpret import is_random
+from shardwise.layouts.allowed import constant_values
+from shardwise.layouts.costs import PER_BYTE, PER_TRANSFER, work
+from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.plans import Plan
-from shardwise.sharding.allowed import constant_values
-from shardwise.sharding.costs import PER_BYTE, PER_TRANSFER, work
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.time import values_of_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from shardwise.cluster import Mesh
 from shardwise.ir import Graph
+from shardwise.layouts.problem import Assignment
 from shardwise.plans import Plan, Resolved, model_fingerprint
 from shardwise.program.lower import lower_place
-from shardwise.sharding.assign import Assignment
 from shardwise.sharding.factors import Facts
 from shardwise.shares import Shares, part
 from shardwise.simulation.fold import Fold

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.ir import Graph, Node, Ref, TensorType
 from shardwise.ir.interpret import interpret
+from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.program.beforehand import restrict
 from shardwise.program.means import separate_means
-from shardwise.sharding.time import values_of_inputs
 from shardwise.simulation.works import batch_rows
 
 __all__ = ["LossWeight", "count_flops", "count_tokens"]

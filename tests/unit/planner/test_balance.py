@@ -15,11 +15,11 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.ir import Graph, Input, Node, Parameter, Ref, TensorType, node_keys
 from shardwise.ir.interpret import is_random
+from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.planner.balance import HALVINGS, SLACKS, Costs, _Chain, _Ranges, balance
 from shardwise.planner.places import find_places, unfit
 from shardwise.planner.work import crossing_bytes, node_work, stage_work
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.time import values_of_inputs
 from tests.support import zoo
 from tests.support.tiers import thinned
 from tests.support.work import calls

@@ -13,8 +13,8 @@ from shardwise.cluster import Mesh
 from shardwise.equivalence.twin.rewrite import node_keys
 from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable
 from shardwise.ir import Graph
+from shardwise.layouts.problem import Assignment
 from shardwise.plans import ParameterEntry, Plan, Resolved, model_fingerprint
-from shardwise.sharding.assign import Assignment
 from shardwise.sharding.candidates import Candidate, Cut, Pass, cut_candidate, pass_candidate, same
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Placement, Shard, format_shard, parse_shard

@@ -15,19 +15,18 @@ import numpy as np
 
 from shardwise.cluster import Mesh
 from shardwise.ir import Node
-from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask
-from shardwise.planner.layouts.alike import Likeness
-from shardwise.planner.layouts.build import Built, build
-from shardwise.planner.layouts.model import Floats
-from shardwise.planner.layouts.options import Option, Options
-from shardwise.planner.layouts.solve import MAX_JOINT, assignments_of, solve_options
+from shardwise.layouts.beam import assign, cut_tables
+from shardwise.layouts.build import Built, build
+from shardwise.layouts.factor_graph import Floats
+from shardwise.layouts.options import Option, Options
+from shardwise.layouts.problem import Assignment, LayoutAxis, LayoutSolution, LayoutTask, Task
+from shardwise.layouts.solve import MAX_JOINT, assignments_of, solve_options
+from shardwise.layouts.tie_layers import LayerTies
 from shardwise.planner.search.near import nearest, nearest_lean
 from shardwise.planner.search.prices import CallPrices
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
-from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Placement, Shard
-from shardwise.sharding.tables import cut_tables
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.times import Group
@@ -94,7 +93,7 @@ class Bank:
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
         nodes: Mapping[str, Mapping[str, str]],
-        likeness: Likeness,
+        likeness: LayerTies,
         memory_limit: float | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:

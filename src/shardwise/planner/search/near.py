@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.planner.layouts.model import Floats, Ints, Model
+from shardwise.layouts.factor_graph import Floats, Ints, Model
 
 WIDEST = 4_000  # beginnings that are kept
 DIGITS = 9  # by which costs are the same

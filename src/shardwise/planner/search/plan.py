@@ -17,8 +17,8 @@ from shardwise.cost import OpTable
 from shardwise.cost.selection import chooser
 from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
+from shardwise.layouts.tie_layers import tie_layers
 from shardwise.planner.collectives import with_choices
-from shardwise.planner.layouts.alike import alike_of
 from shardwise.planner.options import FixedOptions, known_options
 from shardwise.planner.progress import Progress
 from shardwise.planner.search.bank import LEAN, LEANEST, MIXED, QUICKEST, Bank
@@ -228,7 +228,7 @@ def _prepare(
         evaluator,
         {value: placements for value, placements in fixed.items() if value in values},
         {},
-        alike_of(fold, graph, key),
+        tie_layers(fold, graph, key),
         limit,
         report,
     )

@@ -11,9 +11,9 @@ from math import prod
 from shardwise.cluster import Device
 from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
 from shardwise.ir import Graph, Node, Parameter, TensorType
-from shardwise.planner.layouts.task import LayoutTask, Placements
+from shardwise.layouts.moves import plan_moves
+from shardwise.layouts.problem import LayoutTask, Placements
 from shardwise.program.local import local_call
-from shardwise.program.moves import plan_moves
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts

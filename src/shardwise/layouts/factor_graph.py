@@ -1,14 +1,11 @@
-"""The problem as variables with states and costs between them.
-
-Enters: what `build` reads off a graph. Leaves: `Model`, which `reduce` shrinks and `program`
-solves.
+"""The joint layout problem as variables with states and costs between them.
 
 A `Variable` is a node (its states are joint options) or a source (its states are storages). The
 cost of a solution is the sum of
 
 - `unary[s]` of every variable's state `s`;
 - `table[s, t]` of every pair of variables: moving a value from its producer to its one user;
-- of every `Star`, a value with several uses: each of the moves that its uses need, once.
+- of every `MultiUse`, a value with several uses: each of the moves that its uses need, once.
 
 States may also have a weight in bytes, whose sum is bounded.
 """
@@ -64,7 +61,7 @@ class Use:
 
 
 @dataclass(slots=True)
-class Star:
+class MultiUse:
     """A value with several uses.
 
     `held` says how each state of the producer holds it. `steps[h, n]` are the moves from holding
@@ -138,7 +135,7 @@ class Model:
 
     variables: dict[int, Variable] = field(default_factory=dict)
     pairs: dict[tuple[int, int], Floats] = field(default_factory=dict)
-    stars: list[Star] = field(default_factory=list)
+    stars: list[MultiUse] = field(default_factory=list)
     constant: float = 0.0
     weight: float = 0.0  # of what is decided
     limit: float | None = None
@@ -188,7 +185,7 @@ class Solved:
     num_variables: int
 
 
-def _held_table(star: Star, held: int, needs: list[list[int]]) -> Floats:
+def _held_table(star: MultiUse, held: int, needs: list[list[int]]) -> Floats:
     """The costs of one holding over the needs of every use: each move once."""
     count = len(needs)
 

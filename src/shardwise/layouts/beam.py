@@ -1,21 +1,23 @@
-"""The dynamic program over a graph's nodes for one mesh axis.
+"""Choose layouts for one mesh axis by dynamic programming with a beam.
 
-Enters: `Facts` and a `Task`. Leaves: states, each a way to run the nodes so far. A state is the
-placement of every live value; among states that agree on these the cheapest survives. A value is
-stored as its producer gives it; other placements it was turned into for a use stay at hand, so a
-conversion is paid once.
+A state of the dynamic program is the placement of every live value; among states that agree on
+these the cheapest survives. A value is stored as its producer gives it. Placements that it was
+turned into for a use stay available, so that a conversion is paid once. With a beam as wide as the
+number of states the answer is optimal for `costs` among what `allowed` admits.
+
+This search resolves plans: it needs no cluster, no seconds and no solver, and gives the same
+answer on every rank. `solve` answers the joint question over all mesh axes for the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Graph, Node, TensorType
-from shardwise.sharding.allowed import Allowed
-from shardwise.sharding.candidates import Candidate, Cut, Pass
-from shardwise.sharding.costs import (
+from shardwise.ir import Graph, Node, Ref, TensorType
+from shardwise.layouts.allowed import Allowed, constant_values, leaves_room
+from shardwise.layouts.costs import (
     IMPOSSIBLE,
     PER_BYTE,
     PER_MADE_BYTE,
@@ -27,12 +29,14 @@ from shardwise.sharding.costs import (
     same_placement,
     work,
 )
+from shardwise.layouts.problem import Assignment, Task
+from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
-from shardwise.sharding.task import Assignment, Task
 
 WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
 RIVALS = 6  # how many cheaper states a state is compared with
+MAX_STORAGES = 128  # ways to store the parameters that later nodes use
 CUT_VECTOR = 10 * PER_TRANSFER  # a norm's weight is cut only where the work around it asks for it
 MOVED_PARAMETER = 20.0  # parameters are stored as they are used, rather than moved in every step
 
@@ -132,15 +136,18 @@ class Search:
         return self._prune(list(best.values()))
 
     def _prune(self, states: list[State]) -> list[State]:
-        """The states worth keeping.
+        """Return the states worth keeping.
 
         A state is dropped when a cheaper one could be turned into it for the difference. Of the
-        rest the cheapest stay; each way to store parameters that are still used keeps a share.
+        rest the cheapest stay; each way to store parameters that are still used keeps a share. These
+        ways multiply when a block is called twice, so only the cheapest of them stay.
         """
         tied = [i for i, name in enumerate(self.live) if name in self.parameters]
         groups: dict[tuple[Placement, ...], list[State]] = {}
         for state in sorted(states, key=lambda s: s.cost):
             storage = tuple(self.seen[state.held[i]][0] for i in tied)
+            if storage not in groups and len(groups) == MAX_STORAGES:
+                continue
             group = groups.setdefault(storage, [])
             if not any(self._reaches(other, state) for other in group[:RIVALS]):
                 group.append(state)
@@ -309,3 +316,102 @@ def _small(graph: Graph, node: Node) -> bool:
     """Whether other operands leave the result no larger than what is looked up: no batch in it."""
     inputs = {i.value for i in graph.inputs}
     return not any(name in inputs for name in node.inputs)
+
+
+def assign(
+    graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...] = ()
+) -> Assignment:
+    """The cheapest choices for one mesh axis, given those of earlier axes."""
+    search = Search(graph, facts, task, earlier)
+    states = [State(0.0, ())]
+    for index, node in enumerate(graph.nodes):
+        states = search.step(index, node, states)
+    best = min(states, key=lambda s: s.cost)
+    nodes: dict[str, Candidate] = {}
+    parameters: dict[str, Placement] = {}
+    state: State | None = best
+    for node in reversed(graph.nodes):
+        assert state is not None
+        assert state.chosen is not None
+        nodes[node.name] = state.chosen
+        parameters.update(state.stored)
+        state = state.previous
+    for parameter in graph.parameters:
+        parameters.setdefault(parameter.value, task.parameters.get(parameter.value, REPLICATE))
+    ordered = {node.name: nodes[node.name] for node in graph.nodes}
+    return Assignment(
+        axis=task.axis, ranks=task.ranks, nodes=ordered, parameters=parameters, cost=best.cost
+    )
+
+
+def cut_tables(
+    graph: Graph,
+    facts: Facts,
+    assignments: tuple[Assignment, ...],
+    named: Mapping[str, Collection[str]],
+) -> tuple[Assignment, ...]:
+    """The assignments with tables in parts; `named` are nodes of which a plan says an axis."""
+    tables = constant_values(graph) - _shown(graph)
+    made = [node for node in reversed(graph.nodes) if tables.issuperset(node.outputs)]
+    if not made:
+        return assignments
+    found = list(assignments)
+    users = _users(graph)
+    for index, assignment in enumerate(assignments):
+        others = tuple(other for other in found if other.axis != assignment.axis)
+        nodes = dict(assignment.nodes)
+        for node in made:
+            if assignment.axis not in named.get(node.name, ()):
+                nodes[node.name] = _as_used(node, facts, nodes, users, assignment, others)
+        found[index] = replace(assignment, nodes=nodes)
+    return tuple(found)
+
+
+def _shown(graph: Graph) -> frozenset[str]:
+    """Values that somebody outside of the graph sees."""
+    found = {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)}
+    found |= {b.mutation for b in graph.buffers if b.mutation} | set(graph.sends)
+    return frozenset(found | ({graph.loss} if graph.loss else set()))
+
+
+def _users(graph: Graph) -> dict[str, list[tuple[str, int]]]:
+    """Where every value is used: nodes, and the operand's place there."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for node in graph.nodes:
+        for place, name in enumerate(node.inputs):
+            found.setdefault(name, []).append((node.name, place))
+    return found
+
+
+def _as_used(
+    node: Node,
+    facts: Facts,
+    nodes: Mapping[str, Candidate],
+    users: Mapping[str, list[tuple[str, int]]],
+    assignment: Assignment,
+    others: tuple[Assignment, ...],
+) -> Candidate:
+    """The choice of a table's node: the part that all uses take, where it can make that."""
+    known = nodes[node.name]
+    if not isinstance(known.choice, Same) or len(node.outputs) != 1:
+        return known
+    needs = [nodes[user].operands[place] for user, place in users.get(node.outputs[0], ())]
+    part = _agreed(needs, assignment.ranks)
+    if part is None:
+        return known
+    for candidate in candidates(facts.rules[node.name], facts.structures[node.name]):
+        fits = isinstance(candidate.choice, Cut) and same_placement(
+            candidate.results[0], part, assignment.ranks
+        )
+        summed = any(isinstance(p, Partial) for p in candidate.operands)
+        if fits and not summed and leaves_room(node, candidate, assignment.ranks, facts, others):
+            return candidate
+    return known
+
+
+def _agreed(needs: list[Placement], ranks: int) -> Shard | None:
+    """The one part that is needed; None if there is more than that."""
+    first = needs[0] if needs else None
+    if isinstance(first, Shard) and all(same_placement(first, need, ranks) for need in needs):
+        return first
+    return None

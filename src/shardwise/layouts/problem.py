@@ -1,7 +1,8 @@
-"""What is asked of the joint choice of layouts, what things cost, and what was found.
+"""Layout problems and their solutions, for both searches.
 
-Enters: a mesh with the roles of its axes, what is fixed, prices in seconds. Leaves: `LayoutTask`,
-`Prices` and `LayoutSolution`, the values between the outer search, the integer program and plans.
+`Task` asks for one mesh axis and is answered by an `Assignment`: the choice of every node and the
+storage of every parameter. `LayoutTask` asks for all mesh axes at once, with `Prices` in seconds,
+and is answered by a `LayoutSolution`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,37 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, Node
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.placements import REPLICATE, Placement, Shard, format_shard
-from shardwise.sharding.task import Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is asked of one mesh axis.
+
+    `parameters` fixes placements by value name; others are whole, or chosen when `split` is set.
+    `inputs` fixes which cut of an input may be taken; None leaves all inputs free. `choices` forces
+    nodes to a candidate, by its text. `weight` is the cost of holding one element of a parameter.
+    """
+
+    axis: str
+    ranks: int
+    parameters: Mapping[str, Placement] = field(default_factory=dict)
+    split: bool = False
+    inputs: Mapping[str, Placement] | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1e4
+    beam: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The choice of every node and the storage of every parameter on one mesh axis."""
+
+    axis: str
+    ranks: int
+    nodes: Mapping[str, Candidate]
+    parameters: Mapping[str, Placement]
+    cost: float
+
 
 Placements = tuple[Placement, ...]  # of one value: one per mesh axis, in mesh order
 Choices = dict[str, dict[str, str]]  # node or parameter name -> mesh axis -> text of a plan

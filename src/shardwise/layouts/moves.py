@@ -1,10 +1,8 @@
-"""The moves that turn one layout into another.
+"""Plan the moves that turn one layout into another.
 
-Enters: the layout a value has and the one a node needs. Leaves: a list of `Move`s, one mesh axis at
-a time (reductions over several axes at once), whose backward is the dual.
-
-Where several mesh axes cut the same factor, the later ones cut the earlier ones' part: an axis
-can only change after those nested in it are gathered.
+A move works on one mesh axis (reductions on several at once), and its backward is its dual. Where
+several mesh axes shard the same factor, the later ones shard the earlier ones' part: an axis can
+only change after those nested in it are gathered.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
+from shardwise.layouts.costs import kind
 from shardwise.redistribution import between
-from shardwise.sharding.costs import kind
 from shardwise.sharding.placements import (
     FANOUT,
     REPLICATE,

@@ -1,13 +1,11 @@
-"""Micro-batches as a mesh axis in time: what of each value one micro-batch holds.
-
-Enters: a graph's `Facts` and how the batch is cut. Leaves: a `Timed` assignment, or an error that
-names the node which couples the samples of different micro-batches.
+"""Treat micro-batches as a mesh axis in time: which part of each value one micro-batch has.
 
 Nothing is communicated along this axis before backward. So placements follow from the inputs, node
 by node, without a choice: a value is a Shard; or Partial, if it goes on linearly from there to the
-loss; or whole and used differently in each micro-batch (R≠), its gradients added up as those of
-parameters are. Values of inputs alone (a count of tokens) are also at hand whole: they are computed
-`beforehand`, from the whole batch.
+loss; or full and used differently in each micro-batch (R~), its gradients added up like those of
+parameters. Values of inputs alone (a count of tokens) are also available in full: they are computed
+`beforehand` from the whole batch. An error names the node that couples the samples of different
+micro-batches.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from dataclasses import dataclass
 
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node
+from shardwise.layouts.costs import same_placement
+from shardwise.layouts.problem import Assignment
 from shardwise.sharding.candidates import Candidate, Cut, candidates, pass_candidate
-from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     FANOUT,
@@ -29,7 +28,6 @@ from shardwise.sharding.placements import (
     Replicate,
     Shard,
 )
-from shardwise.sharding.task import Assignment
 
 SLICED, ONCE, PADDED, BEFOREHAND = 1, 2, 3, 10  # what feeding an operand costs, to rank candidates
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.layouts.beam import Assignment, Held, Search, Task, assign
 from shardwise.plans.resolve import axis_task
-from shardwise.sharding.assign import Assignment, Task, assign
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.search import Held, Search
 
 
 class Net(nn.Module):

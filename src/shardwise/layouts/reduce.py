@@ -1,25 +1,31 @@
-"""Smaller models with the same best solution.
+"""Shrink a problem without losing its best solution, and solve it where what is left is narrow.
 
-Enters: a `Model`. Leaves: the same object with fewer states and variables, and a ledger from which
-`restore` recovers the eliminated variables' states.
+`Reducer` gives the same model fewer states and variables, and a ledger from which `restore`
+recovers the states of eliminated variables:
 
 1. Costs of a pair that depend on one side only move to that variable.
-2. A state is dropped when another one is no worse whatever the neighbours do (dominance).
-3. A star with at most one use whose need is open is a pair; so is one whose uses share no move.
-4. A variable in at most two pairs is eliminated: the pair of its neighbours gets the least cost
-   over its states. Chains of views, casts and pointwise nodes vanish like this.
+2. A state is dropped if another one is no worse whatever the neighbours do (dominance).
+3. A multi-use with at most one use whose need is open is a pair; so is one whose uses share no
+   move.
+4. A variable in at most two pairs is eliminated: the pair of its neighbours gets the minimum over
+   its states. Chains of views, casts and pointwise nodes vanish like this.
 
 Every step keeps at least one best solution. A variable whose states differ in weight is not
-eliminated where the weight is bounded.
+eliminated if the weight is bounded.
+
+`solve_by_elimination` then eliminates one variable after the other while tables stay below
+`MAX_ENTRIES` entries. Graphs of layers are narrow: few values are alive at one point, so that this
+is faster than the integer program, and exact as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
-from shardwise.planner.layouts.model import INF, Floats, Ints, Model, Star, Use
+from shardwise.layouts.factor_graph import INF, Floats, Ints, Model, MultiUse, Solved, Use
 
 MAX_COMPARED = 1_000_000  # elements of the largest array that dominance may make: 8 MB
 MAX_JOINED = 40_000  # entries of a table that elimination may make
@@ -121,7 +127,7 @@ class Reducer:
                 alive[state] = False
         self._keep(number, alive)
 
-    def _star_gain(self, star: Star, number: int) -> Floats:
+    def _star_gain(self, star: MultiUse, number: int) -> Floats:
         """The least that another state of a variable saves in a star."""
         use = next((u for u in star.uses if u.variable == number), None)
         holds, needs = star.classes()
@@ -161,7 +167,7 @@ class Reducer:
             self.dirty |= set(star.members())
         model.stars = left
 
-    def _as_pair(self, star: Star, use: Use | None) -> None:
+    def _as_pair(self, star: MultiUse, use: Use | None) -> None:
         """Add a star whose other uses are fixed as a cost of the producer and this use."""
         fixed = [int(u.need[0]) for u in star.uses if u is not use]
         needs = [None] if use is None or use.variable is None else sorted(set(use.need.tolist()))
@@ -266,7 +272,7 @@ def _plus(a: Floats, b: Floats) -> Floats:
     return np.asarray(total)
 
 
-def _shares(star: Star, held: set[int], needs: list[set[int]]) -> bool:
+def _shares(star: MultiUse, held: set[int], needs: list[set[int]]) -> bool:
     """Whether two uses could need the same move, other than for nothing."""
     for h in held:
         seen: set[int] = set()
@@ -278,9 +284,9 @@ def _shares(star: Star, held: set[int], needs: list[set[int]]) -> bool:
     return False
 
 
-def _single(star: Star, use: Use) -> Star:
+def _single(star: MultiUse, use: Use) -> MultiUse:
     """The star with one use only."""
-    return Star(
+    return MultiUse(
         value=star.value,
         producer=star.producer,
         held=star.held,
@@ -290,3 +296,92 @@ def _single(star: Star, use: Use) -> Star:
         same=star.same,
         whole=star.whole,
     )
+
+
+MAX_ENTRIES = 20_000_000  # of the largest table before the least is taken: some 50 ms
+MAX_TOTAL = 80_000_000  # of all tables together
+
+Scope = tuple[int, ...]
+
+
+def solve_by_elimination(model: Model) -> Solved | None:
+    """The best states of all variables, or None where this would take too long."""
+    if model.limit is not None or any(len(v) == 0 for v in model.variables.values()):
+        return None
+    sizes = {number: len(variable) for number, variable in model.variables.items()}
+    scopes = [*model.pairs, *(_scope(star) for star in model.stars)]
+    order = elimination_order(sizes, scopes)
+    if order is None:
+        return None
+    tables: list[tuple[Scope, Floats]] = [((n,), v.unary) for n, v in model.variables.items()]
+    tables += list(model.pairs.items())
+    tables += [(_scope(star), star.table()) for star in model.stars]
+    done: list[tuple[int, list[tuple[Scope, Floats]]]] = []
+    constant = model.constant
+    for variable in order:
+        mine = [entry for entry in tables if variable in entry[0]]
+        tables = [entry for entry in tables if variable not in entry[0]]
+        done.append((variable, mine))
+        scope, least = _least(mine, variable, sizes)
+        if scope:
+            tables.append((scope, least))
+        else:
+            constant += float(least)
+    if not np.isfinite(constant):
+        return None  # the integer program says that nothing satisfies what is fixed
+    states: dict[int, int] = {}
+    for variable, mine in reversed(done):
+        costs = np.zeros(sizes[variable])
+        for scope, table in mine:
+            costs += table[tuple(states.get(v, slice(None)) for v in scope)]
+        states[variable] = int(np.argmin(costs))
+    chosen = {n: int(model.variables[n].index[state]) for n, state in states.items()}
+    return Solved(chosen=chosen, cost=constant, bound=constant, num_variables=sum(sizes.values()))
+
+
+def elimination_order(sizes: dict[int, int], scopes: list[Scope]) -> list[int] | None:
+    """Variables in the order of the smallest table each; None where one is too large."""
+    near: dict[int, set[int]] = {v: set() for v in sizes}
+    for scope in scopes:
+        if prod(sizes[v] for v in scope) > MAX_ENTRIES:
+            return None
+        for v in scope:
+            near[v] |= set(scope) - {v}
+    cost = {v: prod(sizes[u] for u in near[v]) * sizes[v] for v in sizes}
+    order, total = [], 0
+    while cost:
+        variable = min(cost, key=lambda v: (cost[v], v))
+        total += cost[variable]
+        if cost[variable] > MAX_ENTRIES or total > MAX_TOTAL:
+            return None
+        order.append(variable)
+        others = near.pop(variable)
+        del cost[variable]
+        for v in others:
+            near[v] = (near[v] | others) - {v, variable}
+        for v in others:
+            cost[v] = prod(sizes[u] for u in near[v]) * sizes[v]
+    return order
+
+
+def _least(
+    tables: list[tuple[Scope, Floats]], variable: int, sizes: dict[int, int]
+) -> tuple[Scope, Floats]:
+    """The least over a variable's states of the sum of tables, over their other variables."""
+    scope = tuple(sorted({v for s, _ in tables for v in s} - {variable}))
+    rows = []
+    for mine, table in sorted(tables, key=lambda entry: entry[1].size):
+        order = sorted(range(len(mine)), key=lambda i: (mine[i] != variable, mine[i]))
+        shape = [sizes[v] if v in mine else 1 for v in scope]
+        rows.append(table.transpose(order).reshape([sizes[variable], *shape]))
+    least = np.full([sizes[v] for v in scope], INF)
+    for state in range(sizes[variable]):
+        total = rows[0][state]
+        for row in rows[1:]:
+            total = total + row[state]
+        np.minimum(least, total, out=least)
+    return scope, least
+
+
+def _scope(star: MultiUse) -> Scope:
+    return tuple(star.members())

@@ -1,7 +1,6 @@
-"""From a graph, its options and prices to a `Model`.
+"""Build the factor graph of a joint layout problem from its options and prices.
 
-Enters: `Options`, `LayoutTask`, `Prices`. Leaves: `Built`: the model and what its variables stand
-for. How values are held, moved and shared is that of `program.lower`.
+How values are stored, moved and shared follows `program.lower`.
 """
 
 from __future__ import annotations
@@ -12,22 +11,77 @@ from itertools import product
 
 import numpy as np
 
-from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Node
-from shardwise.planner.layouts.model import INF, Model, Star, Use, Variable
-from shardwise.planner.layouts.options import Demand, Option, Options
-from shardwise.planner.layouts.paths import Paths
-from shardwise.planner.layouts.shared import agreeing, families, once_each
-from shardwise.planner.layouts.task import Placements, Prices
+from shardwise.errors import InfeasiblePlan, ProgramError
+from shardwise.ir import Graph, Node, TensorType
+from shardwise.layouts.factor_graph import INF, Model, MultiUse, Use, Variable
+from shardwise.layouts.moves import plan_moves
+from shardwise.layouts.options import Demand, Option, Options
+from shardwise.layouts.problem import LayoutTask, Placements, Prices
+from shardwise.layouts.tie_layers import agreeing, families, once_each
 from shardwise.sharding.placements import (
     FANOUT,
     REPLICATE,
+    Layout,
     Partial,
     Placement,
     Replicate,
     Shard,
     compatible,
 )
+
+Step = tuple[int, int]  # the numbers of the placements before and after a move
+
+
+class Paths:
+    """The moves between placements with their prices, remembered; placements have numbers."""
+
+    def __init__(self, graph: Graph, task: LayoutTask, prices: Prices) -> None:
+        self.graph, self.prices = graph, prices
+        self.names, self.sizes = task.names, task.sizes
+        self.numbers: dict[Placements, int] = {}
+        self.layouts: list[Layout] = []
+        self._known: dict[tuple[int, int, bool], tuple[Step, ...] | None] = {}
+        self._prices: dict[tuple[TensorType, int, int, bool], float] = {}
+
+    def number(self, placements: Placements) -> int:
+        """The number of placements."""
+        found = self.numbers.get(placements)
+        if found is None:
+            found = self.numbers[placements] = len(self.layouts)
+            self.layouts.append(Layout(tuple(zip(self.names, placements, strict=True))))
+        return found
+
+    def between(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+        """Each move as (placements before, after); None where there is no way."""
+        if held == needed:
+            return ()
+        key = (held, needed, grad)
+        if key not in self._known:
+            self._known[key] = self._find(held, needed, grad)
+        return self._known[key]
+
+    def _find(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+        try:
+            moves = plan_moves(self.layouts[held], self.layouts[needed], self.sizes, grad)
+        except (ProgramError, KeyError):  # no such row in the table of moves
+            return None
+        return tuple(
+            (self.number(_placements(m.before)), self.number(_placements(m.layout))) for m in moves
+        )
+
+    def price(self, value: str, step: Step, grad: bool) -> float:
+        """What a move of a value costs."""
+        key = (self.graph.values[value], *step, grad)
+        found = self._prices.get(key)
+        if found is None:
+            before, after = (_placements(self.layouts[i]) for i in step)
+            found = self._prices[key] = self.prices.move(value, before, after, grad)
+        return found
+
+
+def _placements(layout: Layout) -> Placements:
+    return tuple(p for _, p in layout.axes)
+
 
 # What one state of a user needs of a value: its placements per operand, whether its gradient
 # counts, and on which mesh axes it is to be pure. A holding: its placements, and where it is pure.
@@ -232,7 +286,7 @@ class _Builder:
         if is_end:
             uses.append(Use(None, np.asarray([numbers.setdefault(END, len(numbers))])))
         where = {h: i for i, h in enumerate(holdings)}
-        star = Star(
+        star = MultiUse(
             value=value,
             producer=producer,
             held=np.asarray([where[h] for h in held], dtype=np.int64),
@@ -271,7 +325,7 @@ class _Builder:
         )
 
     def _fill(
-        self, star: Star, holdings: list[Holding], needs: list[Need], first: str | None
+        self, star: MultiUse, holdings: list[Holding], needs: list[Need], first: str | None
     ) -> None:
         """The moves from every holding to every need, and their prices."""
         value, grad = star.value, star.value in self.facts.carries_grad

@@ -1,20 +1,18 @@
-"""What a node may do on all mesh axes together, and how sources may be stored.
+"""List what a node may do on all mesh axes together, and how sources may be stored.
 
-Enters: a graph's `Facts` and a `LayoutTask`. Leaves: joint `Option`s of every node: one candidate
-per mesh axis, whose cuts fit together as `sharding.allowed` asks.
+An `Option` is one candidate per mesh axis whose shards are compatible as `allowed` asks. Left out
+by rule, so that plans stay regular and problems small:
 
-What is left out, by rule, so that plans stay regular and the program small:
-
-- On an axis whose cuts follow inputs, a node is cut only where an operand that depends on inputs
-  already can be; parameters are used whole.
+- On an axis whose shards follow inputs, a node is sharded only where an operand that depends on
+  inputs already can be; parameters are used in full.
 - Partial sums pass through a node only where one of its operands can be partial.
-- Nodes without operands (position tables) are not cut; what is computed from them alone is cut
-  only as one of its uses can be. Heads are not cut inside where there are enough of them.
+- Nodes without operands (position tables) are not sharded; what is computed from them alone is
+  sharded only as one of its uses can be. Heads are not sharded inside if there are enough of them.
 
-Whether a whole value counts as R≠ follows `program.sources`: on a mesh axis a value is pure when
-it is computed by the same work on every rank from parameters (and what carries no gradient) alone.
-If all uses of a pure value differ, it is R≠: its partial gradient is reduced at the parameters.
-This is followed for nodes with few ancestors (`PREFIX`: weights that are cast, the first norm), in
+Whether a full value counts as R~ follows `program.sources`: on a mesh axis a value is pure when
+every rank computes it by the same work from parameters (and values without a gradient) alone. If
+all uses of a pure value differ, it is R~: its partial gradient is reduced at the parameters. This
+is tracked for nodes with few ancestors (`PREFIX`: weights that are cast, the first norm), and in
 graphs that are not `SMALL` up to the first product with an activation that carries a gradient;
 later values count as not pure, at the price of a move that lowering may spare.
 """
@@ -30,14 +28,13 @@ from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
-from shardwise.planner.layouts.shared import roots_of
-from shardwise.planner.layouts.task import LayoutAxis, LayoutTask, Placements
-from shardwise.sharding.allowed import Allowed, constant_values, input_values, products
+from shardwise.layouts.allowed import Allowed, constant_values, input_values, products
+from shardwise.layouts.costs import same_placement
+from shardwise.layouts.problem import Assignment, LayoutAxis, LayoutTask, Placements, Task
+from shardwise.layouts.tie_layers import roots_of
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates, written
-from shardwise.sharding.costs import same_placement
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
-from shardwise.sharding.task import Assignment, Task
 
 PREFIX = 16  # nodes: an embedding and a norm in any notation, or casts of weights
 SMALL = 24  # nodes: here all that `PREFIX` admits is followed

@@ -1,15 +1,15 @@
 """Relative costs that rank layouts within one mesh axis, in units of one multiply-add.
 
-They order alternatives where a strategy leaves a choice; they are not predictions of time.
+They order alternatives where a strategy leaves a choice; they do not predict time.
 
 - A byte moved between ranks counts as `PER_BYTE` multiply-adds, and each transfer as
   `PER_TRANSFER`.
 - A node counts as the size of its iteration space, divided by the ranks where one of its axes is
-  cut.
-- What depends on nothing that a batch axis cuts, every rank can make for itself. It is made in
-  parts, and these gathered, only where that spares more than it takes on most machines:
-  `PER_MADE_BYTE` and `PER_MADE_TRANSFER` are between a processor's (about 25 and 2e6) and a GPU's
-  (1e3 and 4e9).
+  sharded.
+- Every rank can compute for itself what does not depend on anything that a batch axis shards. Such
+  a value is computed in shards, and these gathered, only where that saves more than it costs on
+  most machines: `PER_MADE_BYTE` and `PER_MADE_TRANSFER` lie between those of a CPU (about 25 and
+  2e6) and of a GPU (1e3 and 4e9).
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.ir import Graph, Node
-from shardwise.planner.layouts import LayoutTask
-from shardwise.planner.layouts.task import Placements
+from shardwise.layouts.costs import kind
+from shardwise.layouts.problem import LayoutTask, Placements
 from shardwise.sharding.candidates import Candidate, Cut
-from shardwise.sharding.costs import kind
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Partial, Replicate, Shard, local_shape
 

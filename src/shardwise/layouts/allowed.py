@@ -1,7 +1,6 @@
-"""Which candidates of a node a task allows, and where a whole value may begin to be cut.
+"""Decide which candidates of a node a task allows, and where a full value may first be sharded.
 
-Enters: a graph's `Facts`, a `Task`, the assignments of earlier mesh axes. Leaves: `Allowed`. These
-restrictions keep plans regular and the search small; a plan can override them node by node.
+Both searches ask here: the beam for one mesh axis, and the joint problem for each of its axes.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from math import prod
 
 from shardwise.errors import PlanError
 from shardwise.ir import Graph, Node
+from shardwise.layouts.costs import work
+from shardwise.layouts.problem import Assignment, Task
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates, written
-from shardwise.sharding.costs import work
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import REPLICATE, Placement, Replicate, Shard, compatible
-from shardwise.sharding.task import Assignment, Task
 from shardwise.shares import grain
 
 # Through these a partial sum of a parameter split may pass: residuals, casts, renamed positions.

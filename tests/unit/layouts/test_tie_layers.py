@@ -13,12 +13,10 @@ import shardwise as sw
 from shardwise.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.planner.layouts import solve_layouts
-from shardwise.planner.layouts.alike import alike_of
-from shardwise.planner.layouts.build import build
-from shardwise.planner.layouts.options import Options
-from shardwise.planner.layouts.program import Program
-from shardwise.planner.layouts.shared import roots_of
+from shardwise.layouts.build import build
+from shardwise.layouts.options import Options
+from shardwise.layouts.solve import LayoutMilp, solve_layouts
+from shardwise.layouts.tie_layers import roots_of, tie_layers
 from shardwise.planner.search.plan import _prepare
 from shardwise.planner.search.space import Point
 from shardwise.planner.search.write import write_plan
@@ -26,9 +24,9 @@ from shardwise.plans import Precision
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.fold import Fold
 from tests.support.tiers import thinned
-from tests.unit.planner.layouts.exhaustive import lowered_cost, resolutions
-from tests.unit.planner.layouts.prices import RandomPrices
-from tests.unit.planner.layouts.test_optimality import make_task
+from tests.unit.layouts.exhaustive import lowered_cost, resolutions
+from tests.unit.layouts.prices import RandomPrices
+from tests.unit.layouts.test_optimality import make_task
 
 TEXT = torch.zeros(2, 16, dtype=torch.long, device="meta")
 IMAGE = torch.zeros(2, 3, 32, 32, device="meta")
@@ -179,13 +177,13 @@ def test_agreeing_nodes_are_as_cheap_as_the_best_programs_in_which_they_agree(
     )
     assert found.cost_s == pytest.approx(best, rel=1e-6)
     built = build(Options(graph, facts, task), prices)
-    assert Program(built.model).solve(30.0).cost == pytest.approx(best, rel=1e-6)
+    assert LayoutMilp(built.model).solve(30.0).cost == pytest.approx(best, rel=1e-6)
 
 
 def test_every_transition_counts() -> None:
     graph = sw.capture(Chain(6, False), {"x": torch.ones(4, 8)})
     fold = Fold.of(graph)
-    found = alike_of(fold, graph)
+    found = tie_layers(fold, graph)
     linears = [n for n in fold.graph.nodes if n.module.startswith("layers.")]
     assert found.alike == {linears[1].name: linears[0].name}
     assert [found.copies[n.name] for n in linears] == [1, 5]
@@ -195,13 +193,13 @@ def test_every_transition_counts() -> None:
 
 def test_blocks_of_which_none_is_left_out_are_free() -> None:
     graph = sw.capture(Chain(2, False), {"x": torch.ones(4, 8)})
-    assert alike_of(Fold.of(graph), graph).alike == {}
+    assert tie_layers(Fold.of(graph), graph).alike == {}
 
 
 def test_nested_blocks_are_of_one_family() -> None:
     graph = nested()
     fold = Fold.of(graph)
-    roots = roots_of(alike_of(fold, graph).alike)
+    roots = roots_of(tie_layers(fold, graph).alike)
     ups = [n.name for n in fold.graph.nodes if n.module.endswith(".up")]
     assert len(ups) == 4
     assert {roots.get(name, name) for name in ups} == {ups[0]}

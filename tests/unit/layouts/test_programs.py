@@ -11,15 +11,16 @@ import torch
 import shardwise as sw
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph
-from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask, solve_layouts
+from shardwise.layouts.problem import LayoutAxis, LayoutSolution, LayoutTask
+from shardwise.layouts.solve import solve_layouts
 from shardwise.plans import ParameterEntry, Plan, Resolved
 from shardwise.plans.resolve import resolve
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATE, Shard
 from tests.support import zoo
 from tests.support.tiers import thinned
-from tests.unit.planner.layouts.exhaustive import lowered_cost, plan_for
-from tests.unit.planner.layouts.prices import LinkPrices
+from tests.unit.layouts.exhaustive import lowered_cost, plan_for
+from tests.unit.layouts.prices import LinkPrices
 
 # Rates at which models of 64 features are worth cutting.
 SLOW = {

@@ -9,13 +9,12 @@ from itertools import product
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.ir import Graph, Node
-from shardwise.planner.layouts import LayoutTask, Prices
-from shardwise.planner.layouts.options import Option, Options
-from shardwise.planner.layouts.task import Placements
+from shardwise.layouts.moves import Move, plan_moves
+from shardwise.layouts.options import Option, Options
+from shardwise.layouts.problem import Assignment, LayoutTask, Placements, Prices
 from shardwise.plans import Plan, Resolved
 from shardwise.plans.plan import model_fingerprint
 from shardwise.program import lower
-from shardwise.program.moves import Move, plan_moves
 from shardwise.sharding.candidates import Same
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
@@ -27,7 +26,6 @@ from shardwise.sharding.placements import (
     Shard,
     compatible,
 )
-from shardwise.sharding.task import Assignment
 
 
 def plan_for(graph: Graph, task: LayoutTask, **changes: object) -> Plan:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.ir import Graph
-from shardwise.planner.layouts import LayoutAxis, LayoutSolution, LayoutTask, solve_layouts
-from shardwise.planner.layouts.build import build
-from shardwise.planner.layouts.options import Options
-from shardwise.planner.layouts.program import Program
+from shardwise.layouts.build import build
+from shardwise.layouts.options import Options
+from shardwise.layouts.problem import LayoutAxis, LayoutSolution, LayoutTask
+from shardwise.layouts.solve import LayoutMilp, solve_layouts
 from shardwise.plans import Resolved
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Shard
 from tests.support.tiers import thinned
-from tests.unit.planner.layouts.exhaustive import Exhaustive, lowered_cost, plan_for, resolutions
-from tests.unit.planner.layouts.prices import LinkPrices, RandomPrices
+from tests.unit.layouts.exhaustive import Exhaustive, lowered_cost, plan_for, resolutions
+from tests.unit.layouts.prices import LinkPrices, RandomPrices
 
 MESHES = {
     "tp2": (("tp", 2),),
@@ -193,7 +193,7 @@ def test_integer_program_equals_elimination(name: str, mesh: str) -> None:
     for seed in range(2):
         prices = RandomPrices(graph=graph, seed=seed)
         built = build(Options(graph, facts, task), prices)
-        program = Program(built.model).solve(30.0)  # of the whole model, nothing reduced
+        program = LayoutMilp(built.model).solve(30.0)  # of the whole model, nothing reduced
         found = solve_layouts(graph, facts, task, prices)
         assert program.cost == pytest.approx(found.cost_s, rel=1e-6)
         assert program.bound == pytest.approx(found.cost_s, rel=1e-4)
