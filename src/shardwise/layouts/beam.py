@@ -139,8 +139,8 @@ class Search:
         """Return the states worth keeping.
 
         A state is dropped when a cheaper one could be turned into it for the difference. Of the
-        rest the cheapest stay; each way to store parameters that are still used keeps a share. These
-        ways multiply when a block is called twice, so only the cheapest of them stay.
+        rest the cheapest stay; each way to store parameters that are still used keeps a share.
+        These ways multiply when a block is called twice, so only the cheapest of them stay.
         """
         tied = [i for i, name in enumerate(self.live) if name in self.parameters]
         groups: dict[tuple[Placement, ...], list[State]] = {}
