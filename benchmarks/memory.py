@@ -33,11 +33,11 @@ import torch.distributed as dist
 import shardwise as sw
 from benchmarks.memory_cases import CASES, Case
 from shardwise import runtime as rt
-from shardwise.api.alone import Alone
+from shardwise.api.alone import SingleRank
 from shardwise.api.captured import cast_model
-from shardwise.runtime.allocator import grow_segments
 from shardwise.runtime.mesh import axis_groups
-from shardwise.runtime.processes import ProcessGroupTransport, _combinations
+from shardwise.runtime.offload import grow_segments
+from shardwise.runtime.transport.process_group import ProcessGroupTransport, _combinations
 from shardwise.simulation.budget import Budget
 
 STEPS = 3
@@ -67,7 +67,7 @@ def make_batch(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-class SingleRank(Alone):
+class FakeGroupRank(SingleRank):
     """One rank of a plan over the `fake` process group, without the others."""
 
     def __init__(
@@ -103,7 +103,7 @@ def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
 
 
 def measure(
-    one: SingleRank, batch: dict[str, torch.Tensor], allowed: float | None = None
+    one: FakeGroupRank, batch: dict[str, torch.Tensor], allowed: float | None = None
 ) -> dict[str, Any]:
     """Return the most memory of a few steps, once the optimizer's state is there.
 
@@ -130,13 +130,15 @@ def measure(
     return found
 
 
-def _step(one: SingleRank, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+def _step(one: FakeGroupRank, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
     one.module.train_step(batch)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _repeat(one: SingleRank, optimizer: Any, batch: dict[str, torch.Tensor], share: float) -> bool:
+def _repeat(
+    one: FakeGroupRank, optimizer: Any, batch: dict[str, torch.Tensor], share: float
+) -> bool:
     """Whether two steps run through with a share of the device's memory."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
@@ -211,7 +213,7 @@ def _short(plan: sw.Plan) -> str:
 
 def _measured(graph: Any, plan: sw.Plan, rank: int, batch: Any, allowed: float) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    one = SingleRank(graph, plan, rank, device)
+    one = FakeGroupRank(graph, plan, rank, device)
     try:
         return measure(one, batch, allowed)
     except torch.OutOfMemoryError:

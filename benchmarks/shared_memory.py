@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardwise.runtime.shared import SharedBuckets
+from shardwise.runtime.collectives.shared_memory import SharedBuckets
 
 MB = 1_000_000
 RANKS, SIZES_MB = (2, 4), (1, 16, 64)

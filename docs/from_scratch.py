@@ -148,7 +148,7 @@ def choices(node: Node) -> Iterator[Choice]:
 
 
 # 4. Moves ---------------------------------------------------------------------
-# (shardwise/runtime/moves.py) Between what a call gives and what the next one needs, data moves.
+# (shardwise/runtime/redistribute.py) Between what a call gives and the next needs, data moves.
 # Every move knows its backward: that is all that makes parallel training differentiable.
 #
 #   move     from → to   forward                  backward

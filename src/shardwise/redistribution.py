@@ -17,8 +17,8 @@ g(S) = S, g(P) = R, g(R) = R and g(R*) = P, so each forward fixes its backward:
     all_to_all      S  -> S'   all-to-all           | all-to-all
     once            R* -> P    keep on the first    | keep on the first
 
-To add one: add its entry here, its function to `runtime/collectives.py` (with new primitives in
-`runtime/moves.py`), and say in `program/moves.py` when to use it. Verification, cost model,
+To add one: add its entry here, its function to `runtime/redistribute.py` (with new primitives in
+`runtime/primitives.py`), and say in `program/moves.py` when to use it. Verification, cost model,
 simulator and layout search read this table.
 """
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
-    """One direction of a redistribution: a function of `runtime/moves.py`.
+    """One direction of a redistribution: a function of `runtime/primitives.py`.
 
     `copies` is the memory that it needs, as a multiple of its result: 0 where the result is the
     operand's memory, 2 where parts of inner dims travel as a flat copy. `volume` is what each rank

@@ -244,7 +244,7 @@ def other_data() -> list[str]:
     pm = sw.parallelize(model, batches[0], plan)
     for _ in range(5):
         pm.train_step(batches[0])
-    return [error_of(pm.train_step, batches[dist.get_rank()]) for _ in range(rt.CHECK_EVERY)]
+    return [error_of(pm.train_step, batches[dist.get_rank()]) for _ in range(rt.BATCH_CHECK_EVERY)]
 
 
 def test_data_that_differs_is_found_after_the_first_steps(pool: Callable[[int], Pool]) -> None:

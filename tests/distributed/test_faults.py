@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.collectives import Network, solve
-from shardwise.runtime.messenger import Messenger
-from shardwise.runtime.shared import SharedBuckets
+from shardwise.runtime.collectives.messenger import Messenger
+from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from tests.support.faults import survivors
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from shardwise.collectives import Network, solve
 from shardwise.errors import LinkError, ProgramError, RankError
 from shardwise.messages import MessageProgram
-from shardwise.runtime.message_rounds import batches, run_rounds, write_rounds
-from shardwise.runtime.messenger import Messenger
+from shardwise.runtime.collectives.messenger import Messenger
+from shardwise.runtime.collectives.rounds import batches, run_rounds, write_rounds
 from tests.support.pool import Pool
 from tests.support.tiers import thinned
 

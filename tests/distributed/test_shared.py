@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import LinkError, ProgramError, RankError
-from shardwise.runtime import links, segments
-from shardwise.runtime.shared import SharedBuckets
-from shardwise.runtime.shared_calls import Call
+from shardwise.runtime.collectives.shared_memory import Call, SharedBuckets
+from shardwise.runtime.redistribute import links as links
+from shardwise.runtime.redistribute import shared_memory as segments
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.equivalence.precision import KeepDouble
-from shardwise.runtime import flat
-from shardwise.runtime.reducer import Reducer
-from shardwise.runtime.shared import SharedBuckets
+from shardwise.runtime import parameters as flat
+from shardwise.runtime.collectives.shared_memory import SharedBuckets
+from shardwise.runtime.grad_sync import Reducer
 from tests.support import training
 from tests.support.clusters import measured, uneven
 from tests.support.pool import Pool

@@ -21,7 +21,7 @@ import torch
 import shardwise as sw
 from shardwise import runtime as rt
 from shardwise.runtime.loader import load
-from shardwise.runtime.processes import process_mesh
+from shardwise.runtime.transport.process_group import process_mesh
 from tests.support import zoo
 from tests.support.pool import Pool
 from tests.support.training import assert_close, make

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime import operators
-from shardwise.runtime.random import Rng
+from shardwise.runtime.rng import Rng
 from tests.property.rule_examples_math import CONSTANT, EXAMPLES, RUN, Arguments, f
 from tests.support.rules import check_rule
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.collectives import Network, solve
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.messenger import Messenger
+from shardwise.runtime.collectives.messenger import Messenger
 
 RANKS, SIZE, TIMEOUT_S = 4, 500_000, 4.0
 

@@ -18,7 +18,7 @@ from shardwise.ir import Node, Ref, TensorType, map_refs
 from shardwise.ir.schema import operator
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.splits import Split, take_local
-from shardwise.runtime.threads import run_threads
+from shardwise.runtime.transport.threads import run_threads
 from shardwise.sharding import rules as _registers_the_table  # noqa: F401
 from shardwise.sharding.candidates import Candidate, Cut, Pass
 from shardwise.sharding.placements import (
@@ -295,7 +295,7 @@ def run_local(
 
 def random_source(mesh: ProcessMesh | None) -> Any:
     """The runtime's exact source of random numbers."""
-    from shardwise.runtime.random import Rng
+    from shardwise.runtime.rng import Rng
 
     return Rng(0, "exact", mesh)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.redistribution import REDISTRIBUTIONS
-from shardwise.runtime import collectives as c
+from shardwise.runtime import redistribute as c
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, take_part
 

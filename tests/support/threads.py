@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 
 def on(axes: dict[str, int], fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.runtime import collectives as c
+from shardwise.runtime import redistribute as c
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, declare, declare_buffer
 from shardwise.runtime.splits import Split

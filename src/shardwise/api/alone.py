@@ -21,7 +21,7 @@ from shardwise.runtime.loader import LoadedModule, LoadedPipeline
 from shardwise.runtime.step import ModuleStep, PipelineStep
 
 
-class Alone:
+class SingleRank:
     """A rank that trains with nobody, or with those of its mesh."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Alone:
         recorder: rt.Recorder | None = None,
         on_gradient: Callable[[Tensor], None] = lambda leaf: None,
         mesh: rt.ProcessMesh | None = None,
-        transport: type[rt.PretendTransport] = rt.PretendTransport,
+        transport: type[rt.FakeTransport] = rt.FakeTransport,
     ) -> None:
         plan, graph = program.plan, program.graph
         self.program, self.device = program, device
@@ -55,7 +55,7 @@ class Alone:
             )
             self.step = ModuleStep(loaded, loaded.module, self.mesh, device, options, recorder)
         if mesh is None:
-            rt.stand_alone(self.store, on_gradient)
+            rt.disconnect(self.store, on_gradient)
         self.module = rt.ParallelModule(
             self.store, self.mesh, numbers, lambda *_: self.step, check_batches=False
         )
@@ -75,7 +75,7 @@ class Alone:
         return found
 
 
-def _mesh(plan: Plan, rank: int, transport: rt.PretendTransport) -> rt.ProcessMesh:
+def _mesh(plan: Plan, rank: int, transport: rt.FakeTransport) -> rt.ProcessMesh:
     stage = next(s for s in plan.all_stages if rank in s.ranks)
     return rt.ProcessMesh(
         dict(stage.mesh.axes),

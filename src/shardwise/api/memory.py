@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise import runtime as rt
-from shardwise.api.alone import Alone
+from shardwise.api.alone import SingleRank
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.ledger import NEEDS_DATA, Ledger, Peak
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
@@ -145,7 +145,7 @@ def _optimizer_class(
 # ---------------------------------------------------------------- one rank's steps
 
 
-class _Player(Alone):
+class _Player(SingleRank):
     """One rank's part of a program, on tensors without data."""
 
     def __init__(self, program: Program | PipelineProgram, rank: int, ledger: Ledger) -> None:
@@ -154,7 +154,7 @@ class _Player(Alone):
             program,
             rank,
             ledger.device,
-            rng=rt.PretendRng,
+            rng=rt.FakeRng,
             recorder=_Windows(ledger),
             on_gradient=lambda leaf: ledger.mark("gradients", [leaf.grad]),
         )

@@ -49,11 +49,11 @@ from shardwise.ir import Graph
 from shardwise.pages import keep_pages
 from shardwise.plans import Plan, model_fingerprint
 from shardwise.plans.plan import decisions
-from shardwise.runtime.allocator import grow_segments
+from shardwise.runtime.collectives.backends import Derive
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
+from shardwise.runtime.offload import grow_segments
 from shardwise.runtime.rendezvous import require_ranks, starting
 from shardwise.runtime.step import ModuleStep, PipelineStep
-from shardwise.runtime.ways import Derive
 
 
 def parallelize(

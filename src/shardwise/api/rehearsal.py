@@ -21,15 +21,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from shardwise.api.alone import Alone
+from shardwise.api.alone import SingleRank
 from shardwise.api.compiled import compile
 from shardwise.api.forks import together
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
 from shardwise.ir import Graph, TensorType
 from shardwise.plans import Plan
-from shardwise.runtime import RehearsalTransport
-from shardwise.runtime.allocator import grow_segments
+from shardwise.runtime import UninitializedTransport
+from shardwise.runtime.offload import grow_segments
 from shardwise.runtime.optimizer import optimizer
 
 WARM_UPS, STEPS = 2, 6
@@ -54,7 +54,9 @@ def rehearse(graph: Graph, plan: Plan, cluster: Cluster) -> Rehearsal:
     kind = cluster.device(0).kind
 
     def steps(rank: int, meet: Callable[[], object]) -> Samples:
-        return _steps(Alone(program, rank, torch.device(kind), transport=RehearsalTransport), meet)
+        return _steps(
+            SingleRank(program, rank, torch.device(kind), transport=UninitializedTransport), meet
+        )
 
     if kind == "cpu":
         found = together(steps, len(cluster.nodes[0].devices))
@@ -94,7 +96,7 @@ def _by_group(samples: Sequence[Sequence[float]], plan: Plan) -> dict[int, float
     return found
 
 
-def _steps(alone: Alone, meet: Callable[[], object]) -> Samples:
+def _steps(alone: SingleRank, meet: Callable[[], object]) -> Samples:
     """Seconds of training and of the optimizer, step by step."""
     fill(alone)
     batch = batch_of(alone)
@@ -112,7 +114,7 @@ def _steps(alone: Alone, meet: Callable[[], object]) -> Samples:
     return training[WARM_UPS:], update[WARM_UPS:]
 
 
-def fill(alone: Alone) -> None:
+def fill(alone: SingleRank) -> None:
     """Parameters of usual sizes: memory as it comes may hold numbers that take longer.
 
     What ranks hold in common gets the same numbers on each of them.
@@ -133,7 +135,7 @@ def fill(alone: Alone) -> None:
                 tensor.zero_()
 
 
-def batch_of(alone: Alone) -> dict[str, Tensor]:
+def batch_of(alone: SingleRank) -> dict[str, Tensor]:
     """Random numbers, the same on all ranks; zeros for integers: an index that every table has."""
     numbers = torch.Generator(alone.device).manual_seed(0)
 
@@ -146,9 +148,9 @@ def batch_of(alone: Alone) -> dict[str, Tensor]:
     return {name: made(kind) for name, kind in alone.batch_types().items()}
 
 
-def _now(alone: Alone) -> float:
+def _now(alone: SingleRank) -> float:
     """When all work so far was done, on a clock that stands while a rank pretends."""
     if alone.device.type == "cuda":
         torch.cuda.synchronize(alone.device)
-    assert isinstance(alone.transport, RehearsalTransport)
+    assert isinstance(alone.transport, UninitializedTransport)
     return time.perf_counter() - alone.transport.seconds

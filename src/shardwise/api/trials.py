@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import runtime as rt
-from shardwise.api.alone import Alone
+from shardwise.api.alone import SingleRank
 from shardwise.api.compiled import PipelineProgram, Program, compile
 from shardwise.api.forks import TIMEOUT_S, together
 from shardwise.api.parallel import derive_for
@@ -128,7 +128,7 @@ class _Tried:
     """One plan on this rank."""
 
     def __init__(self, program: Program | PipelineProgram, rank: int) -> None:
-        self.alone = Alone(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
+        self.alone = SingleRank(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
         fill(self.alone)
         self.batch = batch_of(self.alone)
         self.adamw = optimizer(self.alone.module, torch.optim.AdamW, lr=0.0)

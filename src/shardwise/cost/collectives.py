@@ -31,8 +31,8 @@ PLAIN = Factor()
 
 # The algorithms of NCCL (all-reduce: ring, double binary tree, and the two-level ones of its
 # CollNet and NVLS; the others: rings, and PAT's logarithmic ones as two-level) and of our transport
-# over gloo (`runtime/processes.py`: everyone exchanges with everyone; gloo's all-reduce is a ring,
-# its broadcast and reduce are trees).
+# over gloo (`runtime/transport/process_group.py`: everyone exchanges with everyone; gloo's
+# all-reduce is a ring, its broadcast and reduce are trees).
 ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "all_reduce": ("ring", "tree", "hierarchical"),

@@ -21,10 +21,10 @@ from shardwise.cost.kernels import Talk
 from shardwise.cost.signature import Signature
 from shardwise.ir import TensorType
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.pretend import PretendTransport
-from shardwise.runtime.random import Rng, Splits
+from shardwise.runtime.rng import Rng, Splits
 from shardwise.runtime.splits import Of, whole_length
-from shardwise.runtime.transport import Group, Pending, Transport
+from shardwise.runtime.transport.base import Group, Pending, Transport
+from shardwise.runtime.transport.fake import FakeTransport
 from shardwise.sharding.rule import MeshAxis
 from shardwise.shares import Shares
 
@@ -77,7 +77,7 @@ class _CountingTransport:
         self._axes, self._collectives = axes, collectives
 
     def __getattr__(self, operation: str) -> Callable[..., Pending]:
-        run = getattr(PretendTransport(self.rank, self.world_size), operation)
+        run = getattr(FakeTransport(self.rank, self.world_size), operation)
 
         def count(flat: Tensor, *args: Any) -> Pending:
             size = flat.numel() * flat.element_size()

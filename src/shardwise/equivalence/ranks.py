@@ -19,7 +19,7 @@ from shardwise.messages import MessageProgram, interpret
 from shardwise.plans import Plan
 from shardwise.program import Program
 from shardwise.runtime.loader import build, load
-from shardwise.runtime.threads import Collective
+from shardwise.runtime.transport.threads import Collective
 
 TIMEOUT_S = 60.0
 

@@ -161,7 +161,7 @@ def in_this_group(bench: Bench) -> list[Row] | None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.runtime.messenger import Messenger
+    from shardwise.runtime.collectives.messenger import Messenger
     from shardwise.runtime.rendezvous import init_process_group
 
     limit = timedelta(seconds=bench.timeout_s)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardwise.errors import RankError
 from shardwise.messages import MessageProgram
-from shardwise.runtime.messenger import Messenger
+from shardwise.runtime.collectives.messenger import Messenger
 
 CLOSE = 1e-3  # of a sum: what floating point of little precision may lose
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardwise.messages import Chunk, Instruction, MessageProgram
 from shardwise.profiling.timing import FEWEST_SAMPLES, largest, timed
-from shardwise.runtime.messenger import Messenger
-from shardwise.runtime.shared import SharedBuckets
+from shardwise.runtime.collectives.messenger import Messenger
+from shardwise.runtime.collectives.shared_memory import SharedBuckets
 
 SHARED = ("all_reduce", "reduce_scatter", "all_gather")
 BUSY_BYTES = 1 << 22  # as in `wires`

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.profiling.timing import largest, meet
-from shardwise.runtime.processes import ProcessGroupTransport
-from shardwise.runtime.transport import Group
+from shardwise.runtime.transport.base import Group
+from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 NUM_BYTES = {"cpu": 1 << 23, "cuda": 1 << 27}  # messages of some milliseconds
 MATRIX = {"cpu": 256, "cuda": 2048}

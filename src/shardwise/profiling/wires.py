@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardwise.profiling.other_ways import other_ways
 from shardwise.profiling.timing import FEWEST_SAMPLES, largest, timed
-from shardwise.runtime.processes import ProcessGroupTransport
-from shardwise.runtime.transport import Group
+from shardwise.runtime.transport.base import Group
+from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 SIZES = tuple(4**n for n in range(5, 14))  # 1 KiB to 64 MiB
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

@@ -16,7 +16,7 @@ Weights = Callable[[Any], bool]  # whether an argument is a parameter as it is s
 
 
 def deferred(call: LocalCall, is_weight: Weights, dims: Callable[[Any], int]) -> LocalCall:
-    """Return the call as one of `runtime.deferred`, if it is a product with a parameter."""
+    """Return the call as one of `pipeline.weight_grad`, if it multiplies with a parameter."""
     args, kwargs = call.args, dict(call.kwargs)
     weight = _WEIGHT.get(call.fn)
     if weight is None or len(args) <= weight or not is_weight(args[weight]):

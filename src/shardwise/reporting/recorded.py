@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import TraceError
-from shardwise.runtime.trace import FORMAT, VERSION
+from shardwise.runtime.tracing import FORMAT, VERSION
 
 __all__ = ["LANES", "Recording", "read_trace"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.flat import Entry, FlatGroup
-from shardwise.runtime.transport import Pending
+from shardwise.runtime.parameters import Entry, FlatGroup
+from shardwise.runtime.transport.base import Pending
 
 __all__ = ["Pass", "Unit", "Units"]
 

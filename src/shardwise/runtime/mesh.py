@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
-from shardwise.runtime.noting import NotingTransport
-from shardwise.runtime.recorder import Recorder
-from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
+from shardwise.runtime.tracing import Recorder
+from shardwise.runtime.transport.base import Group, LocalTransport, Pending, Transport
+from shardwise.runtime.transport.recording import RecordingTransport
 from shardwise.shares import axes_of, part, product
 
 __all__ = ["TIME", "Axis", "ProcessMesh", "TimeAxis", "axis_groups"]
@@ -55,7 +55,7 @@ class Axis:
 
     def about(self, cause: str) -> Axis:
         """This axis, for collectives of a cause, where a recorder asks for causes."""
-        if not isinstance(self._transport, NotingTransport):
+        if not isinstance(self._transport, RecordingTransport):
             return self
         return Axis(self.name, self._group, self._transport.about(cause), self.shares)
 
@@ -196,7 +196,7 @@ class ProcessMesh:
 
     def note(self, recorder: Recorder) -> None:
         """Record the collectives of axes that are made from now on."""
-        self.transport = NotingTransport(self.transport, recorder)
+        self.transport = RecordingTransport(self.transport, recorder)
         self._cached.clear()
 
     def axis(self, *names: str) -> Axis:

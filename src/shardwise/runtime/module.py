@@ -16,21 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError, ProgramError, did_you_mean
-from shardwise.runtime.batches import BatchCheck, leaves, signature
+from shardwise.runtime.consistency import BatchCheck, leaves, signature
 from shardwise.runtime.failures import naming_failures
-from shardwise.runtime.freezing import TrainedFlags
-from shardwise.runtime.hooks import RegisteredHooks, hooked, refuse_hooks_on_parts
+from shardwise.runtime.gather_state import share
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.noting import plain_transport
 from shardwise.runtime.operators.support import widened
-from shardwise.runtime.originals import copy_weights, describe
-from shardwise.runtime.processes import ProcessGroupTransport
-from shardwise.runtime.random import Rng
-from shardwise.runtime.recorder import Recorder
-from shardwise.runtime.sharing import share
+from shardwise.runtime.rng import Rng
 from shardwise.runtime.step import ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.trace import Trace, align, gather_events, merge, write_trace
+from shardwise.runtime.tracing import Recorder, Trace, align, gather_events, merge, write_trace
+from shardwise.runtime.transport.process_group import ProcessGroupTransport
+from shardwise.runtime.transport.recording import unwrap_transport
+from shardwise.runtime.user_model import (
+    RegisteredHooks,
+    TrainedFlags,
+    copy_weights,
+    describe,
+    hooked,
+    refuse_hooks_on_parts,
+)
 
 __all__ = ["ParallelModule"]
 
@@ -153,7 +157,7 @@ class ParallelModule(nn.Module):
 
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Between processes, a rank that fails is named by the others."""
-        if isinstance(plain_transport(self.mesh.transport), ProcessGroupTransport):
+        if isinstance(unwrap_transport(self.mesh.transport), ProcessGroupTransport):
             return naming_failures(self.timeout_s)
         return contextlib.nullcontext()
 

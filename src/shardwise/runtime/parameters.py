@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.offload import CopyStream, host_empty
 from shardwise.runtime.splits import Split
+from shardwise.runtime.transport.base import Pending
+from shardwise.shares import part
 
 __all__ = [
     "BufferSpec",
+    "Entry",
+    "FlatGroup",
     "ParameterSpec",
     "Scope",
     "attach",
+    "buckets",
     "declare",
     "declare_buffer",
+    "group_key",
     "locate",
     "needed_axes",
     "torch_dtype",
@@ -150,3 +160,217 @@ def needed_axes(specs: Sequence[ParameterSpec], axes: Mapping[str, int]) -> list
             if math.prod(axes[name] for name in combined) > 1:
                 found.setdefault(combined)
     return list(found)
+
+
+# Parameters as this rank holds them, alone or as a range of a flat buffer.
+#
+# An `Entry` is one parameter on this rank. With zero >= 1, entries of one type and set of
+# synchronizing axes (with zero 3, of one unit) form a `FlatGroup`: their local tensors one after
+# the other, of which each rank of the axis owns one consecutive range. The ranges are even also
+# where ranks take unequal shares of a batch: they are memory, of which slower devices do not have
+# less. An owner's `pieces` are what its optimizer works on. They have memory of their own where
+# they are of another type or place than what the forward uses.
+
+
+ALONE_BYTES = 4 << 20  # what is as large travels by itself
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+
+
+class Entry:
+    """One parameter on this rank.
+
+    `leaf` is what the forward uses and autograd accumulates into; `shown` is what
+    `pm.parameters()` shows between steps; `piece` is what the optimizer updates. For zero 0 the
+    three are one; for zero 3 `shown` is the piece. A piece with a type of its own, or in host
+    memory, is always `apart` from the leaf. `parts` are the parts of the program (pipeline stages)
+    on this rank that use it.
+    """
+
+    def __init__(self, spec: ParameterSpec, local_shape: tuple[int, ...]) -> None:
+        self.spec, self.local_shape = spec, local_shape
+        self.bounds = (0, math.prod(local_shape))
+        self.group: FlatGroup | None = None
+        self.parts: set[Hashable] = set()
+        self.slots: list[tuple[nn.Module, str]] = []
+        self.leaf: nn.Parameter
+        self.shown: nn.Parameter
+        self.piece: nn.Parameter
+        self.dtype = torch_dtype(spec.dtype)
+        self.master = torch_dtype(spec.master or spec.dtype)
+        self.gradient = torch_dtype(spec.gradient) if spec.gradient else self.master
+        self.wire = torch_dtype(spec.reduce) if spec.reduce else self.gradient
+        mine = not spec.borrowed
+        self.leaves_device = mine and "parameters" in spec.offload and bool(spec.shape)
+        optimized = mine and "optimizer" in spec.offload and spec.requires_grad
+        self.on_host = self.leaves_device or optimized
+        self.apart = self.on_host or (mine and self.master != self.dtype)
+
+    def __repr__(self) -> str:
+        return f"Entry({self.spec.name}, {self.local_shape}, zero={self.zero})"
+
+    @property
+    def zero(self) -> int:
+        return self.group.zero if self.group is not None else 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has been trained here: an optimizer updates it where it has a gradient."""
+        return self.spec.requires_grad and not self.spec.borrowed
+
+    def set_trained(self, trained: bool) -> None:
+        """Let autograd give this parameter gradients, or none from now on."""
+        for parameter in (self.leaf, self.shown, self.piece):
+            parameter.requires_grad_(trained)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Make the modules hold this parameter."""
+        for owner, name in self.slots:
+            owner._parameters[name] = parameter
+
+    def own_whole(self, device: torch.device) -> None:
+        """Give the parameter its own memory (zero 0)."""
+        made = torch.empty(self.local_shape, dtype=self.dtype, device=device)
+        self.leaf = nn.Parameter(made, requires_grad=self.spec.requires_grad)
+        self.shown = self.piece = self.leaf
+        if self.apart:
+            stored = self.empty_stored(self.local_shape, device)
+            self.piece = nn.Parameter(stored, requires_grad=self.spec.requires_grad)
+        self.take_gradients_in(self.master)
+
+    def empty_stored(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Memory for stored values, where they belong."""
+        if self.on_host:
+            return host_empty(shape, self.master, device)
+        return torch.empty(tuple(shape), dtype=self.master, device=device)
+
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
+        """Let the leaf, which has no gradient now, have gradients of a type."""
+        if self.spec.requires_grad and self.leaf.grad_dtype != dtype:
+            self.leaf.grad_dtype = dtype
+
+
+class FlatGroup:
+    """Several entries as one flat buffer that the ranks of an axis own in ranges.
+
+    `full` is what the forward uses. This rank stores its `shard`: for zero 1 and 2 a view of its
+    `own` range of `full`, unless apart. For zero 3 with shards in host memory that are there for
+    the optimizer alone, `resident` is the shard as it is gathered.
+    """
+
+    def __init__(self, entries: Sequence[Entry], axis: Axis, device: torch.device) -> None:
+        self.entries = tuple(entries)
+        first = self.entries[0]
+        self.zero = 3 if first.leaves_device else first.spec.zero
+        self.axis = axis.about("parameters" if self.zero == 3 else "update")
+        self.numel = sum(entry.numel for entry in self.entries)
+        self.sizes = [part(self.numel, axis.size, i)[1] for i in range(axis.size)]
+        self.offsets = list(itertools.accumulate((e.numel for e in self.entries), initial=0))
+        self.full = torch.empty(self.numel, dtype=first.dtype, device=device)
+        begin, length = part(self.numel, axis.size, axis.index)
+        self.own = self.full[begin : begin + length]
+        self.apart = first.apart
+        stored = self.zero == 3 or self.apart
+        self.shard = first.empty_stored((length,), device) if stored else self.own
+        self.resident: Tensor | None = None
+        if self.zero == 3 and first.on_host and not first.leaves_device:
+            self.resident = torch.empty_like(self.own)
+        self._stream = CopyStream(device) if first.on_host and self.resident is None else None
+        for index, entry in enumerate(self.entries):
+            self._adopt(entry, index, begin)
+        if self.zero == 3:
+            self.free()
+
+    def _adopt(self, entry: Entry, index: int, begin: int) -> None:
+        start, trainable = self.offsets[index], entry.spec.requires_grad
+        # `.data` has its own version counter: writing the buffer does not invalidate what
+        # autograd has saved of the parameter.
+        view = self.full[start : start + entry.numel].view(entry.local_shape).data
+        entry.leaf = nn.Parameter(view, requires_grad=trainable)
+        entry.group, entry.bounds = self, self.bounds(index, self.axis.index)
+        low, high = entry.bounds
+        mine = self.shard[max(start - begin, 0) :][: high - low].data
+        entry.piece = nn.Parameter(mine, requires_grad=trainable)
+        entry.shown = entry.piece if self.zero == 3 else entry.leaf
+        entry.take_gradients_in(entry.master)
+
+    def bounds(self, index: int, rank: int) -> tuple[int, int]:
+        """Which elements of entry `index` the axis' rank owns, within the entry."""
+        begin, length = part(self.numel, self.axis.size, rank)
+        start, numel = self.offsets[index], self.entries[index].numel
+        low = min(max(begin - start, 0), numel)
+        return low, min(max(begin + length - start, low), numel)
+
+    def piece_sizes(self, entry: Entry) -> list[int]:
+        """How many elements of the entry each rank of the axis owns."""
+        index = self.entries.index(entry)
+        ends = [self.bounds(index, rank) for rank in range(self.axis.size)]
+        return [high - low for low, high in ends]
+
+    def pieces_of(self, shard: Tensor) -> list[Tensor]:
+        """A tensor like the shard, cut into this rank's pieces of the entries."""
+        return list(torch.split(shard, [e.bounds[1] - e.bounds[0] for e in self.entries]))
+
+    def refresh(self) -> None:
+        """Take stored values over that have changed."""
+        if self.resident is not None:
+            self.resident.copy_(self.shard, non_blocking=True)
+
+    def gather(self) -> Pending:
+        """Bring all ranks' shards together in the full buffer, in the forward's type."""
+        if self.zero == 3:
+            storage = self.full.untyped_storage()
+            storage.resize_(self.numel * self.full.element_size())
+        shard = self.shard if self.resident is None else self.resident
+        if self._stream is not None:
+            with self._stream.use():
+                return self._stream.join(self._converted(shard))
+        if not self.apart or self.resident is not None:
+            return self.axis.all_gather(shard, self.sizes, out=self.full)
+        return self._converted(shard)
+
+    def _converted(self, shard: Tensor) -> Pending:
+        self.own.copy_(shard, non_blocking=True)
+        if self.axis.size == 1:
+            return Pending(self.full)
+        return self.axis.all_gather(self.own, self.sizes, out=self.full)
+
+    def free(self) -> None:
+        """Let the full buffer's memory go (zero 3)."""
+        self.full.untyped_storage().resize_(0)
+
+
+def group_key(entry: Entry) -> Hashable:
+    """What the entries of a flat group have in common."""
+    spec = entry.spec
+    types = (entry.dtype, entry.master, entry.gradient, entry.wire)
+    unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
+    place = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
+    return (*place, types, frozenset(entry.parts))
+
+
+def buckets(
+    entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Entries that travel together: large ones alone, others with their like until they are many.
+
+    The first ones travel soon, so that the others can follow while backward still runs.
+    """
+    formed: list[list[Entry]] = []
+    small: dict[Hashable, list[Entry]] = {}
+    filled: Counter[Hashable] = Counter()
+    for entry in entries:
+        if size(entry) >= ALONE_BYTES:
+            formed.append([entry])
+            continue
+        like = key(entry)
+        small.setdefault(like, []).append(entry)
+        filled[like] += size(entry)
+        if filled[like] >= (BUCKET_BYTES if formed else FIRST_BUCKET_BYTES):
+            formed.append(small.pop(like))
+            del filled[like]
+    return formed + list(small.values())

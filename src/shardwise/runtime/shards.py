@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import OptimizerError, ProgramError
-from shardwise.runtime.flat import Entry
+from shardwise.runtime.parameters import Entry
 
 if TYPE_CHECKING:
     from shardwise.runtime.store import ParameterStore

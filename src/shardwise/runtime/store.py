@@ -23,18 +23,26 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanMismatch, ProgramError, WeightsError, did_you_mean
-from shardwise.runtime.checksums import Replicas
-from shardwise.runtime.flat import Entry, FlatGroup, buckets, group_key
+from shardwise.runtime.consistency import Replicas
 from shardwise.runtime.fsdp import Units
+from shardwise.runtime.grad_sync import Reducer, sync_axis
 from shardwise.runtime.mesh import ProcessMesh, coordinates
 from shardwise.runtime.offload import host_empty, settle
 from shardwise.runtime.operators.support import widened
-from shardwise.runtime.parameters import BufferSpec, ParameterSpec, locate, torch_dtype
+from shardwise.runtime.parameters import (
+    BufferSpec,
+    Entry,
+    FlatGroup,
+    ParameterSpec,
+    buckets,
+    group_key,
+    locate,
+    torch_dtype,
+)
 from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
-from shardwise.runtime.recorder import Recorder
-from shardwise.runtime.reducer import Reducer, sync_axis
 from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
+from shardwise.runtime.tracing import Recorder
 
 __all__ = ["ParameterStore"]
 

@@ -21,7 +21,7 @@ COMMUNICATOR_BYTES = 24 * 3 * int(9.2 * 2**20)
 # Of cuBLAS and cuBLASLt, as torch gives it to them on Hopper, the most of all; measured: 62 MiB.
 WORKSPACE_BYTES = 2 * (32 << 20)
 
-# What the allocator needs beyond its tensors where segments grow (`runtime.allocator`), as a part
+# What the allocator needs beyond its tensors where segments grow (`runtime.offload`), as a part
 # of them. Of 15 ranks on one H200 that were given 3% more than the predicted peak, 13 ran through
 # (`benchmarks.memory`); of the others one was predicted 2.7% too low, one needed a little more.
 # What is left over does not shrink with the plan: two ranks of 5.5 and 5.8 GiB did not run in 5%

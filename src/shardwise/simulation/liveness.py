@@ -25,7 +25,7 @@ from shardwise.runtime.recompute import SHORT
 
 MODES = ("", "_selective", "_full")
 
-# Calls whose weight gradients zero-bubble schedules compute later (`runtime.deferred`).
+# Calls whose weight gradients zero-bubble schedules compute later (`runtime.pipeline.weight_grad`).
 DEFERRED = {
     "linear",
     "addmm",

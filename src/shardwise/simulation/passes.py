@@ -4,7 +4,7 @@ Enters: what every position keeps and needs (`Layers`), and how the step runs (`
 `StageMemory`: what a micro-batch keeps, and the most that each kind of pass needs beside it.
 
 Gradients of parameters appear in the first backward of a stage, from its last position on. In its
-last one they are summed over ranks (`runtime.reducer`): with zero 2 and 3 each becomes this rank's
+last one they are summed over ranks (`runtime.grad_sync`): with zero 2 and 3 each becomes the rank's
 piece, while up to `OUTSTANDING_BYTES` are under way. With zero 3 a block's parameters are whole
 while it runs, with those of the next one; those outside of blocks for the whole step
 (`runtime.fsdp`).
@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from shardwise.dtypes import itemsize
-from shardwise.runtime.reducer import OUTSTANDING_BYTES
+from shardwise.runtime.grad_sync import OUTSTANDING_BYTES
 from shardwise.simulation.kept import kept_in
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers

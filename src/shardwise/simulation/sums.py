@@ -4,7 +4,7 @@ Enters: the parameters that a rank holds and a `Setting`. Leaves: `Share`, the p
 summed in the same way, and `Sent`, their messages in every unit of a stage, as the runtime's are:
 
 - a large tensor is a message of its own; others wait for their like until they are many, from the
-  last position on (`runtime.flat.buckets`);
+  last position on (`runtime.parameters.buckets`);
 - gradients of zero 0 and 1 are summed so. Flat groups (`runtime.store`) are made so, too, with zero
   3 of the parameters of one unit: with zero 2 and 3 gradients are scattered, with zero 1 to 3
   parameters gathered by them.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.runtime.flat import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
+from shardwise.runtime.parameters import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shardwise.simulation.fold import Fold
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.work import Floats, Work

@@ -18,7 +18,7 @@ from shardwise.batch import read_batch
 from shardwise.errors import LossError, TrainingError
 from shardwise.frontend import flatten_batch
 from shardwise.plans import Plan
-from shardwise.runtime.batches import signature
+from shardwise.runtime.consistency import signature
 from shardwise.runtime.module import ParallelModule
 from shardwise.training.counting import LossWeight
 from shardwise.training.loading import Fetched, MapLoader, StreamLoader

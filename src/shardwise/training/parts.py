@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.batch import read_batch
-from shardwise.runtime.batches import signature
+from shardwise.runtime.consistency import signature
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.step import StepProgram
 from shardwise.training.loading import Fetched

@@ -2,7 +2,7 @@
 
 A sample that draws some (augmentation) is seeded by its own place in the data, so that it is the
 same for any number of workers and ranks, and after a resumed run. What callbacks draw continues
-from the saved state. The model's own random numbers come from `runtime.random`, by step and node.
+from the saved state. The model's own random numbers come from `runtime.rng`, by step and node.
 """
 
 from __future__ import annotations

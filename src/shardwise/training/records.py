@@ -23,7 +23,7 @@ import torch
 
 from shardwise.errors import TraceError
 from shardwise.runtime import ParallelModule
-from shardwise.runtime.trace import own_seconds
+from shardwise.runtime.tracing import own_seconds
 from shardwise.training.config import TrainConfig
 from shardwise.training.logs.files import JsonlLog
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise.runtime.processes import process_mesh
+from shardwise.runtime.transport.process_group import process_mesh
 from shardwise.shares import part
 from tests.support.pool import Pool
 from tests.support.redistribution import FORWARD, Case, check

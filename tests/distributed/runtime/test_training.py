@@ -7,7 +7,7 @@ import torch
 
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
 from shardwise.runtime.parameters import needed_axes
-from shardwise.runtime.processes import process_mesh
+from shardwise.runtime.transport.process_group import process_mesh
 from tests.support import toy
 from tests.support.pool import Pool
 from tests.support.tiers import thinned

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.splits import Of, whole_length
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from tests.support.redistribution import FORWARD, Case, check
 from tests.support.tiers import thinned
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.runtime.mesh import coordinates
+from shardwise.runtime.pipeline.transfers import Holding, Route
 from shardwise.runtime.splits import Split, take_local
-from shardwise.runtime.threads import ThreadTransport, run_threads
-from shardwise.runtime.transfers import Holding, Route
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 SHAPE = (7, 6, 4)
 CUTS = {

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import proving, tuning
-from shardwise.api.alone import Alone
+from shardwise.api.alone import SingleRank
 from shardwise.api.measured import rehearsed
 from shardwise.api.proving import ProvingGround
 from shardwise.api.rehearsal import (
@@ -32,7 +32,7 @@ from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.profiling.reference import at_training
-from shardwise.runtime import RehearsalTransport
+from shardwise.runtime import UninitializedTransport
 from tests.support import training
 
 CPU = torch.device("cpu")
@@ -74,10 +74,10 @@ def test_a_program_that_fails_is_a_note() -> None:
 def test_nothing_is_left_of_a_rank_that_ran_in_this_process() -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     program = sw.compile(graph, sw.strategies.ddp(graph, Cluster.local(2)))
-    ran: list[weakref.ref[Alone]] = []
+    ran: list[weakref.ref[SingleRank]] = []
 
     def steps(rank: int, meet: Callable[[], object]) -> Samples:
-        alone = Alone(program, rank, CPU, transport=RehearsalTransport)
+        alone = SingleRank(program, rank, CPU, transport=UninitializedTransport)
         ran.append(weakref.ref(alone))
         return _steps(alone, meet)
 
@@ -95,7 +95,7 @@ def test_nothing_is_left_of_a_rank_that_ran_in_this_process() -> None:
 def test_gathered_parameters_have_values() -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     program = sw.compile(graph, sw.strategies.fsdp(graph, Cluster.local(2)))
-    alone = Alone(program, 0, CPU, transport=RehearsalTransport)
+    alone = SingleRank(program, 0, CPU, transport=UninitializedTransport)
     fill(alone)
     group = max(alone.store.groups, key=lambda g: g.numel)
     whole = group.gather().wait()

@@ -20,7 +20,7 @@ from shardwise.api.trials import can_try, fitting, try_plans
 from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
-from shardwise.runtime.shared import SharedBuckets
+from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from tests.support import training
 from tests.support.clusters import measured
 from tests.support.searches import unpolished

@@ -18,7 +18,7 @@ A, B, C = (Ref(name) for name in "abc")
 FLOAT, HALF, INT = torch.float32, torch.bfloat16, torch.int64
 TP = MeshAxis(("tp",))
 ROWS, WIDTH = 6, 8
-MESH = rt.ProcessMesh({"tp": 2}, 0, rt.PretendTransport(0, 2))
+MESH = rt.ProcessMesh({"tp": 2}, 0, rt.FakeTransport(0, 2))
 RANDOM = {"shape": (2 * ROWS, WIDTH), "splits": (("tp", 0, ((1, 2 * ROWS, 1),)),), "key": "node"}
 X, V = (ROWS, WIDTH), (WIDTH,)
 LABELS = ("int", ROWS)
@@ -90,7 +90,7 @@ def real(name: str) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         options = {k: bound(v) for k, v in kwargs.items()}
         if "splits" in options:
-            options |= {"rng": rt.PretendRng(0, "exact", MESH), "key": "node"}
+            options |= {"rng": rt.FakeRng(0, "exact", MESH), "key": "node"}
         return function(*(bound(a) for a in args), **options)
 
     return called

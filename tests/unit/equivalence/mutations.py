@@ -16,7 +16,9 @@ import torch
 
 from shardwise.ir import Ref, map_refs
 from shardwise.program import Program, RankProgram, Step
-from shardwise.runtime import flat, reducer, store
+from shardwise.runtime import grad_sync as reducer
+from shardwise.runtime import parameters as flat
+from shardwise.runtime import store
 from shardwise.sharding.placements import Layout, Shard
 
 # Moves that look alike: the same forward and another backward, or a sum left out.

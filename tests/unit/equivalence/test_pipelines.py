@@ -19,10 +19,10 @@ from shardwise.equivalence.reference import Reference
 from shardwise.equivalence.subject import subject_of
 from shardwise.equivalence.trial import Trial
 from shardwise.program import Pipeline, RankProgram, build_pipeline
-from shardwise.runtime.exchange import Exchange, Message
-from shardwise.runtime.reading import BatchReader
+from shardwise.runtime.pipeline.batch_slicing import BatchReader
+from shardwise.runtime.pipeline.p2p import Exchange, Message
+from shardwise.runtime.pipeline.tied_parameters import TiedParameters
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.tied import TiedParameters
 from tests.support.tiers import thinned
 from tests.unit.equivalence.cases import build
 

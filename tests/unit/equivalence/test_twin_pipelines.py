@@ -17,8 +17,8 @@ from shardwise.equivalence.twin import build_twin, needed_bytes, prepare_twin
 from shardwise.equivalence.twin.schedule import few_microbatches, fewer_stages
 from shardwise.ir import node_keys
 from shardwise.ir.blocks import drop_blocks
-from shardwise.runtime.exchange import Exchange, Message
-from shardwise.runtime.tied import TiedParameters
+from shardwise.runtime.pipeline.p2p import Exchange, Message
+from shardwise.runtime.pipeline.tied_parameters import TiedParameters
 from shardwise.schedules import make
 from tests.support import zoo
 

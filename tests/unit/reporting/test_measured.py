@@ -25,8 +25,7 @@ from shardwise.reporting.expected import predicted_causes
 from shardwise.reporting.measured import MOST_ROWS, Measured, compare
 from shardwise.reporting.overlay import both_traces
 from shardwise.reporting.recorded import read_trace
-from shardwise.runtime.recorder import Event
-from shardwise.runtime.trace import merge, write_trace
+from shardwise.runtime.tracing import Event, merge, write_trace
 from shardwise.simulation import Estimate
 
 

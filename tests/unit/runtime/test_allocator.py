@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.cluster import Cluster
-from shardwise.runtime.allocator import GROWING, SETTINGS, grow_segments
+from shardwise.runtime.offload import GROWING, SETTINGS, grow_segments
 from shardwise.simulation.budget import Budget
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -13,7 +13,7 @@ from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
 from shardwise.runtime.parameters import ParameterSpec, declare
 from shardwise.runtime.splits import Split
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 SHAPE = (5, 3)
 

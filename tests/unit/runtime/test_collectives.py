@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from shardwise.errors import ProgramError
-from shardwise.runtime import collectives as c
+from shardwise.runtime import redistribute as c
 from shardwise.runtime.mesh import Axis, ProcessMesh
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 
 def on_two(fn):  # type: ignore[no-untyped-def]
@@ -86,6 +86,6 @@ class _Echo:
     rank, world_size = 0, 2
 
     def all_reduce(self, flat, op, group):  # type: ignore[no-untyped-def]
-        from shardwise.runtime.transport import Pending
+        from shardwise.runtime.transport.base import Pending
 
         return Pending(flat)

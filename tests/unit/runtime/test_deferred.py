@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise.runtime as rt
 from shardwise.errors import ProgramError
-from shardwise.runtime.deferred import WeightQueue
-from shardwise.runtime.threads import run_threads
+from shardwise.runtime.pipeline.weight_grad import WeightQueue
+from shardwise.runtime.transport.threads import run_threads
 
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 BATCHES = [(4,), (), (2, 3), (2, 1, 3), (0,), (2, 0)]

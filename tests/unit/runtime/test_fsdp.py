@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import ParameterSpec, declare
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from tests.support import toy
 
 

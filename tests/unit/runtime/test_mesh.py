@@ -3,7 +3,7 @@ import torch
 
 from shardwise.errors import ProgramError, RankError
 from shardwise.runtime.mesh import Axis, ProcessMesh, axis_groups
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from shardwise.shares import part
 
 

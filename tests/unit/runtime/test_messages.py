@@ -20,10 +20,10 @@ from torch import Tensor
 from shardwise.collectives import Network, solve
 from shardwise.errors import ProgramError
 from shardwise.messages import Chunk, Instruction, MessageProgram, interpret
+from shardwise.runtime.collectives.messenger import run_script
+from shardwise.runtime.collectives.rounds import message_rounds, run_rounds, write_rounds
+from shardwise.runtime.collectives.script import write_script
 from shardwise.runtime.failures import Wait, follow
-from shardwise.runtime.message_rounds import message_rounds, run_rounds, write_rounds
-from shardwise.runtime.message_run import run_script
-from shardwise.runtime.message_script import write_script
 
 LIMIT_S = 20.0
 

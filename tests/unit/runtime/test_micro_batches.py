@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.runtime import collectives as c
+from shardwise.runtime import redistribute as c
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import declare
 from shardwise.runtime.store import ParameterStore

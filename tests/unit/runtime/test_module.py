@@ -6,9 +6,9 @@ import torch
 from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime import ParallelModule, ProgramKey, signature
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.random import Rng, draw
+from shardwise.runtime.rng import Rng, draw
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from tests.support import toy
 
 

@@ -8,17 +8,16 @@ import torch
 from torch import nn
 
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.noting import NotingTransport, plain_transport
-from shardwise.runtime.recorder import Recorder
-from shardwise.runtime.threads import ThreadTransport, run_threads
-from shardwise.runtime.trace import own_seconds
+from shardwise.runtime.tracing import Recorder, own_seconds
+from shardwise.runtime.transport.recording import RecordingTransport, unwrap_transport
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 
 def test_collectives_are_as_they_were_and_are_told_by_cause() -> None:
     def work(rank: int, transport: ThreadTransport) -> Any:
         mesh, recorder = ProcessMesh({"dp": 3}, rank, transport), Recorder(rank)
         mesh.note(recorder)
-        assert plain_transport(mesh.transport) is transport
+        assert unwrap_transport(mesh.transport) is transport
         axis = mesh.axis("dp")
         mine = torch.full((3,), float(rank + 1))
         results = [
@@ -50,7 +49,7 @@ def test_without_a_recorder_axes_have_no_causes() -> None:
     assert axis.about("gradients") is axis
     mesh = ProcessMesh({"dp": 1})
     mesh.note(Recorder(0))
-    assert isinstance(mesh.transport, NotingTransport)
+    assert isinstance(mesh.transport, RecordingTransport)
 
 
 def test_a_paused_recorder_takes_its_hooks_off() -> None:

@@ -14,7 +14,7 @@ from shardwise import runtime as rt
 from shardwise.errors import ProgramError
 from shardwise.runtime import operators
 from shardwise.runtime.mesh import Axis, ProcessMesh
-from shardwise.runtime.threads import run_threads
+from shardwise.runtime.transport.threads import run_threads
 
 
 def on_ranks(num: int, fn: Callable[[Axis], Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
 from shardwise.runtime.parameters import ParameterSpec
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from tests.support.mixed import SHAPES, Module, Net, data, full_state
 
 

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.runtime import (
-    PretendRng,
-    PretendTransport,
-    RehearsalTransport,
+    FakeRng,
+    FakeTransport,
+    UninitializedTransport,
     dropout,
     run_threads,
 )
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.transport import Group, Pending, Transport
+from shardwise.runtime.transport.base import Group, Pending, Transport
 
 SIZES = [3, 2]
 
@@ -39,9 +39,9 @@ OPERATIONS: dict[str, Callable[[Transport, Group], Pending]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", [PretendTransport, RehearsalTransport])
+@pytest.mark.parametrize("kind", [FakeTransport, UninitializedTransport])
 def test_every_result_has_the_form_of_a_real_one(
-    name: str, rank: int, kind: type[PretendTransport]
+    name: str, rank: int, kind: type[FakeTransport]
 ) -> None:
     def form(transport: Transport, index: int) -> tuple[object, ...]:
         found = OPERATIONS[name](transport, Group((0, 1), index)).wait()
@@ -56,7 +56,7 @@ def test_every_result_has_the_form_of_a_real_one(
 
 
 def test_it_works_on_tensors_without_data() -> None:
-    transport, group = PretendTransport(0, 2), Group((0, 1), 0)
+    transport, group = FakeTransport(0, 2), Group((0, 1), 0)
     with FakeTensorMode():
         gathered = transport.all_gather(torch.empty(3), [3, 2], group).wait()
         scattered = transport.reduce_scatter(torch.empty(5), [3, 2], group).wait()
@@ -65,7 +65,7 @@ def test_it_works_on_tensors_without_data() -> None:
 
 
 def test_a_message_counts_until_the_next_one_or_an_answer() -> None:
-    transport = PretendTransport(0, 3)
+    transport = FakeTransport(0, 3)
 
     def waiting() -> dict[int, Tensor]:
         return dict(transport._sent)
@@ -82,7 +82,7 @@ def test_a_message_counts_until_the_next_one_or_an_answer() -> None:
 
 
 def test_a_rehearsal_computes_with_values_and_counts_their_time() -> None:
-    transport, group = RehearsalTransport(1, 3), Group((0, 1, 2), 1)
+    transport, group = UninitializedTransport(1, 3), Group((0, 1, 2), 1)
     mine, nan = torch.tensor([2.0, 3.0]), float("nan")
     assert transport.all_gather(mine, [3, 2, 2], group).wait().tolist() == [2, 3, 2, 3, 2, 3, 2]
     whole = torch.tensor([nan, nan, nan, 5.0, 6.0, nan, nan])  # of which the part is a view
@@ -102,7 +102,7 @@ def test_a_rehearsal_computes_with_values_and_counts_their_time() -> None:
 
 
 def test_random_numbers_without_data() -> None:
-    rng = PretendRng(0, "exact", ProcessMesh({}))
+    rng = FakeRng(0, "exact", ProcessMesh({}))
     with FakeTensorMode():
         x = dropout(torch.empty(4, 6), 0.5, rng, "drop", (4, 6))
     assert x.shape == (4, 6)

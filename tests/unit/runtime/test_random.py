@@ -7,9 +7,9 @@ import torch
 
 from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.random import Rng, bernoulli, draw, dropout, multinomial
+from shardwise.runtime.rng import Rng, bernoulli, draw, dropout, multinomial
 from shardwise.runtime.splits import Split, assemble
-from shardwise.runtime.threads import ThreadTransport, run_threads
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 SHAPE = (7, 6)
 SPLITS = (
@@ -57,7 +57,7 @@ def test_a_draw_repeats_within_a_step_and_changes_with_step_key_and_seed() -> No
 
 def test_draws_do_not_depend_on_pythons_hash_seed() -> None:
     code = """
-from shardwise.runtime.random import *
+from shardwise.runtime.rng import *
 print(hash("x"), *draw("uniform", Rng(3), "x", (2,)).tolist())
 """
     there, *drawn = subprocess.run(

@@ -17,17 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise.runtime as rt
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.probe import recording as probe_recording
-from shardwise.runtime.recorder import Event, Recorder
-from shardwise.runtime.threads import ThreadTransport, run_threads
-from shardwise.runtime.trace import (
+from shardwise.runtime.tracing import (
     Clocks,
+    Event,
+    Recorder,
     align,
     bubble_fraction,
     gather_events,
     merge,
     write_trace,
 )
+from shardwise.runtime.tracing import recording as probe_recording
+from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 
 def event(start: int, end: int, lane: str = "compute", name: str = "F", **details: Any) -> Event:

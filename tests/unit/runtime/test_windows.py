@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise.errors import ProgramError
-from shardwise.runtime import deferred
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import ParameterSpec, declare
+from shardwise.runtime.pipeline import weight_grad as deferred
 from shardwise.runtime.store import ParameterStore
 from tests.support import toy
 from tests.support.threads import on

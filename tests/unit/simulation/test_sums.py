@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.api.alone import Alone
-from shardwise.runtime.flat import FlatGroup
-from shardwise.runtime.reducer import Reduction
+from shardwise.api.alone import SingleRank
+from shardwise.runtime.grad_sync import Reduction
+from shardwise.runtime.parameters import FlatGroup
 from shardwise.simulation import Evaluator
 from shardwise.simulation.simulate import setting_of, works_of
 from tests.support.tiers import thinned
@@ -80,7 +80,7 @@ def sent(graph: sw.Graph, plan: sw.Plan, patch: pytest.MonkeyPatch) -> Counter[s
 
     patch.setattr(FlatGroup, "gather", counted_gather)
     patch.setattr(Reduction, "launch", counted_launch)
-    alone = Alone(sw.compile(graph, plan), 0, torch.device("cpu"))
+    alone = SingleRank(sw.compile(graph, plan), 0, torch.device("cpu"))
     batch = {
         name: torch.zeros(kind.shape, dtype=kind.dtype)
         for name, kind in alone.batch_types().items()

@@ -1,11 +1,9 @@
 """Operators for cuts that need communication or care inside them."""
 
-from shardwise.runtime.operators.attention import attention
+from shardwise.runtime.operators.attention import attention, log_softmax, softmax
 from shardwise.runtime.operators.embedding import embedding_rows, grouped_mm
-from shardwise.runtime.operators.empty import empty_result, empty_results, no_channels
 from shardwise.runtime.operators.losses import cross_entropy, nll_loss, partial_loss
 from shardwise.runtime.operators.norms import batch_norm, layer_norm, rms_norm, weight_norm
-from shardwise.runtime.operators.ranges import require_in_range
 from shardwise.runtime.operators.reductions import (
     all_true,
     amax,
@@ -19,7 +17,12 @@ from shardwise.runtime.operators.reductions import (
     var_mean,
     vector_norm,
 )
-from shardwise.runtime.operators.softmax import log_softmax, softmax
+from shardwise.runtime.operators.support import (
+    empty_result,
+    empty_results,
+    no_channels,
+    require_in_range,
+)
 
 __all__ = [
     "all_true",

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.operators.empty import empty_result
-from shardwise.runtime.operators.ranges import require_in_range
-from shardwise.runtime.operators.support import held
+from shardwise.runtime.operators.support import empty_result, held, require_in_range
 from shardwise.runtime.splits import Of, whole_length
 
 __all__ = ["embedding_rows", "grouped_mm"]

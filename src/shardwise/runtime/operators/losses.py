@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime.collectives import reduce
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.operators.ranges import require_in_range
-from shardwise.runtime.operators.softmax import log_softmax
-from shardwise.runtime.operators.support import held, summed, untraced, widened
+from shardwise.runtime.operators.attention import log_softmax
+from shardwise.runtime.operators.support import held, require_in_range, summed, untraced, widened
+from shardwise.runtime.redistribute import reduce
 from shardwise.runtime.splits import Of, whole_length
 
 __all__ = ["cross_entropy", "nll_loss", "partial_loss"]

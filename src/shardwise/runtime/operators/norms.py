@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.runtime.collectives import reduce_fanout
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.operators.empty import empty_result
-from shardwise.runtime.operators.support import summed, untraced, widened
+from shardwise.runtime.operators.support import empty_result, summed, untraced, widened
+from shardwise.runtime.redistribute import reduce_fanout
 
 __all__ = ["batch_norm", "layer_norm", "rms_norm", "weight_norm"]
 

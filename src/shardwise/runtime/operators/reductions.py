@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.runtime import moves
-from shardwise.runtime.collectives import reduce
+from shardwise.runtime import primitives as moves
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators.support import drop, reduced_shape, summed, untraced, widened
+from shardwise.runtime.redistribute import reduce
 
 __all__ = [
     "all_true",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from shardwise.dtypes import torch_pairs
-from shardwise.errors import ProgramError
-from shardwise.runtime import moves
+from shardwise.errors import BatchError, ProgramError
+from shardwise.runtime import primitives as moves
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, runs
+
+__all__ = ["empty_result", "empty_results", "no_channels", "require_in_range"]
+
 
 WIDENED = torch_pairs("widened")
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -50,3 +53,100 @@ def reduced_shape(x: Tensor, dims: tuple[int, ...]) -> list[int]:
 def drop(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """Remove dims of one that a reduction left, unless they are kept."""
     return x if keepdim or not x.dim() else x.squeeze(tuple(dims))
+
+
+# Calls of ranks that hold nothing: results without elements, whose gradients are zeros.
+#
+# ATen refuses many operators on tensors without channels, groups or rows. Such a rank still takes
+# part in every collective of the backward pass, so its results stay connected to its operands.
+
+
+class _Zeros(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*operands)
+        device = operands[0].device
+        results = tuple(
+            torch.zeros(tuple(shape), dtype=dtype, device=device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        whole_numbers = [r for r in results if not (r.is_floating_point() or r.is_complex())]
+        ctx.mark_non_differentiable(*whole_numbers)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = [
+            torch.zeros_like(t) if needed else None
+            for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        return None, None, *found
+
+
+def empty_results(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """Results without elements, connected to the operands, which get zero gradients."""
+    results = _Zeros.apply(shapes, dtypes, *operands)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, ...], results)
+
+
+def empty_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) -> Tensor:
+    """One result without elements."""
+    return empty_results((shape,), (dtype,), *operands)[0]
+
+
+def no_channels(
+    shape: Sequence[int], dtype: torch.dtype, *operands: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """A convolution over no input channels: zeros, and this rank's term of the bias."""
+    zeros = empty_result(shape, dtype, *operands)
+    if bias is None:
+        return zeros
+    return zeros + bias.view(-1, *(1 for _ in range(operands[1].dim() - 2)))
+
+
+# Indices that are checked against the whole dim they index, before a rank masks out its part.
+#
+# A rank that holds some rows of a table answers zeros for all others, so an index that no rank
+# holds would silently read zeros. One device raises; so do these operators, on every rank that sees
+# it.
+
+
+def require_in_range(
+    indices: Tensor, size: int, what: str, *, low: int = 0, ignored: int | None = None
+) -> None:
+    """Raise unless every index is `low … size - 1`, or `ignored`.
+
+    On CPU this is a `BatchError` with the value. On other devices, and in compiled programs, it is
+    an assertion on the device, which does not wait for it.
+    """
+    if not indices.numel():
+        return
+    if indices.device.type != "cpu" or torch.compiler.is_compiling():
+        if not indices.is_meta:
+            valid = (indices >= low) & (indices < size)
+            if ignored is not None:
+                valid = valid | (indices == ignored)
+            torch._assert_async(valid.all(), _message(what, "an index", size, low, ignored))
+        return
+    least, most = torch.aminmax(indices)
+    if type(least) is not Tensor:  # a tensor without data: memory is being predicted
+        return
+    if least.item() >= low and most.item() < size:
+        return
+    outside = indices[(indices < low) | (indices >= size)]
+    if ignored is not None:
+        outside = outside[outside != ignored]
+    if outside.numel():
+        raise BatchError(
+            _message(what, f"the index {outside[0].item()}", size, low, ignored),
+            hint="compare the batch with the size of the table (the vocabulary, the classes)",
+        )
+
+
+def _message(what: str, index: str, size: int, low: int, ignored: int | None) -> str:
+    besides = "" if ignored is None or low <= ignored < size else f", or {ignored} to be ignored"
+    return f"{what} got {index}, and takes {low} to {size - 1}{besides}"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, did_you_mean
-from shardwise.runtime.flat import Entry
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.offload import settle
+from shardwise.runtime.parameters import Entry
 from shardwise.runtime.splits import local_runs
 from shardwise.training.checkpoint.boxes import Box, Placed, cut_boxes
 

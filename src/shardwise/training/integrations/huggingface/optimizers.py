@@ -15,7 +15,8 @@ from torch import nn
 
 from shardwise.errors import OptimizerError
 from shardwise.frontend import skeleton
-from shardwise.runtime import ParallelModule, ShardedOptimizer, optimizer
+from shardwise.runtime import ParallelModule, ShardedOptimizer
+from shardwise.runtime import optimizer as optimizer
 
 
 def shard_optimizer(

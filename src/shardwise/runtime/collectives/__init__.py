@@ -1,0 +1,1 @@
+"""Run collectives as programs of messages, or over memory that ranks of a host share."""

@@ -1,0 +1,196 @@
+"""Choose the implementation of each collective: the library's, or one that the plan names.
+
+A transport asks `CollectiveBackends` first and gets a `Pending`, or None where the library does it.
+The answer depends on the operation, the group and the sizes alone: all ranks of a group agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.dtypes import torch_dtypes
+from shardwise.errors import ProgramError
+from shardwise.messages import CollectiveChoice, MessageProgram
+from shardwise.runtime.collectives.communication_thread import Handle
+from shardwise.runtime.collectives.messenger import BACKENDS, TIMEOUT_S, Messenger
+from shardwise.runtime.collectives.shared_memory import SharedBuckets
+from shardwise.runtime.transport.base import Group, Pending
+
+__all__ = ["CollectiveBackends", "Derive"]
+
+
+Ranks = tuple[int, ...]
+Derive = Callable[[CollectiveChoice, Ranks, int, int, Sequence[int]], MessageProgram | None]
+ADDED = torch_dtypes(can_train=True)
+
+
+class _Way(Protocol):
+    """Does operations of one group, in place."""
+
+    on_host: bool  # whether tensors must be in host memory
+
+    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle: ...
+
+
+class _Messages:
+    """Programs of messages."""
+
+    def __init__(
+        self, ranks: Ranks, group: dist.ProcessGroup, derive: Derive, limit: float
+    ) -> None:
+        self.ranks, self.derive = ranks, derive
+        self.messenger = Messenger(group, timeout_s=limit)
+        self.on_host = self.messenger.backend != "nccl"
+        self.programs: dict[object, MessageProgram] = {}
+
+    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
+        key = (choice.operation, data.numel(), data.element_size(), tuple(counts))
+        if key not in self.programs:
+            made = self.derive(choice, self.ranks, data.numel(), data.element_size(), counts)
+            assert made is not None, key  # `CollectiveBackends` asks for what the choice takes
+            self.programs[key] = made
+        return self.messenger.start(self.programs[key], data)
+
+
+class _Memory:
+    """Memory that the ranks share."""
+
+    on_host = True
+
+    def __init__(self, buckets: SharedBuckets) -> None:
+        self.buckets = buckets
+
+    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
+        if choice.operation == "all_reduce":
+            return self.buckets.all_reduce(data)
+        if choice.operation == "reduce_scatter":
+            return self.buckets.reduce_scatter(data, counts)
+        return self.buckets.all_gather(data, counts)
+
+
+class CollectiveBackends:
+    """The ways of the collectives of this rank's groups; `started` counts them."""
+
+    def __init__(
+        self,
+        choices: Sequence[CollectiveChoice] = (),
+        derive: Derive | None = None,
+        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.started = 0
+        self._of: dict[tuple[str, Ranks], tuple[CollectiveChoice, _Way]] = {}
+        known: dict[tuple[bool, Ranks], _Way | None] = {}
+        for choice in choices:
+            for ranks in choice.groups if derive is not None and not choice.is_library else ():
+                if dist.get_rank() not in ranks:
+                    continue
+                group = (groups or {}).get(ranks)
+                if group is None:
+                    raise ProgramError(
+                        f"the plan solves a collective of ranks {ranks}, who never talk as a group",
+                        hint="sw.collectives.choose(plan, cluster)",
+                    )
+                key = (choice.has_trees, ranks)
+                if key not in known:
+                    known[key] = _open(choice, ranks, group, derive, timeout_s or TIMEOUT_S)
+                way = known[key]
+                if way is not None:
+                    self._of[choice.operation, ranks] = (choice, way)
+
+    def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
+        """A flat tensor in memory that the group shares, if this operation goes through it."""
+        found = self._of.get((operation, group.ranks))
+        if found is None or not isinstance(found[1], _Memory) or dtype not in ADDED:
+            return None
+        if not numel or numel * dtype.itemsize < found[0].min_bytes:
+            return None
+        return found[1].buckets.allocate(numel, dtype)
+
+    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending | None:
+        """Sum in place."""
+        added = op == "sum" and flat.dtype in ADDED
+        found = self._find("all_reduce", group, flat.nbytes) if added else None
+        if found is None:
+            return None
+        choice, way = found
+        host = flat.cpu() if flat.is_cuda and way.on_host else flat
+        handle = way.start(choice, host, ())
+        return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
+        """This rank's part of the sum; `flat` stays as it is, unless it is a `bucket`."""
+        added = flat.dtype in ADDED
+        found = self._find("reduce_scatter", group, flat.nbytes) if added else None
+        if found is None:
+            return None
+        choice, way = found
+        resident = isinstance(way, _Memory) and way.buckets.is_resident(flat)
+        data = flat.cpu() if flat.is_cuda and way.on_host else flat if resident else flat.clone()
+        handle = way.start(choice, data, sizes)
+        first, count = sum(sizes[: group.index]), sizes[group.index]
+
+        def mine(_: Tensor) -> Tensor:
+            # A copy: a slice would keep the memory of the whole alive.
+            return data[first : first + count].to(flat.device, copy=True)
+
+        return _after(data, handle).then(mine)
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None
+    ) -> Pending | None:
+        """All ranks' parts, as bytes of any type."""
+        unit = flat.element_size()
+        found = self._find("all_gather", group, sum(sizes) * unit)
+        if found is None:
+            return None
+        choice, way = found
+        whole = flat.new_empty(sum(sizes)) if out is None else out
+        # Memory that others read cannot be resized any more, as zero 3 does with what it gathers.
+        staged = (whole.is_cuda and way.on_host) or isinstance(way, _Memory)
+        host = torch.empty(whole.shape, dtype=whole.dtype) if staged else whole
+        part = host[sum(sizes[: group.index]) :][: sizes[group.index]]
+        if part.data_ptr() != flat.data_ptr():
+            part.copy_(flat)
+        handle = way.start(choice, host.view(torch.uint8), [size * unit for size in sizes])
+        return _after(whole, handle, (lambda: whole.copy_(host)) if staged else None)
+
+    def _find(
+        self, operation: str, group: Group, num_bytes: int
+    ) -> tuple[CollectiveChoice, _Way] | None:
+        found = self._of.get((operation, group.ranks))
+        if found is None or not num_bytes or num_bytes < found[0].min_bytes:
+            return None
+        self.started += 1
+        return found
+
+
+def _open(
+    choice: CollectiveChoice,
+    ranks: Ranks,
+    group: dist.ProcessGroup,
+    derive: Derive | None,
+    limit: float,
+) -> _Way | None:
+    """The way of a group; None where it has no memory to share, as all of its ranks then find."""
+    if choice.has_trees:
+        assert derive is not None
+        if str(dist.get_backend(group)) not in BACKENDS:  # several: messages need one
+            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        return _Messages(ranks, group, derive, limit)
+    buckets = SharedBuckets.open(group, timeout_s=limit)
+    return None if buckets is None else _Memory(buckets)
+
+
+def _after(result: Tensor, handle: Handle, finish: Callable[[], object] | None = None) -> Pending:
+    def done() -> None:
+        handle.wait()
+        if finish is not None:
+            finish()
+
+    return Pending(result, done)

@@ -1,0 +1,275 @@
+"""Sockets between the ranks of one host, for short messages, memory, and the end.
+
+Ranks are on one host when they run on the same boot of a kernel, in the same network namespace,
+and when they have indeed reached each other: the sockets have names that only such processes see,
+leave nothing behind, and carry memory from one process to the other.
+
+A wait takes neither a processor nor longer than its time-out. The end of a process ends its
+sockets, so that its death is known at once. Whoever finds that something is wrong calls the roll:
+it says so to all, and everyone who hears it answers. Those who do not are what is wrong, and all
+who do name the same ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import LinkError, RankError
+
+__all__ = ["Links", "connect", "global_ranks", "host_identity"]
+
+
+MEET_S = 60.0  # ranks may come later to connect than to the first collective
+ROLL_S = 2.0  # for an answer of a rank that waits as well
+GAVE_UP = ord("X")
+MESSAGE_BYTES = 4096
+_TABLE_BYTES = 512  # what ranks tell each other of themselves
+_HELLO = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Message(NamedTuple):
+    """A kind, what belongs to it, and open files that came along."""
+
+    kind: int
+    body: bytes
+    files: tuple[int, ...]
+
+
+class Links:
+    """This rank's sockets to all others of its group; one thread uses them.
+
+    Ranks are counted within the group; `names` are what errors call them.
+    """
+
+    def __init__(
+        self, names: Sequence[int], rank: int, peers: dict[int, socket.socket], timeout_s: float
+    ) -> None:
+        self.names, self.rank, self.timeout_s = names, rank, timeout_s
+        self._peers = peers
+        self._by_number = {peer.fileno(): other for other, peer in peers.items()}
+        self._came: dict[int, deque[Message]] = {other: deque() for other in peers}
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        for peer in peers.values():
+            peer.setblocking(False)
+            self._poll.register(peer, select.POLLIN)
+
+    def close(self) -> None:
+        """The others find that this rank has ended."""
+        for peer in self._peers.values():
+            peer.close()
+
+    def tell(self, kind: int, body: bytes = b"", files: Sequence[int] = ()) -> None:
+        """Send to all others."""
+        data = [bytes((kind,)) + body]
+        for other, peer in self._peers.items():
+            # Whether it has ended is known when something is expected of it.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                try:
+                    socket.send_fds(peer, data, files)
+                except BlockingIOError:
+                    self.give_up(f"rank {self.names[other]} does not take messages")
+
+    def hear(self, kind: int, what: str) -> dict[int, bytes]:
+        """The next message of every other rank, of this kind; `what` is waited for."""
+        return {other: found.body for other, found in self.hear_files(kind, what).items()}
+
+    def hear_files(self, kind: int, what: str) -> dict[int, Message]:
+        """As `hear`, with the open files that came along."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            missing = [other for other, came in self._came.items() if not came]
+            if self._is_over(missing):
+                self.give_up("", what, missing)
+            if not missing:
+                break
+            if not self._listen(deadline):
+                self.give_up("", what, missing)
+        found = {other: came.popleft() for other, came in self._came.items()}
+        for other, message in found.items():
+            if message.kind != kind:
+                self.give_up(f"rank {self.names[other]} does something else than {what}")
+        return found
+
+    def _is_over(self, missing: Sequence[int]) -> bool:
+        """Whether it can go no further: a rank that is missing has ended, or some has given up."""
+        gave_up = any(m.kind == GAVE_UP for came in self._came.values() for m in came)
+        return gave_up or not self._ended.isdisjoint(missing)
+
+    def _listen(self, deadline: float) -> bool:
+        """Take in what arrives next; whether anything did before the deadline."""
+        left = deadline - time.monotonic()
+        events = self._poll.poll(max(0.0, left) * 1000)
+        for number, _ in events:
+            other = self._by_number[number]
+            try:
+                data, files, _, _ = socket.recv_fds(self._peers[other], MESSAGE_BYTES, 1)
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                data, files = b"", []
+            if data:
+                self._came[other].append(Message(data[0], data[1:], tuple(files)))
+            else:
+                self._ended.add(other)
+                self._poll.unregister(self._peers[other])
+        return bool(events)
+
+    def give_up(self, reason: str, what: str = "", missing: Sequence[int] = ()) -> NoReturn:
+        """Call the roll, and raise what all find: who is silent, or else the first reason."""
+        reason = reason.encode("ascii", "replace").decode()  # else JSON takes six bytes for each
+        mine = {"reason": reason[:1000], "what": what[:200], "missing": list(missing)}
+        with contextlib.suppress(RankError):
+            self.tell(GAVE_UP, json.dumps(mine).encode())
+        said = {self.rank: mine}
+        deadline = time.monotonic() + min(ROLL_S, self.timeout_s)
+        while True:
+            for other, came in self._came.items():
+                said.update((other, json.loads(m.body)) for m in came if m.kind == GAVE_UP)
+            silent = [other for other in self._peers if other not in said]
+            if not silent or self._ended.issuperset(silent) or not self._listen(deadline):
+                break
+        raise self._verdict(said, silent)
+
+    def _verdict(self, said: dict[int, dict[str, Any]], silent: list[int]) -> RankError:
+        names, mine = self.names, f"rank {self.names[self.rank]}"
+        for other, found in sorted(said.items()):
+            if found["reason"]:
+                return RankError(f"rank {names[other]}: {found['reason']}", where=mine)
+        what = next(found["what"] for found in said.values() if found["what"])
+        if silent:
+            gone = [names[other] for other in silent]
+            who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {gone}"
+            ended = self._ended.issuperset(silent)
+            how = "ended" if ended else f"sent nothing for {self.timeout_s:g} s"
+            return LinkError(
+                f"{what}: {who} {how}",
+                edges=[(other, names[self.rank]) for other in gone],
+                where=mine,
+                hint=f"look at the log of rank {gone[0]}, or set a longer `timeout_s`",
+            )
+        late = {(names[m], names[other]) for other, found in said.items() for m in found["missing"]}
+        return LinkError(
+            f"{what}: not all ranks came within {self.timeout_s:g} s",
+            edges=sorted(late),
+            where=mine,
+            hint="a longer `timeout_s`",
+        )
+
+
+def host_identity() -> str:
+    """The same text for processes that may reach each other's sockets by name; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    return f"{boot} {network.st_dev}:{network.st_ino} {os.getuid()}"
+
+
+def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """What the ranks of a group are called elsewhere."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def connect(group: dist.ProcessGroup | None, timeout_s: float) -> Links | str:
+    """Links between all ranks of a group, or why there are none; the same kind on all ranks."""
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    limit_s = max(timeout_s, MEET_S)
+    deadline = time.monotonic() + limit_s
+    with contextlib.ExitStack() as opened:
+        listener, address = _listener(opened, count)
+        told = _exchange(group, [host_identity(), address], limit_s)
+        reason = _why_not(told)
+        peers: dict[int, socket.socket] = {}
+        if not reason and listener is not None:
+            try:
+                peers = _meet(opened, listener, [to for _, to in told], rank, deadline)
+            except OSError as error:
+                reason = f"rank {rank} cannot reach the others of its host: {error}"
+        reasons = [text for (text,) in _exchange(group, [reason], limit_s) if text]
+        if reasons:
+            return reasons[0]
+        if listener is not None:
+            listener.close()
+        opened.pop_all()
+    return Links(global_ranks(group), rank, peers, timeout_s)
+
+
+def _listener(opened: contextlib.ExitStack, count: int) -> tuple[socket.socket | None, str]:
+    address = f"shardwise-{secrets.token_hex(16)}"
+    try:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(f"\0{address}")
+        listener.listen(count)
+    except (OSError, AttributeError):  # no such sockets on this system
+        return None, ""
+    return listener, address
+
+
+def _why_not(told: Sequence[Sequence[str]]) -> str:
+    hosts = {host for host, _ in told}
+    unable = [rank for rank, (host, address) in enumerate(told) if not (host and address)]
+    if unable:
+        return f"ranks {unable} have no sockets that carry memory"
+    return f"ranks are on {len(hosts)} hosts" if len(hosts) > 1 else ""
+
+
+def _meet(
+    opened: contextlib.ExitStack,
+    listener: socket.socket,
+    addresses: Sequence[str],
+    rank: int,
+    deadline: float,
+) -> dict[int, socket.socket]:
+    """Connect to all lower ranks and wait for all higher ones."""
+    peers: dict[int, socket.socket] = {}
+    for other in range(rank):
+        peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        peer.settimeout(max(0.01, deadline - time.monotonic()))
+        peer.connect(f"\0{addresses[other]}")
+        peer.send(_HELLO.pack(rank))
+        peers[other] = peer
+    while len(peers) < len(addresses) - 1:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        peer = opened.enter_context(listener.accept()[0])
+        size = _CREDENTIALS.size
+        _, user, _ = _CREDENTIALS.unpack(
+            peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        peer.settimeout(max(0.01, deadline - time.monotonic()))
+        hello = peer.recv(_HELLO.size) if user == os.getuid() else b""
+        other = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
+        if rank < other < len(addresses) and other not in peers:
+            peers[other] = peer
+    return dict(sorted(peers.items()))
+
+
+def _exchange(
+    group: dist.ProcessGroup | None, mine: Sequence[str], timeout_s: float
+) -> list[list[str]]:
+    """The texts of all ranks."""
+    device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
+    data = json.dumps([text.encode("ascii", "replace").decode()[:200] for text in mine]).encode()
+    row = torch.zeros(_TABLE_BYTES, dtype=torch.uint8)
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = [torch.zeros_like(row, device=device) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(rows, row.to(device), group=group, async_op=True)
+    work.wait(timedelta(seconds=timeout_s))
+    return [json.loads(bytes(found.cpu().numpy()).rstrip(b"\0")) for found in rows]

@@ -1,0 +1,1 @@
+"""Steps of stages and micro-batches: the schedule, its messages, deferred weight gradients."""

@@ -1,0 +1,302 @@
+"""Runs a step as a list of actions: forwards and backwards of stages and micro-batches.
+
+A rank runs its group's list in order. An action waits for what other stages send it and starts to
+send what they wait for; sends never block, so that a schedule which was checked cannot deadlock.
+Receives are posted before the action in front of them is computed.
+
+- F: forward of a stage for one micro-batch; its inputs and the edges of its outputs are kept.
+- B: backward, from the gradients of what the stage sent to those of what it received.
+- I and W: backward in two halves, for the inputs and for the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwise.errors import ProgramError
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.parameters import torch_dtype
+from shardwise.runtime.pipeline.batch_slicing import BatchReader
+from shardwise.runtime.pipeline.p2p import Exchange
+from shardwise.runtime.pipeline.spec import OutputSpec, PipelineSpec, StageModules
+from shardwise.runtime.pipeline.tied_parameters import TiedParameters
+from shardwise.runtime.pipeline.weight_grad import WeightQueue
+from shardwise.runtime.splits import join
+from shardwise.runtime.store import ParameterStore
+from shardwise.runtime.tracing import Recorder, called_submodules, probing
+from shardwise.schedules import Action
+
+__all__ = ["Executor"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A micro-batch between its forward and its backward."""
+
+    received: dict[int, Tensor]
+    edges: dict[str, GradientEdge]
+    loss: Tensor | None
+    queue: WeightQueue | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one run of the list holds."""
+
+    inputs: Mapping[str, Tensor]
+    whole: bool  # whether the inputs are of the whole batch, or this rank's part of it
+    flying: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    before: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    leaves: dict[int, dict[int, tuple[Any, ...]]] = field(
+        default_factory=dict
+    )  # stage, micro-batch
+    loss: Tensor | None = None
+
+
+class Executor:
+    """Runs the actions of this rank; `shapes` are those of the whole batch's inputs."""
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        stages: Mapping[int, StageModules],
+        mesh: ProcessMesh,
+        store: ParameterStore,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device | str = "cpu",
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.spec, self.stages, self.mesh, self.store = spec, stages, mesh, store
+        rank, device = mesh.ranks[mesh.rank], torch.device(device)
+        self.recorder = recorder or Recorder(rank, enabled=False)
+        self.actions = spec.of_rank(rank)
+        self.reader = BatchReader(spec, stages, mesh, shapes, device)
+        self.exchange = Exchange(spec, rank, mesh.transport, device, self.recorder)
+        self.tied = TiedParameters(spec, store, rank)
+        self._last_forward = _last(self.actions, "F")
+        self._last_backward = _last(self.actions, "BW")  # every I is followed by its W
+        self._split = any(a.kind == "I" for a in self.actions)
+        if recorder is not None:
+            self._watch()
+
+    # --- a whole step --------------------------------------------------------------------
+
+    def train(
+        self, inputs: Mapping[str, Tensor], *, outputs: bool, scale: float = 1.0, whole: bool = True
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """All actions, inside `store.step`: the loss, and the model's output leaves if asked."""
+        step = _Step(inputs, whole)
+        with self._running(step):
+            for action in self._each(step, self.actions):
+                self._run(step, action, outputs=outputs, scale=scale)
+            loss = self._share_loss(step)
+            leaves = self._share_outputs(step) if outputs else None
+        return loss, leaves
+
+    def evaluate(
+        self, inputs: Mapping[str, Tensor], *, whole: bool = True
+    ) -> tuple[Tensor | None, tuple[Any, ...]]:
+        """The forwards alone: the loss, if there is one, and the model's output leaves."""
+        step = _Step(inputs, whole)
+        with self._running(step):
+            for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
+                self._forward(step, action, outputs=True, training=False)
+            loss = None if self.spec.loss_stage is None else self._share_loss(step)
+            return loss, self._share_outputs(step)
+
+    def evaluate_loss(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> Tensor:
+        """The forwards alone: the loss."""
+        step = _Step(inputs, whole)
+        with self._running(step):
+            for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
+                self._forward(step, action, outputs=False, training=False)
+            return self._share_loss(step)
+
+    @contextlib.contextmanager
+    def _running(self, step: _Step) -> Iterator[None]:
+        """Around a step: all sends are done at its end; nothing is left of one that fails."""
+        self.exchange.begin()
+        try:
+            yield
+            self.exchange.finish()
+        except BaseException:
+            for flying in step.flying.values():
+                if flying.queue is not None:
+                    flying.queue.clear()
+            self.exchange.abandon()
+            raise
+        finally:
+            self.mesh.microbatch, self.mesh.final = 0, True
+
+    def _each(self, step: _Step, actions: Sequence[Action]) -> Iterator[Action]:
+        """One action after the other, with the mesh at its micro-batch and receives posted."""
+        for stage in dict.fromkeys(action.stage for action in actions):
+            step.before[stage] = self.reader.beforehand(step.inputs, stage)
+        for index, action in enumerate(actions):
+            self.exchange.post(actions, index)
+            self.mesh.microbatch = action.microbatch
+            self.mesh.final = self._last_forward.get(action.stage) == action
+            yield action
+
+    def _run(self, step: _Step, action: Action, *, outputs: bool, scale: float) -> None:
+        if action.kind == "F":
+            self._forward(step, action, outputs=outputs, training=True)
+        elif action.kind in "BI":
+            self._backward(step, action, scale)
+        else:
+            self._weights(step, action)
+
+    # --- actions -------------------------------------------------------------------------
+
+    def _forward(self, step: _Step, action: Action, *, outputs: bool, training: bool) -> None:
+        stage, k = action.stage, action.microbatch
+        here = self.stages[stage]
+        received = self._received(stage, k, training)
+        rows = self.reader.microbatch(step.inputs, here.generated[k], k, whole=step.whole)
+        arguments = [*rows, *step.before[stage], *received.values()]
+        queue = WeightQueue() if self._split else None
+        probing(f"{stage}.{k}.")
+        with self._span(action), self.store.forward(stage), _deferring(queue):
+            found = here.modules[k](*arguments, **({"outputs": True} if outputs else {}))
+        loss, sent = found[0], dict(zip(_sent(here.generated[k]), found[1], strict=True))
+        if outputs:
+            step.leaves.setdefault(stage, {})[k] = found[2]
+        for index, transfer in self.exchange.out_of.get(stage, ()):
+            self.exchange.send(sent[transfer.value], (index, k, False))
+        if loss is not None:
+            term = loss.detach().to(self._loss_dtype())
+            term = term if self.spec.timed else term / self.spec.num_microbatches
+            step.loss = term if step.loss is None else step.loss + term
+        if training:
+            edges = {n: get_gradient_edge(t) for n, t in sent.items() if t.requires_grad}
+            step.flying[stage, k] = _InFlight(received, edges, loss, queue)
+
+    def _received(self, stage: int, k: int, training: bool) -> dict[int, Tensor]:
+        """What earlier stages sent for this micro-batch, by transfer."""
+        found: dict[int, Tensor] = {}
+        for index, transfer in self.exchange.into.get(stage, ()):
+            tensor = self.exchange.arrived((index, k, False))
+            if transfer.gradient and training:
+                tensor.requires_grad_()
+            found[index] = tensor
+        return found
+
+    def _backward(self, step: _Step, action: Action, scale: float) -> None:
+        stage, k = action.stage, action.microbatch
+        flying = step.flying[stage, k]
+        gradients: dict[str, Tensor] = {}
+        for index, transfer in self.exchange.out_of.get(stage, ()):
+            if not transfer.gradient:
+                continue
+            arrived = self.exchange.arrived((index, k, True))
+            known = gradients.get(transfer.value)
+            gradients[transfer.value] = arrived if known is None else known.add_(arrived)
+        roots: list[Any] = [flying.edges[name] for name in gradients if name in flying.edges]
+        grads: list[Tensor | None] = [g for n, g in gradients.items() if n in flying.edges]
+        if flying.loss is not None and flying.loss.requires_grad:
+            share = scale if self.spec.timed else scale / self.spec.num_microbatches
+            roots.append(flying.loss)
+            grads.append(torch.full_like(flying.loss, share))
+        gradients.clear()
+        flying.edges.clear()
+        flying.loss = None
+        last = self._last_backward.get(stage) == action
+        with (
+            self._span(action),
+            self.store.backward(stage, last=last),
+            _deferring(flying.queue),
+        ):
+            if roots:
+                torch.autograd.backward(roots, grads)
+            if action.kind == "B" and flying.queue is not None:
+                flying.queue.run()
+        for index, transfer in self.exchange.into.get(stage, ()):
+            if transfer.gradient:
+                tensor = flying.received[index]
+                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                self.exchange.send(grad, (index, k, True))
+        flying.received.clear()
+        if action.kind == "B":
+            del step.flying[stage, k]
+
+    def _weights(self, step: _Step, action: Action) -> None:
+        stage, k = action.stage, action.microbatch
+        queue = step.flying.pop((stage, k)).queue
+        assert queue is not None
+        last = self._last_backward.get(stage) == action
+        with self._span(action), self.store.backward(stage, last=last):
+            queue.run()
+
+    # --- results ---------------------------------------------------------------------------
+
+    def _share_loss(self, step: _Step) -> Tensor:
+        """The loss on all ranks."""
+        if self.spec.loss_stage is None:
+            raise ProgramError("the model has no loss")
+        return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype(), 0)
+
+    def _loss_dtype(self) -> torch.dtype:
+        """The type in which terms of the loss are added up."""
+        own = torch_dtype(self.spec.loss_dtype)
+        return torch.float32 if own.itemsize < 4 else own
+
+    def _share_outputs(self, step: _Step) -> tuple[Any, ...]:
+        """The model's output leaves, whole on every rank."""
+        leaves: list[Any] = []
+        given = dict.fromkeys(range(len(self.spec.stages)), 0)
+        for number, output in enumerate(self.spec.outputs, start=1):
+            if not isinstance(output, OutputSpec):
+                leaves.append(output)
+                continue
+            rows, place = step.leaves.get(output.stage), given[output.stage]
+            given[output.stage] += 1
+            mine = None if rows is None else _joined(output, [rows[k][place] for k in sorted(rows)])
+            dtype = torch_dtype(output.dtype)
+            leaves.append(self.exchange.share(output.stage, mine, output.shape, dtype, number))
+        return tuple(leaves)
+
+    # --- recording -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Record the blocks of every module of this rank."""
+        seen: list[nn.Module] = []
+        for stage in self.stages.values():
+            for module in stage.modules:
+                if not any(module is known for known in seen):
+                    seen.append(module)
+                    self.recorder.watch(module, called_submodules(module))
+
+    def _span(self, action: Action) -> contextlib.AbstractContextManager[object]:
+        return self.recorder.span(
+            "compute", str(action), stage=action.stage, microbatch=action.microbatch
+        )
+
+
+def _joined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
+    """One leaf of all micro-batches."""
+    if output.split is not None:
+        return join(parts, output.split.dim, output.split.of)
+    if output.summed or output.averaged:
+        total = torch.stack(parts).sum(0)
+        return total / len(parts) if output.averaged else total
+    return parts[-1]
+
+
+def _deferring(queue: WeightQueue | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if queue is None else queue.deferring()
+
+
+def _sent(generated: Any) -> tuple[str, ...]:
+    return getattr(generated, "SENT", ())
+
+
+def _last(actions: Sequence[Action], kinds: str) -> dict[int, Action]:
+    """The last action of these kinds of every stage."""
+    return {action.stage: action for action in actions if action.kind in kinds}

@@ -1,0 +1,259 @@
+"""What the actions of a step send each other: routes, receives posted ahead, sends that retire.
+
+A message is a `Transfer` of one micro-batch, there (a value) or back (its gradient).
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.mesh import TIME
+from shardwise.runtime.parameters import torch_dtype
+from shardwise.runtime.pipeline.spec import PipelineSpec
+from shardwise.runtime.pipeline.transfers import Arrival, Holding, Route, TransferSpec
+from shardwise.runtime.tracing import Recorder
+from shardwise.runtime.transport.base import Pending, Transport
+from shardwise.schedules import Action
+
+__all__ = ["Exchange", "PendingSends"]
+
+
+# Sends that nobody waits for: a thread does, and the next action lets their memory go.
+#
+# Point-to-point works of gloo cannot be asked whether they are done, and waiting for them in the
+# order of actions could block a rank that others wait for. The memory is left to the thread that
+# allocated it: profilers do not see what others free.
+
+
+_Done = Callable[[], None] | None
+
+
+class PendingSends:
+    """Waits for sends in the background; `finish` waits for all of them and raises what failed."""
+
+    def __init__(self) -> None:
+        self._held: deque[Sequence[Pending]] = deque()
+        self._released = 0
+        self._waiter: _Waiter | None = None
+
+    def add(self, sends: Sequence[Pending], done: _Done = None) -> None:
+        """Take over some sends; `done` is called after them."""
+        if all(send.is_done for send in sends):
+            if done is not None:
+                done()
+            return
+        if self._waiter is None:
+            self._waiter = _Waiter()
+            self._waiter.start()
+        self._held.append(sends)
+        self._waiter.waiting.put((sends, done))
+
+    def release(self) -> None:
+        """Let go of what has been sent."""
+        if self._waiter is not None:
+            while self._released < self._waiter.finished:
+                self._held.popleft()
+                self._released += 1
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        waiter = self._waiter
+        if waiter is not None:
+            waiter.waiting.put(None)
+            waiter.join()
+        self._forget()
+        if waiter is not None and waiter.error is not None:
+            raise waiter.error
+
+    def abandon(self) -> None:
+        """Wait for nothing more, after an error; what is open ends with its time-out."""
+        if self._waiter is not None:
+            self._waiter.waiting.put(None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self._released, self._waiter = 0, None
+
+
+class _Waiter(threading.Thread):
+    """Waits for what is put into `waiting`, in order, until None; counts what it is done with."""
+
+    def __init__(self) -> None:
+        super().__init__(name="sends", daemon=True)
+        self.waiting: queue.SimpleQueue[tuple[Sequence[Pending], _Done] | None]
+        self.waiting = queue.SimpleQueue()
+        self.finished = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        while (item := self.waiting.get()) is not None:
+            self._wait(*item)
+            del item
+            self.finished += 1
+
+    def _wait(self, sends: Sequence[Pending], done: _Done) -> None:
+        try:
+            for send in sends:
+                send.wait()
+            if done is not None:
+                done()
+        except BaseException as error:
+            self.error = self.error or error
+
+
+LOOKAHEAD = 1  # actions whose receives are posted ahead of the one being computed
+Message = tuple[int, int, bool]  # transfer, micro-batch, whether it goes back
+
+
+class Exchange:
+    """This rank's messages of one step after another."""
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self.spec, self.rank, self.transport = spec, rank, transport
+        self.device, self.recorder = device, recorder
+        self.into = _by_stage(spec.transfers, "target")
+        self.out_of = _by_stage(spec.transfers, "source")
+        self.retirement = PendingSends()
+        self._routes: dict[Message, Route] = {}
+        self._arrivals: dict[Message, tuple[Arrival, int]] = {}
+        self._kept: dict[Message, Tensor] = {}
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._steps += 1
+
+    def finish(self) -> None:
+        """Wait for all sends of a step."""
+        self.retirement.finish()
+
+    def abandon(self) -> None:
+        """Forget a step that failed."""
+        self._arrivals.clear()
+        self._kept.clear()
+        self.retirement.abandon()
+
+    def post(self, actions: Sequence[Action], index: int) -> None:
+        """Post the receives of an action and of those after it; let go of sends that are done."""
+        self.retirement.release()
+        for action in actions[index : index + 1 + LOOKAHEAD]:
+            if action.kind == "W":
+                continue
+            back = action.kind != "F"
+            wanted = (self.out_of if back else self.into).get(action.stage, ())
+            for number, transfer in wanted:
+                message = (number, action.microbatch, back)
+                if (back and not transfer.gradient) or message in self._arrivals:
+                    continue
+                if not self._route(message).is_local:
+                    self._arrivals[message] = self._receive(message)
+
+    def send(self, tensor: Tensor, message: Message) -> None:
+        """Start to send; what this rank sends itself is kept."""
+        route = self._route(message)
+        if route.is_local:
+            self._kept[message] = tensor.detach()
+            return
+        if any(piece.peer == self.rank for piece in route.sends):
+            self._kept[message] = route.own(tensor)
+        start, done = time.perf_counter_ns(), None
+        sends = route.send(self.transport, tensor, self._tag(message))
+        if sends and self.recorder.enabled:
+            done = functools.partial(self._record, "send", message, start)
+        self.retirement.add(sends, done)
+
+    def arrived(self, message: Message) -> Tensor:
+        """What was sent here, once it is."""
+        route = self._route(message)
+        own = self._kept.pop(message, None)
+        if route.is_local:
+            assert own is not None
+            return own
+        arrival, start = self._arrivals.pop(message)
+        arrived = arrival.wait(own)
+        if self.recorder.enabled and route.receives:
+            self._record("receive", message, start)
+        return arrived
+
+    def share(
+        self,
+        stage: int,
+        mine: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        number: int,
+    ) -> Tensor:
+        """A whole tensor of one stage's ranks, on all ranks; `number` tells such tensors apart."""
+        tag = 2 * len(self.spec.transfers) * self.spec.num_microbatches + number
+        holders = self.spec.stages[stage].ranks
+        others = [r for ranks in self.spec.groups for r in ranks if r not in holders]
+        if self.rank not in holders:
+            out = torch.empty(shape, dtype=dtype, device=self.device)
+            source = holders[others.index(self.rank) % len(holders)]
+            return self.transport.receive(out.view(-1), source, tag).wait().view(shape)
+        assert mine is not None
+        wire = mine.detach().to(dtype).reshape(-1).contiguous()
+        for turn, other in enumerate(others):
+            if holders[turn % len(holders)] == self.rank:
+                self.retirement.add([self.transport.send(wire, other, tag)])
+        return mine.detach()
+
+    def _route(self, message: Message) -> Route:
+        if message not in self._routes:
+            index, k, back = message
+            transfer = self.spec.transfers[index]
+            place = {TIME: (k, self.spec.num_microbatches)} if self.spec.timed else {}
+            pair = ((transfer.source, transfer.sent), (transfer.target, transfer.received))
+            ends = []
+            for stage, splits in reversed(pair) if back else pair:
+                at = self.spec.stages[stage]
+                ends.append(Holding(at.ranks, at.axes, transfer.shape, splits, place))
+            self._routes[message] = Route(self.rank, *ends)
+        return self._routes[message]
+
+    def _tag(self, message: Message) -> int:
+        index, k, back = message
+        return (2 * index + back) * self.spec.num_microbatches + k
+
+    def _receive(self, message: Message) -> tuple[Arrival, int]:
+        start = time.perf_counter_ns()
+        dtype = torch_dtype(self.spec.transfers[message[0]].dtype)
+        route = self._route(message)
+        return route.receive(self.transport, dtype, self.device, self._tag(message)), start
+
+    def _record(self, what: str, message: Message, start: int) -> None:
+        """A send or receive that began at `start` and has now ended."""
+        index, k, back = message
+        self.recorder.add(
+            "communication",
+            f"{what} {'gradient of ' * back}{self.spec.transfers[index].value}",
+            start,
+            time.perf_counter_ns(),
+            microbatch=k,
+            transfer=f"{self._steps}.{self._tag(message)}",
+        )
+
+
+def _by_stage(
+    transfers: Sequence[TransferSpec], end: str
+) -> dict[int, list[tuple[int, TransferSpec]]]:
+    found: dict[int, list[tuple[int, TransferSpec]]] = {}
+    for index, transfer in enumerate(transfers):
+        found.setdefault(getattr(transfer, end), []).append((index, transfer))
+    return found

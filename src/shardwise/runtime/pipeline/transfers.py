@@ -1,0 +1,227 @@
+"""Values that travel from the ranks of one stage to those of another.
+
+Both sides hold the value in a layout of their own: shards of some dims on some mesh axes, the same
+copy on the others. A rank receives each part that it lacks from one rank that holds it; where
+several hold the same, receivers take turns among them. A gradient travels the same way back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.mesh import coordinates
+from shardwise.runtime.splits import Runs, Split, local_runs, local_shape
+from shardwise.runtime.transport.base import Pending, Transport
+
+__all__ = ["Holding", "Route", "TransferSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSpec:
+    """A value that stage `source` computes and stage `target` uses, and how each holds it."""
+
+    value: str
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: str
+    gradient: bool = False
+    sent: tuple[Split, ...] = ()
+    received: tuple[Split, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How the ranks of a mesh hold a value; `place` is where all of them are in time."""
+
+    ranks: tuple[int, ...]
+    axes: Mapping[str, int]
+    shape: tuple[int, ...]
+    splits: tuple[Split, ...]
+    place: Mapping[str, tuple[int, int]]  # axis -> index, size
+
+    def runs(self, rank: int) -> tuple[Runs, ...]:
+        """What `rank` holds of every dim."""
+        return local_runs(self.shape, self.splits, *self._at(rank))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` holds."""
+        return local_shape(self.shape, self.splits, *self._at(rank))
+
+    def _at(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+        coords = coordinates(self.axes, self.ranks.index(rank))
+        sizes = dict(self.axes)
+        for axis, (index, size) in self.place.items():
+            coords[axis], sizes[axis] = index, size
+        return coords, sizes
+
+
+Box = tuple[tuple[int, int], ...]  # of every dim: where it begins in a local tensor, and its length
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What goes between this rank and `peer`: boxes of the local tensor, in one message.
+
+    Without boxes it is the whole local tensor.
+    """
+
+    peer: int
+    boxes: tuple[Box, ...] = ()
+
+    def take(self, local: Tensor) -> Tensor:
+        """The piece as a flat tensor."""
+        if not self.boxes:
+            return local.contiguous().view(-1)
+        return torch.cat([_narrow(local, box).reshape(-1) for box in self.boxes])
+
+    def put(self, local: Tensor, flat: Tensor) -> None:
+        """Write an arrived piece into its place."""
+        start = 0
+        for box in self.boxes:
+            target = _narrow(local, box)
+            target.copy_(flat[start : start + target.numel()].view(target.shape))
+            start += target.numel()
+
+    def numel(self, local: Tensor) -> int:
+        if not self.boxes:
+            return local.numel()
+        return sum(torch.Size([n for _, n in box]).numel() for box in self.boxes)
+
+
+def _narrow(local: Tensor, box: Box) -> Tensor:
+    for dim, (start, length) in enumerate(box):
+        local = local.narrow(dim, start, length)
+    return local
+
+
+class Route:
+    """What this rank sends and receives when a value goes from one holding to another."""
+
+    def __init__(self, rank: int, source: Holding, target: Holding) -> None:
+        self.rank, self.target = rank, target
+        self.receives = _pieces(source, target, rank) if rank in target.ranks else []
+        self.sends: list[Piece] = []
+        if rank in source.ranks:
+            for peer in target.ranks:
+                for piece in _pieces(source, target, peer):
+                    if piece.peer == rank:
+                        self.sends.append(_mirrored(source, target, rank, peer))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank gives itself all that it needs, and nobody else anything."""
+        whole = [Piece(self.rank)]
+        return self.receives == whole and self.sends == whole
+
+    def send(self, transport: Transport, local: Tensor, tag: int) -> list[Pending]:
+        """Start to send what others need of this rank's part."""
+        sent = []
+        for piece in self.sends:
+            if piece.peer != self.rank:
+                sent.append(transport.send(piece.take(local.detach()), piece.peer, tag))
+        return sent
+
+    def receive(
+        self, transport: Transport, dtype: torch.dtype, device: torch.device, tag: int
+    ) -> Arrival:
+        """Start to receive this rank's part."""
+        local = torch.empty(self.target.local_shape(self.rank), dtype=dtype, device=device)
+        waiting = []
+        for piece in self.receives:
+            if piece.peer == self.rank:
+                continue
+            flat = local.view(-1) if not piece.boxes else local.new_empty(piece.numel(local))
+            waiting.append((piece, transport.receive(flat, piece.peer, tag)))
+        return Arrival(local, waiting, [p for p in self.receives if p.peer == self.rank])
+
+    def own(self, local: Tensor) -> Tensor:
+        """What this rank keeps for itself, as one message."""
+        mine = [piece for piece in self.sends if piece.peer == self.rank]
+        return torch.cat([piece.take(local.detach()) for piece in mine])
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A local tensor whose pieces are on their way."""
+
+    local: Tensor
+    waiting: list[tuple[Piece, Pending]]
+    own: list[Piece]
+
+    def wait(self, own: Tensor | None = None) -> Tensor:
+        """The tensor, once all pieces are there; `own` is what this rank sent itself."""
+        for piece, pending in self.waiting:
+            flat = pending.wait()
+            if piece.boxes:
+                piece.put(self.local, flat)
+        for piece in self.own:
+            assert own is not None
+            if piece.boxes:
+                piece.put(self.local, own)
+            else:
+                self.local.view(-1).copy_(own)
+        return self.local
+
+
+def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
+    """The pieces of which `rank` puts its part together, in coordinates of its local tensor."""
+    mine = target.runs(rank)
+    holders: dict[tuple[Runs, ...], list[int]] = {}
+    for other in source.ranks:
+        holders.setdefault(source.runs(other), []).append(other)
+    turn = target.ranks.index(rank)
+    pieces = []
+    for theirs, ranks in holders.items():
+        peer = rank if rank in ranks else ranks[turn % len(ranks)]
+        if theirs == mine:
+            return [Piece(peer)] if _count(mine) else []
+        boxes = _overlap(theirs, mine)[1]
+        if boxes:
+            pieces.append(Piece(peer, boxes))
+    return pieces
+
+
+def _mirrored(source: Holding, target: Holding, rank: int, peer: int) -> Piece:
+    """What `rank` sends to `peer`, in coordinates of what it holds."""
+    theirs, mine = target.runs(peer), source.runs(rank)
+    if theirs == mine:
+        return Piece(peer)
+    return Piece(peer, _overlap(mine, theirs)[0])
+
+
+def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
+    """Boxes that both hold, in the local coordinates of either, in the same order."""
+    dims = [_common(x, y) for x, y in zip(a, b, strict=True)]
+    boxes = list(itertools.product(*dims))
+    return (
+        tuple(tuple((p, n) for p, _, n in box) for box in boxes),
+        tuple(tuple((q, n) for _, q, n in box) for box in boxes),
+    )
+
+
+def _common(a: Runs, b: Runs) -> list[tuple[int, int, int]]:
+    """(start in a, start in b, length) of what two lists of runs share."""
+    found = []
+    here = 0
+    for start, length in a:
+        there = 0
+        for begin, size in b:
+            low, high = max(start, begin), min(start + length, begin + size)
+            if low < high:
+                found.append((here + low - start, there + low - begin, high - low))
+            there += size
+        here += length
+    return found
+
+
+def _count(runs: Sequence[Runs]) -> int:
+    count = 1
+    for pieces in runs:
+        count *= sum(n for _, n in pieces)
+    return count

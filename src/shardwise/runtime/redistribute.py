@@ -1,0 +1,131 @@
+"""Differentiable redistributions: what generated code calls to change how a value lies on an axis.
+
+Each function is an entry of the table in `shardwise.redistribution`, which gives the primitives
+(`moves`) of its forward and of its backward. `of` says how the dim is split over this axis (see
+`splits`), in sizes that other axes have already split. No function changes its argument; over an
+axis of one rank each returns it as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.redistribution import REDISTRIBUTIONS, Primitive
+from shardwise.runtime import primitives as moves
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.splits import Of
+
+__all__ = [
+    "all_to_all",
+    "as_partial",
+    "fanout",
+    "gather",
+    "gather_fanout",
+    "once",
+    "pad",
+    "reduce",
+    "reduce_fanout",
+    "reduce_scatter",
+    "shard",
+    "take",
+]
+
+
+class _Redistribute(torch.autograd.Function):
+    """Run one primitive forward and its dual backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, name: str, args: tuple[Any, ...], dual_args: tuple[Any, ...]
+    ) -> Tensor:
+        redistribution = REDISTRIBUTIONS[f"rt.{name}"]
+        ctx.dual, ctx.dual_args = redistribution.backward, dual_args
+        return _run(redistribution.forward, x, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _run(ctx.dual, grads[0], ctx.dual_args), None, None, None
+
+
+def _run(primitive: Primitive, x: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return cast(Tensor, getattr(moves, primitive.name)(x, *args))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _communicate(x: Tensor, name: str, args: tuple[Any, ...], dual_args: tuple[Any, ...]) -> Tensor:
+    """Apply a redistribution; a compiled program breaks its graph here."""
+    return cast(Tensor, _Redistribute.apply(x, name, args, dual_args))  # type: ignore[no-untyped-call]
+
+
+def redistribute(
+    name: str, x: Tensor, *args: Any, dual_args: tuple[Any, ...] | None = None
+) -> Tensor:
+    """Apply the redistribution `name` of the table; `args` begin with the axis."""
+    if args[0].size == 1:
+        return x
+    return cast(Tensor, _communicate(x, name, args, args if dual_args is None else dual_args))
+
+
+def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """S -> R: the whole of all shards."""
+    return redistribute("gather", x, axis, dim, of)
+
+
+def gather_fanout(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """S -> R*: the whole of all shards, for work that differs between ranks."""
+    return redistribute("gather_fanout", x, axis, dim, of)
+
+
+def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """P -> R: the sum over ranks; "max" and "min" have no gradient."""
+    source = x if op == "sum" or axis.size == 1 else x.detach()
+    return redistribute("reduce", source, axis, op, dual_args=(axis,))
+
+
+def reduce_fanout(x: Tensor, axis: Axis) -> Tensor:
+    """P -> R*: the sum over ranks, for work that differs between ranks."""
+    return redistribute("reduce_fanout", x, axis)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """P -> S: this rank's part of the sum over ranks."""
+    return redistribute("reduce_scatter", x, axis, dim, of)
+
+
+def shard(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """R -> S: this rank's part of a value that is the same on every rank."""
+    return redistribute("shard", x, axis, dim, of)
+
+
+def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """R* -> S: this rank's part, when gradients are summed over ranks elsewhere."""
+    return redistribute("take", x, axis, dim, of)
+
+
+def fanout(x: Tensor, axis: Axis) -> Tensor:
+    """R -> R*: give a value to work that differs between ranks."""
+    return redistribute("fanout", x, axis)
+
+
+def as_partial(x: Tensor, axis: Axis) -> Tensor:
+    """R -> P: the value on the axis' first rank, zeros on the others."""
+    return redistribute("as_partial", x, axis)
+
+
+def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+    """S -> P: the shard in its place among zeros."""
+    return redistribute("pad", x, axis, dim, of)
+
+
+def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) -> Tensor:
+    """S -> S': from a shard of `dim` to a shard of `to_dim`, or another split of the same dim."""
+    back = (axis, to_dim, to_of, dim, of)
+    return redistribute("all_to_all", x, axis, dim, of, to_dim, to_of, dual_args=back)
+
+
+def once(x: Tensor, axis: Axis) -> Tensor:
+    """R* -> P: the value on the first rank, zeros on the others, and so its gradient."""
+    return redistribute("once", x, axis)

@@ -1,0 +1,215 @@
+"""Random numbers that depend on seed, node, step and shard coordinates, never on the rank.
+
+In mode "exact" the whole tensor's numbers are drawn and this rank's part is taken: any number of
+ranks sees what one rank sees. In mode "fast" each shard draws its own. A node that is computed
+again in the same step draws the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ProgramError, did_you_mean
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.splits import Segments, Split, local_shape, take_local
+
+__all__ = [
+    "Rng",
+    "alpha_dropout",
+    "bernoulli",
+    "draw",
+    "draw_like",
+    "dropout",
+    "multinomial",
+    "native_dropout",
+]
+
+
+MODES = ("exact", "fast")
+Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code writes tuples
+
+
+class Rng:
+    """The source of a program's random numbers; `step` counts the training steps that were done."""
+
+    def __init__(self, seed: int, mode: str = "exact", mesh: ProcessMesh | None = None) -> None:
+        if mode not in MODES:
+            raise ProgramError(
+                f"rng mode {mode!r} is not one of {MODES}{did_you_mean(mode, MODES)}"
+            )
+        self.seed, self.mode, self.step = seed, mode, 0
+        self.mesh = mesh if mesh is not None else ProcessMesh({})
+
+    @contextlib.contextmanager
+    def next_step(self) -> Iterator[int]:
+        """Around one training step: its number. One that fails, done again, draws the same."""
+        self.step += 1
+        try:
+            yield self.step
+        except BaseException:
+            self.step -= 1
+            raise
+
+    def generator(
+        self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()
+    ) -> torch.Generator:
+        """A generator for one node in this step, at a place on some axes."""
+        text = f"{self.seed}|{self.step}|{key}|{list(place)}"
+        if self.mesh.num_microbatches > 1 and not self.mesh.timed:  # each is a batch of its own
+            text += f"|micro-batch {self.mesh.microbatch}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        made = torch.Generator(device)
+        made.manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
+        return made
+
+    def part(
+        self,
+        fill: Callable[[tuple[int, ...], torch.Generator], Tensor],
+        key: str,
+        shape: Sequence[int],
+        splits: Splits,
+        device: torch.device | str,
+    ) -> Tensor:
+        """This rank's part of a random tensor of the given whole shape."""
+        at, axes = self.mesh.place, self.mesh.place_axes
+        splits = [
+            s if isinstance(s, Split) else Split(axis=s[0], dim=s[1], of=s[2]) for s in splits
+        ]
+        if self.mode == "exact":
+            whole = fill(tuple(shape), self.generator(key, device))
+            return take_local(whole, splits, at, axes).contiguous()
+        cutting = {split.axis for split in splits}
+        place = [(name, at[name]) for name, size in axes.items() if name in cutting and size > 1]
+        local = local_shape(shape, splits, at, axes)
+        return fill(local, self.generator(key, device, place))
+
+
+def _draw(
+    kind: str,
+    rng: Rng,
+    key: str,
+    shape: Sequence[int],
+    splits: Splits,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *options: float,
+) -> Tensor:
+    if kind not in _KINDS:
+        raise ProgramError(f"no random numbers of kind {kind!r}{did_you_mean(kind, _KINDS)}")
+
+    def fill(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        made = torch.empty(size, dtype=dtype, device=device)
+        return _KINDS[kind](made, generator, *options)
+
+    return rng.part(fill, key, shape, splits, device)
+
+
+# Random numbers come from generators of their own, which a compiled program does not trace.
+_draw_eagerly: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]
+
+ALPHA = 1.7580993408473766  # SELU's scale times its alpha
+
+_KINDS: dict[str, Callable[..., Tensor]] = {
+    "uniform": lambda t, g, low=0.0, high=1.0: t.uniform_(low, high, generator=g),
+    "normal": lambda t, g, mean=0.0, std=1.0: t.normal_(mean, std, generator=g),
+    "bernoulli": lambda t, g, p=0.5: t.bernoulli_(p, generator=g),
+    "exponential": lambda t, g, rate=1.0: t.exponential_(rate, generator=g),
+    "randint": lambda t, g, low, high: t.random_(int(low), int(high), generator=g),
+    "cauchy": lambda t, g, median=0.0, sigma=1.0: t.cauchy_(median, sigma, generator=g),
+    "log_normal": lambda t, g, mean=1.0, std=2.0: t.log_normal_(mean, std, generator=g),
+    "geometric": lambda t, g, p: t.geometric_(p, generator=g),
+    "randperm": lambda t, g: torch.randperm(t.numel(), generator=g, dtype=t.dtype, device=t.device),
+}
+
+
+def draw(
+    kind: str,
+    rng: Rng,
+    key: str,
+    shape: Sequence[int],
+    splits: Splits = (),
+    *,
+    options: Sequence[float] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """This rank's part of random numbers for the node `key`.
+
+    `kind` and its options: uniform(low, high), normal(mean, std), bernoulli(p),
+    exponential(rate), randint(low, high), cauchy(median, sigma), log_normal(mean, std),
+    geometric(p), randperm (whole only).
+    """
+    return _draw_eagerly(kind, rng, key, shape, splits, dtype, device, *options)
+
+
+def dropout(
+    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
+) -> Tensor:
+    """Zero elements of x with probability `p` and scale the others; `shape` is the whole's."""
+    if p == 0.0:
+        return x
+    if p == 1.0:
+        return x * 0.0
+    return x * _kept(x, p, rng, key, shape, splits).mul_(1 / (1 - p))
+
+
+def native_dropout(
+    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
+) -> tuple[Tensor, Tensor]:
+    """`dropout`, and which elements were kept."""
+    kept = _kept(x, p, rng, key, shape, splits)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return x * (kept * scale), kept.to(torch.bool)
+
+
+def alpha_dropout(
+    x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
+) -> Tensor:
+    """Dropout that keeps the mean and variance of SELU activations."""
+    if p == 1.0:
+        return x * 0.0
+    a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    kept = _kept(x, p, rng, key, shape, splits)
+    return x * (kept * a) + ((kept - 1) * (ALPHA * a) + ALPHA * a * p)
+
+
+def _kept(x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits) -> Tensor:
+    """Ones with probability 1 - p; fewer dims than x: the same for all of the remaining ones."""
+    kept = draw(
+        "bernoulli", rng, key, shape, splits, options=(1 - p,), dtype=torch.bool, device=x.device
+    )
+    return kept.reshape(kept.shape + (1,) * (x.dim() - kept.dim())).to(x.dtype)
+
+
+def draw_like(
+    x: Tensor,
+    kind: str,
+    rng: Rng,
+    key: str,
+    shape: Sequence[int],
+    splits: Splits = (),
+    *,
+    options: Sequence[float] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """`draw` on the device of a tensor whose values do not matter."""
+    return draw(kind, rng, key, shape, splits, options=options, dtype=dtype, device=x.device)
+
+
+def bernoulli(p: Tensor, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()) -> Tensor:
+    """Ones with the probabilities of a local tensor, zeros else."""
+    numbers = draw("uniform", rng, key, shape, splits, dtype=p.dtype, device=p.device)
+    return (numbers < p).to(p.dtype)
+
+
+def multinomial(weights: Tensor, num_samples: int, replacement: bool, rng: Rng, key: str) -> Tensor:
+    """Indices drawn by whole weights, the same on all ranks."""
+    generator = rng.generator(key, weights.device)
+    return torch.multinomial(weights, num_samples, replacement, generator=generator)

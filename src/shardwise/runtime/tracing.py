@@ -1,0 +1,550 @@
+"""What happened when on one rank: a `Recorder` collects events on lanes.
+
+Times are `time.perf_counter_ns()`. On CUDA, where the host runs ahead, a span is measured by
+events on the stream that is current at its beginning and end; `take` waits for the device.
+
+Lanes: "step" (a whole `train_step`, with its number), "compute" (actions of the schedule, clipping,
+the optimizer), "groups" (blocks inside of actions), "communication" (what travels, from its start
+until it was waited for) and "waiting" (what of it held this rank up, named after its cause).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import TraceError
+from shardwise.files import write_text
+
+if TYPE_CHECKING:
+    from shardwise.runtime.mesh import Axis
+
+__all__ = [
+    "Bubbles",
+    "Clocks",
+    "Event",
+    "Recorder",
+    "Records",
+    "align",
+    "bubble_fraction",
+    "called_submodules",
+    "gather_events",
+    "merge",
+    "own_seconds",
+    "probe",
+    "probing",
+    "recording",
+    "write_trace",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that took from `start_ns` to `end_ns` on a lane ("compute", "communication", …)."""
+
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """One rank's events. Disabled, it does nothing and costs next to nothing.
+
+    >>> recorder = Recorder(0)
+    >>> with recorder.span("compute", "F", stage=0):
+    ...     pass
+    >>> [event.name for event in recorder.take()]
+    ['F']
+    """
+
+    def __init__(self, rank: int, enabled: bool = True, device: torch.device | str = "cpu") -> None:
+        self.rank, self.enabled = rank, enabled
+        self._watched: list[_Watch] = []
+        self._events: list[Event] = []
+        self._timed: list[_CudaSpan] = []
+        self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
+        self._origin: tuple[torch.cuda.Event, int] | None = None
+
+    def start(self, *, blocks: bool = True) -> None:
+        """Record from now on, or go on after `pause`; without `blocks`, as cheaply as possible."""
+        self.enabled = True
+        for watch in self._watched if blocks else ():
+            watch.attach()
+
+    def pause(self) -> None:
+        """Record nothing until `start`; what was recorded stays."""
+        self.enabled = False
+        for watch in self._watched:
+            watch.detach()
+
+    def span(
+        self, lane: str, name: str, **details: Any
+    ) -> contextlib.AbstractContextManager[object]:
+        """Record the time that the body takes."""
+        if not self.enabled:
+            return _NOTHING
+        return self._new_span(lane, name, details)
+
+    def add(self, lane: str, name: str, start: int, end: int, **details: Any) -> None:
+        """Record something that was timed elsewhere, in nanoseconds of `time.perf_counter_ns`."""
+        if self.enabled:
+            self._events.append(
+                Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
+            )
+
+    def take(self) -> list[Event]:
+        """The events since the last time, in the order of their starts. All spans have ended."""
+        events, self._events = self._events, []
+        timed, self._timed = self._timed, []
+        if timed and self._origin is not None:  # a span may end after the recording it began in
+            torch.cuda.synchronize(self._cuda)
+            events += [span.event(*self._origin) for span in timed]
+            self._origin = None
+        return sorted(events, key=lambda e: (e.start_ns, -e.end_ns))
+
+    def watch(self, module: nn.Module, paths: Iterable[str]) -> Callable[[], None]:
+        """Record forward and backward of these submodules on the lane "groups".
+
+        Recomputed forwards are recorded within their backward. A backward ends when the inputs'
+        gradients are there; it has no length where no input needs one. Call the result to stop.
+        """
+        watch = _Watch([(module.get_submodule(path), path) for path in paths], self._open)
+        self._watched.append(watch)
+        if self.enabled:
+            watch.attach()
+
+        def stop() -> None:
+            watch.detach()
+            if watch in self._watched:
+                self._watched.remove(watch)
+
+        return stop
+
+    def _open(self, name: str) -> _Hooks:
+        return _Hooks(lambda: self._new_span("groups", name, {}))
+
+    def _new_span(self, lane: str, name: str, details: Mapping[str, Any]) -> _Span | _CudaSpan:
+        if self._cuda is None:
+            return _Span(self._events, lane, name, details)
+        if self._origin is None:
+            torch.cuda.synchronize(self._cuda)
+            event = _cuda_event()
+            event.synchronize()
+            self._origin = event, time.perf_counter_ns()
+        return _CudaSpan(self._timed, lane, name, details)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def called_submodules(module: nn.Module) -> list[str]:
+    """Return the paths of the submodules that are called; containers such as lists are not."""
+    return [
+        path
+        for path, child in module.named_modules()
+        if path and type(child).forward is not nn.Module.forward
+    ]
+
+
+class _Span:
+    """A span timed by the host's clock."""
+
+    __slots__ = ("_details", "_events", "_lane", "_name", "_start")
+
+    def __init__(
+        self, events: list[Event], lane: str, name: str, details: Mapping[str, Any]
+    ) -> None:
+        self._events, self._lane, self._name, self._details = events, lane, name, details
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter_ns()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end = time.perf_counter_ns()
+        self._events.append(
+            Event(
+                lane=self._lane,
+                name=self._name,
+                start_ns=self._start,
+                end_ns=end,
+                details=self._details,
+            )
+        )
+
+
+class _CudaSpan:
+    """A span timed by the device."""
+
+    __slots__ = ("_details", "_end", "_lane", "_name", "_spans", "_start")
+
+    def __init__(
+        self, spans: list[_CudaSpan], lane: str, name: str, details: Mapping[str, Any]
+    ) -> None:
+        self._spans, self._lane, self._name, self._details = spans, lane, name, details
+
+    def __enter__(self) -> None:
+        self._start = _cuda_event()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end = _cuda_event()
+        self._spans.append(self)
+
+    def event(self, origin: torch.cuda.Event, origin_ns: int) -> Event:
+        """The span in the host's time, once the device is done."""
+        return Event(
+            lane=self._lane,
+            name=self._name,
+            start_ns=origin_ns + int(origin.elapsed_time(self._start) * 1e6),
+            end_ns=origin_ns + int(origin.elapsed_time(self._end) * 1e6),
+            details=self._details,
+        )
+
+
+def _cuda_event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class _Hooks:
+    """Hooks that begin and end spans of one name; the last one begun ends first."""
+
+    def __init__(self, new_span: Callable[[], _Span | _CudaSpan]) -> None:
+        self._open: list[_Span | _CudaSpan] = []
+
+        def begin(*_: Any) -> None:
+            span = new_span()
+            self._open.append(span)
+            span.__enter__()
+
+        def end(*_: Any) -> None:
+            if self._open:
+                self._open.pop().__exit__(None, None, None)
+
+        # A compiled program calls them as they are.
+        self.begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+        self.end = torch.compiler.disable(end)  # type: ignore[no-untyped-call]
+
+
+class _Watch:
+    """Submodules whose forward and backward are recorded, while hooks are attached to them."""
+
+    def __init__(
+        self, modules: Sequence[tuple[nn.Module, str]], spans: Callable[[str], _Hooks]
+    ) -> None:
+        self._modules, self._spans = modules, spans
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Add the hooks, unless they are there."""
+        for module, path in self._modules if not self._handles else ():
+            forward, backward = self._spans(f"forward {path}"), self._spans(f"backward {path}")
+            self._handles += [
+                module.register_forward_pre_hook(forward.begin),
+                module.register_forward_hook(forward.end, always_call=True),
+                module.register_full_backward_pre_hook(backward.begin),
+                module.register_full_backward_hook(backward.end),
+            ]
+
+    def detach(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+# The events of all ranks together, as a trace.
+#
+# `gather_events` brings all ranks' events to the first, `align` measures how far their clocks are
+# apart, and `merge` makes a trace in the Chrome trace event format, which Perfetto
+# (https://ui.perfetto.dev) and chrome://tracing open.
+
+
+Trace = dict[str, Any]
+FORMAT, VERSION = "shardwise-trace", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """How far each rank's clock is ahead of the first rank's, and how wrong that may be."""
+
+    offsets_ns: tuple[int, ...]
+    uncertainties_ns: tuple[int, ...]
+
+
+def align(axis: Axis, rounds: int = 8, device: torch.device | str = "cpu") -> Clocks:
+    """Measure the ranks' clocks against each other; all ranks of the axis call it.
+
+    No rank leaves an all-gather before all have entered it. So rank r's clock is ahead of the
+    first's by at least its entry less the first's exit, and at most its exit less the first's
+    entry. Several rounds narrow this down; a shared clock (one host) is recognized as such.
+    """
+    times: list[int] = []
+    for _ in range(rounds):
+        entry = time.perf_counter_ns()
+        _gathered(axis, [entry], device)
+        times += [entry, time.perf_counter_ns()]
+    ranks = _gathered(axis, times, device).view(axis.size, rounds, 2).tolist()
+    first = ranks[0]
+    offsets, uncertainties = [0], [0]
+    for rank in ranks[1:]:
+        pairs = list(zip(rank, first, strict=True))
+        least = max(mine[0] - other[1] for mine, other in pairs)
+        most = min(mine[1] - other[0] for mine, other in pairs)
+        offsets.append(0 if least <= 0 <= most else (least + most) // 2)
+        uncertainties.append((most - least + 1) // 2)
+    return Clocks(offsets_ns=tuple(offsets), uncertainties_ns=tuple(uncertainties))
+
+
+def _gathered(axis: Axis, numbers: Sequence[int], device: torch.device | str) -> Tensor:
+    """Everyone's numbers, in the host's memory: a device's copy has really arrived."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return axis.all_gather(mine, [len(numbers)] * axis.size).wait().cpu()
+
+
+def gather_events(
+    axis: Axis, events: Iterable[Event], device: torch.device | str = "cpu"
+) -> list[list[Event]] | None:
+    """All ranks' events in the order of ranks, on the axis's first rank; None on the others."""
+    rows = [[e.lane, e.name, e.start_ns, e.end_ns, dict(e.details)] for e in events]
+    text = bytearray(json.dumps(rows, default=str).encode())
+    sizes = _gathered(axis, [len(text)], device).tolist()
+    flat = torch.frombuffer(text, dtype=torch.uint8).to(device)
+    every = axis.all_gather(flat, sizes).wait()
+    if axis.index != 0:
+        return None
+    whole = every.cpu().numpy().tobytes()
+    ends = list(itertools.accumulate(sizes))
+    return [
+        [
+            Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
+            for lane, name, start, end, details in json.loads(whole[stop - size : stop])
+        ]
+        for size, stop in zip(sizes, ends, strict=True)
+    ]
+
+
+def merge(
+    per_rank: Sequence[Sequence[Event]],
+    clocks: Clocks | None = None,
+    about: Mapping[str, str] | None = None,
+) -> Trace:
+    """One trace of all ranks: a process per rank, a thread per lane, arrows for transfers.
+
+    Its `otherData` says what it is, so that it can be told from others: `about`, and the ranks.
+
+    An arrow goes from an event named "send…" to the other with the same `transfer` detail.
+    Events of a lane that overlap without being nested are shown in rows of their own.
+    """
+    offsets = clocks.offsets_ns if clocks is not None else (0,) * len(per_rank)
+    shifted = list(zip(per_rank, offsets, strict=True))
+    begin = min((e.start_ns - offset for events, offset in shifted for e in events), default=0)
+    labels: list[dict[str, Any]] = []
+    slices: list[dict[str, Any]] = []
+    for rank, (events, offset) in enumerate(shifted):
+        rows = _rows(events)
+        tids = {row: tid for tid, row in enumerate(dict.fromkeys(rows))}
+        labels.append(_label("process_name", rank, 0, f"rank {rank}"))
+        labels.append(_label("process_sort_index", rank, 0, rank))
+        for (lane, number), tid in tids.items():
+            name = lane if number == 1 else f"{lane} {number}"
+            labels.append(_label("thread_name", rank, tid, name))
+        slices += [
+            _slice(event, rank, tids[row], offset + begin)
+            for event, row in zip(_ordered(events), rows, strict=True)
+        ]
+    told = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
+    found = labels + slices + _arrows(slices)
+    return {"otherData": told, "displayTimeUnit": "ms", "traceEvents": found}
+
+
+def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": event.lane,
+        "pid": rank,
+        "tid": tid,
+        "ts": (event.start_ns - begin_ns) / 1e3,
+        "dur": (event.end_ns - event.start_ns) / 1e3,
+        "args": dict(event.details),
+    }
+
+
+def _label(name: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if name.endswith("sort_index") else "name"
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {key: value}}
+
+
+def _ordered(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda e: (e.start_ns, -e.end_ns))
+
+
+def _rows(events: Iterable[Event]) -> list[tuple[str, int]]:
+    """For each of the ordered events its lane, and the first row of it where it only nests."""
+    open_ends: dict[tuple[str, int], list[int]] = {}
+    rows = []
+    for event in _ordered(events):
+        for number in itertools.count(1):
+            ends = open_ends.setdefault((event.lane, number), [])
+            while ends and ends[-1] <= event.start_ns:
+                ends.pop()
+            if not ends or event.end_ns <= ends[-1]:
+                ends.append(event.end_ns)
+                rows.append((event.lane, number))
+                break
+    return rows
+
+
+def _arrows(slices: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Flows from the beginning of a send to just before the end of its receive."""
+    ends: dict[str, dict[bool, Mapping[str, Any]]] = {}
+    for each in slices:
+        if "transfer" in each["args"]:
+            pair = ends.setdefault(str(each["args"]["transfer"]), {})
+            pair[each["name"].startswith("send")] = each
+    found: list[dict[str, Any]] = []
+    for number, (transfer, pair) in enumerate(ends.items()):
+        if len(pair) == 2:
+            send, receive = pair[True], pair[False]
+            shared = {"name": f"transfer {transfer}", "cat": "transfer", "id": number}
+            end = max(receive["ts"], receive["ts"] + receive["dur"] - 1e-3)
+            found.append({"ph": "s", **shared, **_place(send), "ts": send["ts"]})
+            found.append({"ph": "f", "bp": "e", **shared, **_place(receive), "ts": end})
+    return found
+
+
+def _place(each: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pid": each["pid"], "tid": each["tid"]}
+
+
+def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Write a trace as JSON, at once: a reader sees the old file or the whole new one."""
+    write_text(os.fspath(path), json.dumps(trace, default=str), TraceError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubbles:
+    """The share of a step in which a rank's lane was idle, by rank and over all ranks."""
+
+    per_rank: tuple[float, ...]
+    overall: float
+
+
+def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "compute") -> Bubbles:
+    """How much of one step's time, from the first start to the last end of any rank, was idle.
+
+    Takes a trace, or events whose ranks have one clock.
+    """
+    spans = (
+        _spans_of_trace(recorded, lane)
+        if isinstance(recorded, dict)
+        else [
+            [(float(e.start_ns), float(e.end_ns)) for e in events if e.lane == lane]
+            for events in recorded
+        ]
+    )
+    every = [span for rank in spans for span in rank]
+    if not every:
+        return Bubbles(per_rank=(0.0,) * len(spans), overall=0.0)
+    whole = max(end for _, end in every) - min(start for start, _ in every)
+    idle = tuple(1 - _busy(rank) / whole if whole else 0.0 for rank in spans)
+    return Bubbles(per_rank=idle, overall=sum(idle) / len(idle))
+
+
+def own_seconds(events: Sequence[Event]) -> tuple[float, float]:
+    """Seconds in which a rank computed without waiting for others, and in which it waited."""
+    waits = [(e.start_ns, e.end_ns) for e in events if e.lane == "waiting"]
+    computes = [(e.start_ns, e.end_ns) for e in events if e.lane == "compute"]
+    waiting = _busy(waits)
+    return (_busy([*computes, *waits]) - waiting) / 1e9, waiting / 1e9
+
+
+def _spans_of_trace(trace: Trace, lane: str) -> list[list[tuple[float, float]]]:
+    events = trace["traceEvents"]
+    spans: list[list[tuple[float, float]]] = [[] for _ in {e["pid"] for e in events}]
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == lane:
+            spans[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
+    return spans
+
+
+def _busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+# Looks at values inside a running program: what the verifier uses to find the first difference.
+
+
+_local = threading.local()
+
+
+@dataclass(slots=True)
+class Records:
+    """What one rank probed: values by name, and the gradients that backward gave them."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def probe(name: str, value: Tensor) -> None:
+    """Record a value of this rank's thread and its gradient, if someone records."""
+    records: Records | None = getattr(_local, "records", None)
+    if records is None or not isinstance(value, Tensor):
+        return
+    name = getattr(_local, "prefix", "") + name
+    first, calls = name, 1
+    while name in records.values:  # the statement runs once per block
+        calls += 1
+        name = f"{first} (call {calls})"
+    records.values[name] = value.detach().clone()
+    if value.requires_grad:
+
+        def keep(gradient: Tensor) -> None:
+            records.gradients[name] = gradient.detach().clone()
+
+        value.register_hook(keep)  # type: ignore[no-untyped-call]
+
+
+def probing(prefix: str) -> None:
+    """Probes of this thread get this prefix from now on: a stage and a micro-batch."""
+    if getattr(_local, "records", None) is not None:
+        _local.prefix = prefix
+
+
+@contextlib.contextmanager
+def recording(records: Records | None = None) -> Iterator[Records]:
+    """Collect what this thread probes."""
+    _local.records = records = Records() if records is None else records
+    try:
+        yield records
+    finally:
+        _local.records, _local.prefix = None, ""

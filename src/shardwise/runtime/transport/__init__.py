@@ -1,0 +1,1 @@
+"""Transports that carry collectives and point-to-point messages between ranks."""

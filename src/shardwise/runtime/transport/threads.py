@@ -1,0 +1,253 @@
+"""Ranks as threads of one process that exchange tensors in memory: what the verifier runs on.
+
+Reductions add in the order of ranks, or as `collective` says, so results do not depend on timing.
+Every wait has a time-out, and the first rank that fails releases the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import RankError
+from shardwise.runtime.transport.base import Group, Pending
+
+__all__ = ["Collective", "ThreadTransport", "run_threads"]
+
+
+Result = TypeVar("Result")
+# What each rank of a group gets from an operation on all ranks' tensors, if it goes another way.
+Collective = Callable[[str, tuple[int, ...], list[Tensor], tuple[int, ...]], list[Tensor] | None]
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class _Released(Exception):
+    """Raised in a rank's thread because another rank failed."""
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One collective of one group: who has come with what."""
+
+    kinds: dict[int, str] = field(default_factory=dict)
+    tensors: dict[int, list[Tensor]] = field(default_factory=dict)
+    readers: int = 0
+
+
+class _Board:
+    """Where the threads of one run meet."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self.changed = threading.Condition()
+        self.exchanges: dict[tuple[tuple[int, ...], int], _Exchange] = {}
+        self.failed: dict[int, BaseException] = {}
+        self.letters: dict[tuple[int, int, int], deque[Tensor]] = {}  # (from, to, tag)
+
+    def post(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
+        with self.changed:
+            self.letters.setdefault((source, target, tag), deque()).append(tensor)
+            self.changed.notify_all()
+
+    def fetch(self, source: int, target: int, tag: int) -> Tensor:
+        key = (source, target, tag)
+        with self.changed:
+            arrived = self.changed.wait_for(
+                lambda: self.letters.get(key) or self.failed, self.timeout_s
+            )
+            if self.failed:
+                raise _Released
+            if not arrived:
+                raise RankError(
+                    f"rank {source} sent nothing to rank {target} within {self.timeout_s} s",
+                    where=f"message {tag}",
+                )
+            letters = self.letters[key]
+            tensor = letters.popleft()
+            if not letters:
+                del self.letters[key]
+            return tensor
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self.changed:
+            self.failed.setdefault(rank, error)
+            self.changed.notify_all()
+
+    def put(
+        self, group: Group, number: int, kind: str, tensors: list[Tensor]
+    ) -> tuple[tuple[int, ...], int]:
+        key = (group.ranks, number)
+        with self.changed:
+            exchange = self.exchanges.setdefault(key, _Exchange())
+            exchange.kinds[group.index] = kind
+            exchange.tensors[group.index] = tensors
+            if len(exchange.tensors) == group.size:
+                self.changed.notify_all()
+        return key
+
+    def take(self, group: Group, key: tuple[tuple[int, ...], int]) -> list[list[Tensor]]:
+        with self.changed:
+            exchange = self.exchanges[key]
+            complete = self.changed.wait_for(
+                lambda: len(exchange.tensors) == group.size or self.failed, self.timeout_s
+            )
+            if self.failed:
+                raise _Released
+            here = group.ranks[group.index]
+            if not complete:
+                missing = [r for i, r in enumerate(group.ranks) if i not in exchange.tensors]
+                raise RankError(
+                    f"ranks {missing} did not come to {exchange.kinds[group.index]} of ranks "
+                    f"{list(group.ranks)} within {self.timeout_s} s",
+                    where=f"collective {key[1]} of rank {here}",
+                )
+            if len(set(exchange.kinds.values())) > 1:
+                kinds = {group.ranks[i]: kind for i, kind in sorted(exchange.kinds.items())}
+                raise RankError(f"ranks do different things: {kinds}", where=f"collective {key[1]}")
+            exchange.readers += 1
+            if exchange.readers == group.size:
+                del self.exchanges[key]
+            return [exchange.tensors[i] for i in range(group.size)]
+
+
+class ThreadTransport:
+    """One rank's end of an in-memory exchange. Tensors are copied when they are sent."""
+
+    def __init__(self, rank: int, board: _Board, collective: Collective | None = None) -> None:
+        self.rank, self.world_size, self._board = rank, board.world_size, board
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._collective = collective
+
+    def _other_way(
+        self, operation: str, group: Group, inputs: list[Tensor], sizes: Sequence[int] = ()
+    ) -> Tensor | None:
+        """This rank's result of an operation that does not go the usual way."""
+        if self._collective is None:
+            return None
+        results = self._collective(operation, group.ranks, inputs, tuple(sizes))
+        return None if results is None else results[group.index]
+
+    def _exchange(
+        self, kind: str, group: Group, tensors: list[Tensor], finish: Callable[..., Tensor]
+    ) -> Pending:
+        number = self._numbers[group.ranks] = self._numbers.get(group.ranks, -1) + 1
+        key = self._board.put(group, number, kind, tensors)
+        start = Pending(tensors[0])
+        return start.then(lambda _: finish(self._board.take(group, key)))
+
+    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
+        def finish(sent: list[list[Tensor]]) -> Tensor:
+            inputs = [tensors[0] for tensors in sent]
+            combined = self._other_way("all_reduce", group, inputs) if op == "sum" else None
+            if combined is None:
+                combined = functools.reduce(_REDUCE[op], inputs)
+            return flat.copy_(combined)
+
+        kind = f"all_reduce {op} of {flat.numel()} {flat.dtype}"
+        return self._exchange(kind, group, [flat.clone()], finish)
+
+    def all_gather(
+        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
+    ) -> Pending:
+        assert flat.numel() == sizes[group.index], (flat.shape, sizes)
+
+        def finish(sent: list[list[Tensor]]) -> Tensor:
+            inputs = [tensors[0] for tensors in sent]
+            joined = self._other_way("all_gather", group, inputs, sizes)
+            joined = torch.cat(inputs) if joined is None else joined
+            return joined if out is None else out.copy_(joined)
+
+        kind = f"all_gather of {list(sizes)} {flat.dtype}"
+        return self._exchange(kind, group, [flat.clone()], finish)
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+        def finish(sent: list[list[Tensor]]) -> Tensor:
+            inputs = [torch.cat(tensors) for tensors in sent]
+            mine = self._other_way("reduce_scatter", group, inputs, sizes)
+            if mine is None:
+                mine = functools.reduce(torch.add, [tensors[group.index] for tensors in sent])
+            return mine
+
+        kind = f"reduce_scatter of {list(sizes)} {flat.dtype}"
+        return self._exchange(kind, group, list(torch.split(flat.clone(), list(sizes))), finish)
+
+    def all_to_all(
+        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
+    ) -> Pending:
+        def finish(sent: list[list[Tensor]]) -> Tensor:
+            received = [tensors[group.index] for tensors in sent]
+            assert [t.numel() for t in received] == list(out_sizes), (received, out_sizes)
+            return torch.cat(received)
+
+        kind = f"all_to_all of {flat.dtype}"
+        return self._exchange(kind, group, list(torch.split(flat.clone(), list(in_sizes))), finish)
+
+    def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
+        kind = f"broadcast from {root} of {flat.numel()} {flat.dtype}"
+        return self._exchange(kind, group, [flat.clone()], lambda sent: flat.copy_(sent[root][0]))
+
+    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
+        self._board.post(self.rank, target, tag, flat.clone())
+        return Pending(flat)
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+        return Pending(flat).then(lambda out: out.copy_(self._board.fetch(source, self.rank, tag)))
+
+
+def run_threads(
+    num_ranks: int,
+    fn: Callable[[int, ThreadTransport], Result],
+    timeout_s: float = 60.0,
+    collective: Collective | None = None,
+) -> list[Result]:
+    """Run `fn(rank, transport)` in a thread per rank and return the results in rank order.
+
+    If a rank raises, the others are released at once and the first error is raised again with a
+    note that names its rank. `timeout_s` bounds each wait for other ranks, not the whole run.
+    `collective` may do sums and gathers in another way than in the order of ranks.
+    """
+    board = _Board(num_ranks, timeout_s)
+    results: dict[int, Result] = {}
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = fn(rank, ThreadTransport(rank, board, collective))
+        except BaseException as error:
+            board.fail(rank, error)
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    _join(threads, board)
+    for rank, error in board.failed.items():
+        if not isinstance(error, _Released):
+            error.add_note(f"on rank {rank} of {num_ranks}")
+            raise error
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _join(threads: list[threading.Thread], board: _Board) -> None:
+    """Wait for all threads; once one has failed, for at most the time-out."""
+    deadline: float | None = None
+    while any(thread.is_alive() for thread in threads):
+        if board.failed and deadline is None:
+            deadline = time.monotonic() + board.timeout_s
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        for thread in threads:
+            thread.join(0.05 if len(threads) > 1 and deadline else 0.2)

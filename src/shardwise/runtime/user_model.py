@@ -1,0 +1,292 @@
+"""Gradient hooks of the user's parameters, applied to complete gradients.
+
+On one device a hook sees the whole gradient of one backward. Here a gradient is complete when all
+micro-batches, ranks and stages have added to it; a hook that is not elementwise is then given the
+full tensor, gathered from its parts, and each rank keeps its part of the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.errors import PlanMismatch, did_you_mean
+from shardwise.formatting import size as format_bytes
+from shardwise.runtime.gather_state import share
+from shardwise.runtime.parameters import Entry
+from shardwise.runtime.shards import hook_error
+from shardwise.runtime.store import ParameterStore
+
+if TYPE_CHECKING:
+    from shardwise.runtime.module import ParallelModule
+
+__all__ = [
+    "Hook",
+    "RegisteredHooks",
+    "TrainedFlags",
+    "copy_weights",
+    "describe",
+    "hooked",
+    "refuse_hooks_on_parts",
+]
+
+
+class Hook(Protocol):
+    """A function of a parameter's full gradient, and of its value if `needs_value`."""
+
+    @property
+    def parameter(self) -> str: ...
+    @property
+    def accumulated(self) -> bool: ...  # sees the sum with the gradients of earlier steps
+    @property
+    def elementwise(self) -> bool: ...
+    @property
+    def needs_value(self) -> bool: ...
+    @property
+    def function(self) -> Callable[..., Tensor]: ...
+
+
+class RegisteredHooks:
+    """Counts the hooks that were ever registered in this process, but for those of our own steps.
+
+    While the count stays the same, no tensor and no module has got a hook.
+    """
+
+    def __init__(self) -> None:
+        self._ours = 0
+
+    def __call__(self) -> int:
+        return RemovableHandle.next_id - self._ours
+
+    def ignore_since(self, count: int) -> None:
+        """Do not count the hooks that were registered since there were `count`."""
+        self._ours += self() - count
+
+
+@contextlib.contextmanager
+def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
+    """Around one step: apply the hooks to its gradients before they are added to earlier ones."""
+    by_entry = _by_entry(store, hooks)
+    earlier = {entry: store.take_gradient(entry) for entry in by_entry}
+    try:
+        yield
+    except BaseException:
+        for entry, grad in earlier.items():
+            store.set_gradient(entry, grad)
+        raise
+    with torch.no_grad():
+        for entry, mine in by_entry.items():
+            _apply(store, entry, mine, earlier[entry])
+
+
+def refuse_hooks_on_parts(store: ParameterStore) -> None:
+    """Refuse gradient hooks on this rank's own tensors: they would see parts and partial sums."""
+    for entry in store.entries:
+        after = entry.shown._post_accumulate_grad_hooks
+        if entry.shown._backward_hooks or (after and any(map(_is_foreign, after.values()))):
+            raise hook_error(entry.spec.name)
+
+
+def _is_foreign(hook: Callable[..., None]) -> bool:
+    return not getattr(hook, "__module__", "").startswith("shardwise.runtime")
+
+
+def _by_entry(store: ParameterStore, hooks: Sequence[Hook]) -> dict[Entry, list[Hook]]:
+    """The hooks of each parameter whose gradient ends up on this rank, in the store's order."""
+    wanted: dict[str, list[Hook]] = {}
+    for hook in hooks:
+        wanted.setdefault(hook.parameter, []).append(hook)
+    return {
+        entry: wanted[entry.spec.name]
+        for entry in store.entries
+        if entry.spec.name in wanted and entry.trained
+    }
+
+
+def _apply(
+    store: ParameterStore, entry: Entry, hooks: Sequence[Hook], earlier: Tensor | None
+) -> None:
+    grad = store.gradient(entry)
+    if grad is None:  # no gradient in this step: autograd would not have called the hooks
+        store.set_gradient(entry, earlier)
+        return
+    for hook in hooks:
+        if not hook.accumulated:
+            grad = _run(store, entry, hook, grad)
+    if earlier is not None:
+        grad = earlier.add_(grad)
+    for hook in hooks:
+        if hook.accumulated:
+            grad = _run(store, entry, hook, grad)
+    store.set_gradient(entry, grad)
+
+
+def _run(store: ParameterStore, entry: Entry, hook: Hook, grad: Tensor) -> Tensor:
+    if hook.elementwise:
+        return hook.function(grad.clone(), None).to(grad.dtype)
+    value = None
+    if hook.needs_value:
+        stored, piece = store.stored(entry)
+        value = store.gather_full(entry, stored, piece=piece)
+    full = store.gather_full(entry, grad, piece=entry.zero >= 2)
+    result = hook.function(full, value).to(grad.dtype)
+    return store.part_of_gradient(entry, result).clone().view(grad.shape)
+
+
+# Which parameters are trained: `requires_grad`, which may change between any two steps.
+#
+# A parameter shows its flag in two places: in `pm.parameters()` and in the user's own model. Both
+# are one switch: `TrainedFlags` notices a change of either, and gives it to the other and to what
+# the programs use. Programs are captured for given flags, so its `frozen()` is a part of their key.
+#
+# A rank shows the parameters of other pipeline stages as stand-ins on meta, so that code which
+# freezes by name does the same on every rank.
+
+
+class TrainedFlags:
+    """The flags of all parameters of a model, the same on every rank."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        originals: Mapping[str, weakref.ref[nn.Parameter]] | None = None,
+    ) -> None:
+        self._store = store
+        self._shown = {entry.spec.name: entry.shown for entry in store.entries} | store.stand_ins
+        self._trained = {name: shown.requires_grad for name, shown in self._shown.items()}
+        self._names = sorted(self._trained)
+        self._originals = {n: p for n, p in (originals or {}).items() if n in self._trained}
+        self._note()
+
+    def _note(self) -> None:
+        """Prepare the comparisons of every step."""
+        self._frozen = tuple(name for name in self._names if not self._trained[name])
+        self._flags = list(self._trained.values())
+        self._original_flags = [self._trained[name] for name in self._originals]
+
+    def frozen(self) -> tuple[str, ...]:
+        """The names of parameters that are not trained, as the user has set it by now."""
+        if [shown.requires_grad for shown in self._shown.values()] != self._flags:
+            self._follow(self._shown)
+        try:
+            originals = [ref().requires_grad for ref in self._originals.values()]  # type: ignore[union-attr]
+        except AttributeError:  # some are gone, and nobody can change them
+            self._originals = {n: ref for n, ref in self._originals.items() if ref() is not None}
+            self._note()
+            return self.frozen()
+        if originals != self._original_flags:
+            self._follow({name: ref() for name, ref in self._originals.items()})
+        return self._frozen
+
+    def _follow(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        """Take over the flags of these parameters where they have changed."""
+        for name, parameter in parameters.items():
+            if parameter is not None and parameter.requires_grad != self._trained[name]:
+                self.set(name, parameter.requires_grad)
+
+    def set(self, name: str, trained: bool) -> None:
+        """Train a parameter from now on, or leave it as it is; all ranks call it alike."""
+        self._trained[name] = trained
+        self._note()
+        self._shown[name].requires_grad_(trained)
+        if self._store.holds(name):
+            self._store.entry(name).set_trained(trained)
+        reference = self._originals.get(name)
+        original = reference() if reference is not None else None
+        if original is not None:
+            original.requires_grad_(trained)
+
+    def ignore_originals(self) -> None:
+        """Let the flags of the user's own model mean nothing from now on."""
+        self._originals.clear()
+        self._note()
+
+
+# Copy trained weights into the user's model; describe a parallel module as text.
+
+
+@torch.no_grad()
+def copy_weights(
+    pm: ParallelModule, model: nn.Module | Mapping[str, nn.Module] | None, *, strict: bool
+) -> None:
+    """Copy parameters and persistent buffers into a model, one whole tensor at a time."""
+    targets = None if model is None else _targets(model)
+    if targets is not None:
+        _check(pm, targets, strict)
+    for name in pm.names:
+        held = share(pm.mesh, _held(pm, name), pm.store.device)
+        if targets is not None and name in targets:
+            value = held[name]
+            assert value is not None, name
+            targets[name].copy_(value)
+
+
+def _targets(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    root = model if isinstance(model, nn.Module) else nn.ModuleDict(dict(model))
+    found: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
+    found |= dict(root.named_buffers(remove_duplicate=False))
+    return {name: found[name] for name in root.state_dict() if name in found}
+
+
+def _check(pm: ParallelModule, targets: Mapping[str, Tensor], strict: bool) -> None:
+    for name in (*pm.names, *targets):
+        missing = "the model" if name not in targets else "the parallel module"
+        if strict and not (name in targets and name in pm.names):
+            known = targets if name not in targets else pm.names
+            raise PlanMismatch(
+                f"{missing} has no {name}{did_you_mean(name, list(known))}",
+                hint="copy into the model that was given to sw.parallelize, or strict=False",
+            )
+    for name in pm.names:
+        if name not in targets:
+            continue
+        if targets[name].is_meta:
+            raise PlanMismatch(
+                "the model's tensor is on meta and has no memory",
+                where=name,
+                hint='model.to_empty(device="cpu") first',
+            )
+        if pm.store.holds(name) and tuple(targets[name].shape) != pm.store.full_shape(name):
+            raise PlanMismatch(
+                f"the model's tensor has shape {tuple(targets[name].shape)}, the trained one "
+                f"{pm.store.full_shape(name)}",
+                where=name,
+            )
+
+
+def _held(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
+    """The whole tensor, if this rank's group of ranks is its home."""
+    store = pm.store
+    if not store.holds(name):
+        return {}
+    if name in store.buffer_names:
+        return {name: store.buffers[store.buffer_names[name]]}
+    entry = store.entry(name)
+    if entry.spec.borrowed:
+        return {}
+    value, piece = store.stored(entry)
+    return {name: store.gather_full(entry, value, piece=piece)}
+
+
+def describe(pm: ParallelModule) -> str:
+    """The model, its plan, and what this rank holds of it."""
+    held = [pm.store.stored(entry)[0] for entry in pm.store.entries]
+    numel = sum(tensor.numel() for tensor in held)
+    size = sum(tensor.nbytes for tensor in held)
+    mesh = pm.mesh
+    place = ", ".join(f"{axis} {index}" for axis, index in mesh.coordinates.items())
+    lines = [
+        f"ParallelModule({pm.title or 'model'}",
+        f"  rank {mesh.ranks[mesh.rank]} of {mesh.everyone.size}, at {place or 'the only place'}",
+        f"  holds {numel:,} elements of {len(held)} parameters ({format_bytes(size)})",
+    ]
+    named = [name for name in pm.steps if name]
+    if named:
+        lines.append(f"  steps: {', '.join(named)}")
+    return "\n".join([*lines, ")"])
