@@ -22,9 +22,8 @@ from shardwise.messages import CollectiveChoice
 from shardwise.plans import ParameterEntry
 from shardwise.reporting.document import Report
 from shardwise.reporting.recorded import Recording
-from shardwise.runtime.groups import Params
 from shardwise.runtime.module import ParallelModule
-from shardwise.runtime.optimizer import HasStore, ShardedOptimizer
+from shardwise.runtime.optimizer import HasStore, Params, ShardedOptimizer
 from shardwise.schedules import Schedule
 from shardwise.sharding.rule import Call, NodeRule, RuleFunction
 from shardwise.simulation import Estimate, MemoryUse, Timeline
