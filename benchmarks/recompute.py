@@ -187,8 +187,8 @@ def predict(
     graph = sw.capture(model, batch, plan=plan)
     rows = []
     for rank in range(ranks):
-        found = sw.predict_memory(graph, plan, rank)
-        state = found.parameters_bytes + found.optimizer_bytes
+        found = sw.compile(graph, plan).memory(rank)
+        state = int(found.parts["parameters"] + found.parts["optimizer"])
         rows.append(
             {
                 "peak": found.peak_bytes,

@@ -196,8 +196,9 @@ def model_job(name: str, cases: Mapping[str, Case], memory: bool) -> Result:
         items[f"estimates/{where}"] = estimate(graph, plan, cluster)
         if memory and label in MEMORY_CASES:
             for rank in range(case.ranks):
-                use = sw.predict_memory(graph, plan, rank)
-                items[f"memory/{where}/{rank}"] = canonical(use.to_json())
+                use = sw.compile(graph, plan).memory(rank).to_json()
+                parts = {f"{part}_bytes": size for part, size in use.pop("parts").items()}
+                items[f"memory/{where}/{rank}"] = canonical({**use, **parts})
     return Result(items=items)
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     cluster = sw.Cluster.local(4)
     for strategy in (sw.strategies.ddp, sw.strategies.fsdp, frugal, tall_and_wide):
         plan = strategy(graph, cluster)
-        memory = sw.predict_memory(graph, plan, rank=0)
+        memory = sw.compile(graph, plan).memory(rank=0)
         print(f"{plan.name:14}{memory.peak_bytes / 2**10:6.0f} KiB at the peak of rank 0")
     print(frugal(graph, cluster))
     for strategy in (frugal, tall_and_wide):

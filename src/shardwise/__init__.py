@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardwise.api.certify import verify
     from shardwise.api.compiled import compile
     from shardwise.api.explanation import explain
-    from shardwise.api.memory import predict_memory
     from shardwise.api.parallel import parallelize
     from shardwise.api.tuning import tune
     from shardwise.cluster import Cluster, Mesh
@@ -59,7 +58,6 @@ __all__ = [
     "optimizer",
     "parallelize",
     "plan",
-    "predict_memory",
     "register_rule",
     "report",
     "save_checkpoint",
@@ -91,7 +89,6 @@ _HOME = {
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api.parallel",
     "plan": "shardwise.planner.search.plan",
-    "predict_memory": "shardwise.api.memory",
     "register_rule": "shardwise.sharding",
     "report": "shardwise.reporting.build",
     "save_checkpoint": "shardwise.training.checkpoint",

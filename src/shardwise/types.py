@@ -7,7 +7,6 @@ Unlike `import shardwise`, importing this module imports torch.
 
 from shardwise.api.advise import Advice, AdviceRow
 from shardwise.api.compiled import PipelineProgram, Program
-from shardwise.api.memory import MemoryEstimate
 from shardwise.api.steps import Plans
 from shardwise.api.weights import Init
 from shardwise.cluster import ClusterNode, Device, Link, Network, Start
@@ -54,7 +53,6 @@ __all__ = [
     "LinkPath",
     "Loaded",
     "LossFn",
-    "MemoryEstimate",
     "MemoryUse",
     "Model",
     "Network",

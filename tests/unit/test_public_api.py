@@ -39,7 +39,6 @@ PUBLIC = [
     "optimizer",
     "parallelize",
     "plan",
-    "predict_memory",
     "register_rule",
     "report",
     "save_checkpoint",

@@ -10,9 +10,10 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save
 
@@ -28,6 +29,11 @@ from shardwise.plans import Plan, Resolved, resolve
 from shardwise.runtime.loader import PipelineSources
 from shardwise.sharding.registry import rules_revision
 from shardwise.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.simulation import MemoryUse
 
 CACHED_PROGRAMS = 32
 WIDE = {dtype.name: dtype.exact for dtype in DTYPES.values() if dtype.exact}
@@ -62,6 +68,23 @@ class Program:
                 return text
         self.lowered.of_rank(rank)  # raises
         raise AssertionError
+
+    def memory(
+        self,
+        rank: int = 0,
+        optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
+        *,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> MemoryUse:
+        """Run a step of `rank` on tensors without data, and return its peak memory.
+
+        `optimizer` is a class or the name of one of torch's, with its `options`. `device` may be
+        "cuda" where there is a GPU: some operators allocate differently there.
+        """
+        from shardwise.api.memory import rank_memory
+
+        return rank_memory(self, rank, optimizer, device, options)
 
     def save(self, folder: str | Path) -> dict[str, tuple[int, ...]]:
         """Write one Python file per distinct rank program, `ranks.json`, and the plan.
@@ -115,6 +138,23 @@ class PipelineProgram:
                     t for p, t in zip(sources.places, sources.texts, strict=True) if place in p
                 )
         raise ProgramError(f"rank {rank} is not among the {self.plan.num_ranks} of the plan")
+
+    def memory(
+        self,
+        rank: int = 0,
+        optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
+        *,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> MemoryUse:
+        """Run a step of `rank` on tensors without data, and return its peak memory.
+
+        `optimizer` is a class or the name of one of torch's, with its `options`. `device` may be
+        "cuda" where there is a GPU: some operators allocate differently there.
+        """
+        from shardwise.api.memory import rank_memory
+
+        return rank_memory(self, rank, optimizer, device, options)
 
     def save(self, folder: str | Path) -> dict[str, tuple[int, ...]]:
         """Write a Python file per stage program, `pipeline.py`, `ranks.json`, and the plan.

@@ -1,10 +1,8 @@
-"""How much memory a rank will need: `predict_memory(graph, plan)`.
+"""The memory of one rank, found by running its program on tensors without data.
 
-Enters: `Graph`, `Plan`, a rank and an optimizer. Leaves: `MemoryEstimate`.
-
-The rank's generated program, its parameter store and its optimizer run two steps on tensors without
-data, over a transport that only pretends. A ledger counts the bytes of every storage while it
-lives; the estimate is that of the second step, when the optimizer's state is there.
+The rank's generated program, its parameter store and its optimizer run two steps over a transport
+that sends nothing. A tracker counts the bytes of every storage while it lives; the second step
+counts, when the optimizer's state is there.
 
 A storage is a parameter, a gradient or optimizer state where the store or the optimizer holds it;
 it is an activation if it is alive when a forward ends; anything else is temporary: what
@@ -15,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,94 +21,47 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import runtime as rt
 from shardwise.api.alone import SingleRank
-from shardwise.api.compiled import PipelineProgram, Program, compile
-from shardwise.api.ledger import NEEDS_DATA, Ledger, Peak
+from shardwise.api.compiled import PipelineProgram, Program
+from shardwise.api.ledger import NEEDS_DATA, Ledger
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
-from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.runtime.optimizer import ELEMENTWISE
+from shardwise.simulation.memory import MemoryUse
 
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     c.__name__.lower(): c for c in ELEMENTWISE
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """The bytes that a rank holds at most in a step, of what they are made, and when.
-
-    `activations_peak_bytes` is the most that is kept for backward at any time, also if that is not
-    when the sum is highest.
-    """
-
-    rank: int
-    peak_bytes: int
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    temporary_bytes: int
-    activations_peak_bytes: int
-    when: str  # "0B3": as actions of a schedule; "optimizer"
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    def __str__(self) -> str:
-        rows = [
-            ("parameters", self.parameters_bytes),
-            ("gradients", self.gradients_bytes),
-            ("optimizer state", self.optimizer_bytes),
-            ("activations", self.activations_bytes),
-            ("temporary", self.temporary_bytes),
-            ("peak", self.peak_bytes),
-            ("activations at most", self.activations_peak_bytes),
-        ]
-        lines = [f"memory of rank {self.rank}, highest in {self.when}"]
-        return "\n".join([*lines, *(f"  {name:20} {_mib(size):>12}" for name, size in rows)])
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
-
-
-def predict_memory(
-    graph: Graph,
-    plan: Plan,
-    rank: int = 0,
-    optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
-    *,
-    device: torch.device | str = "cpu",
-    **options: Any,
-) -> MemoryEstimate:
-    """The memory that `rank` needs for a step under `plan`, without allocating it.
-
-    `optimizer` is a class or the name of one of torch's, with its `options`. `device` may be "cuda"
-    where there is a GPU: some operators take another way there.
-    """
+def rank_memory(
+    program: Program | PipelineProgram,
+    rank: int,
+    optimizer: str | Callable[..., torch.optim.Optimizer],
+    device: torch.device | str,
+    options: Mapping[str, Any],
+) -> MemoryUse:
+    """Return the memory that `rank` needs for a step; see `Program.memory`."""
+    plan = program.plan
     if not 0 <= rank < plan.num_ranks:
         raise PlanError(f"rank {rank} is not among the {plan.num_ranks} of the plan")
     device = torch.device(device)
     _check_device(plan, device)
-    program, cls = compile(graph, plan), _optimizer_class(optimizer)
     ledger = Ledger(device)
     try:
         with ledger.counting():
-            _play(_Player(program, rank, ledger), cls, options, ledger)
+            _play(_Player(program, rank, ledger), _optimizer_class(optimizer), options, ledger)
     except NEEDS_DATA as error:
         raise ShardwiseError(
             f"memory cannot be predicted: the program asks for values of tensors ({error})",
-            where=graph.name,
+            where=program.graph.name,
             hint="measure a step with torch.profiler.profile(profile_memory=True)",
         ) from error
-    return _estimate(rank, ledger.peak())
-
-
-def _estimate(rank: int, peak: Peak) -> MemoryEstimate:
-    return MemoryEstimate(
+    peak = ledger.peak()
+    return MemoryUse(
+        group=next(i for i, ranks in enumerate(plan.groups) if rank in ranks),
         rank=rank,
         peak_bytes=sum(peak.bytes_of.values()),
-        **{f"{kind}_bytes": size for kind, size in peak.bytes_of.items()},
+        parts=peak.bytes_of,
         activations_peak_bytes=peak.most_activations_bytes,
         when=peak.when,
     )

@@ -23,16 +23,22 @@ __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """The bytes of one rank's tensors at their highest, and what they may take of its device.
+    """The bytes of one rank's tensors at their peak, what they are for, and what its device has.
 
-    `others` is what of the device is not for tensors (`budget`).
+    `simulate(...).memory` estimates the fullest rank of every group of ranks; a compiled program's
+    `memory(rank)` runs that rank without data. `parts` are parameters, gradients, optimizer,
+    activations and temporary. `activations_peak_bytes` is the most that is kept for backward at any
+    time, which may not be when the sum is highest. `others` is memory of the device that is not for
+    tensors (`budget`).
     """
 
     group: int
+    rank: int | None = None  # None: the fullest of the group
     peak_bytes: float
-    limit_bytes: float
+    limit_bytes: float = math.inf
     parts: Mapping[str, float]
-    when: str  # an action, or "optimizer"
+    activations_peak_bytes: float = 0.0
+    when: str  # an action of the schedule, such as "0B3", or "optimizer"
     over_time: tuple[tuple[str, float], ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
     host_bytes: float = 0.0  # of host memory, with offload
@@ -57,7 +63,19 @@ class MemoryUse:
     def headroom_bytes(self) -> float:
         return self.limit_bytes - self.peak_bytes
 
+    def __str__(self) -> str:
+        whose = f"group {self.group}" if self.rank is None else f"rank {self.rank}"
+        names = {"optimizer": "optimizer state"}
+        rows = [(names.get(part, part), size) for part, size in self.parts.items()]
+        rows += [("peak", self.peak_bytes), ("activations at most", self.activations_peak_bytes)]
+        lines = [f"memory of {whose}, highest in {self.when}"]
+        return "\n".join([*lines, *(f"  {n:20} {s / 2**20:>8,.1f} MiB" for n, s in rows)])
+
     def to_json(self) -> dict[str, object]:
+        """Return the figures; of a rank that was run without data, no limits are known."""
+        if self.rank is not None:
+            names = ("rank", "peak_bytes", "parts", "activations_peak_bytes", "when")
+            return {name: getattr(self, name) for name in names}
         return {
             "group": self.group,
             "peak_bytes": self.peak_bytes,
@@ -82,12 +100,14 @@ def group_memory(
     over_time: list[tuple[str, float]] = []
     actions = schedule.actions[number]
     host: dict[str, float] = {}
+    most_activations = 0.0
     for index, action in enumerate(actions):
         following = actions[index + 1] if index + 1 < len(actions) else None
         parts = held.at(action, following)
         held.after(action)
         if held.uses_host:
             host = max(host, held.on_host(), key=lambda parts: sum(parts.values()))
+        most_activations = max(most_activations, parts["activations"])
         total = sum(parts.values())
         over_time.append((str(action), total))
         if total > sum(best.values()):
@@ -101,6 +121,7 @@ def group_memory(
         peak_bytes=sum(best.values()),
         limit_bytes=budget.limit_bytes,
         parts=best,
+        activations_peak_bytes=most_activations,
         when=when,
         over_time=tuple(over_time),
         others=budget.others(),

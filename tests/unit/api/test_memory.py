@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.models import GPT, tokens
 from benchmarks.recompute import measure, predict
-from shardwise.api.memory import MemoryEstimate
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError
 from tests.support.tiers import thinned
 
@@ -29,10 +28,10 @@ def graph_of() -> sw.Graph:
 
 
 @functools.cache
-def predicted(strategy: str, ranks: int, rank: int = 0, **options: Any) -> MemoryEstimate:
+def predicted(strategy: str, ranks: int, rank: int = 0, **options: Any) -> sw.types.MemoryUse:
     graph = graph_of()
     plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
-    return sw.predict_memory(graph, plan, rank)
+    return sw.compile(graph, plan).memory(rank)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +85,15 @@ def test_state_is_what_the_strategy_keeps_of_it(strategy: str) -> None:
         "fsdp": (0.5, 1),
         "tensor": (0.5, 1),
     }[strategy]
-    assert found.parameters_bytes == pytest.approx(parameters * whole, rel=0.1)
-    assert found.optimizer_bytes == pytest.approx(optimizer * whole, rel=0.1)
+    assert found.parts["parameters"] == pytest.approx(parameters * whole, rel=0.1)
+    assert found.parts["optimizer"] == pytest.approx(optimizer * whole, rel=0.1)
 
 
 def test_parts_add_up_and_the_table_shows_them() -> None:
     found = predicted("fsdp", 2)
     data = found.to_json()
     parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
-    assert sum(data[f"{part}_bytes"] for part in parts) == found.peak_bytes
+    assert sum(found.parts[part] for part in parts) == found.peak_bytes
     assert json.loads(json.dumps(data)) == data
     assert f"{found.peak_bytes / 2**20:,.1f} MiB" in str(found)
     assert str(found).startswith(f"memory of rank 0, highest in {found.when}\n  parameters ")
@@ -124,7 +123,7 @@ def test_schedules_keep_what_is_in_flight() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_schedule_can_be_played(schedule: str, rank: int) -> None:
     options = {"schedule": schedule, "pp": 2, "num_microbatches": 4}
-    assert predicted("pipeline", 2, rank, **options).activations_bytes > 0
+    assert predicted("pipeline", 2, rank, **options).parts["activations"] > 0
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 7])
@@ -139,7 +138,7 @@ def test_micro_batches_of_their_own_count_with_the_whole_batch() -> None:
     plan = sw.strategies.ddp(
         sw.capture(model, batch), sw.Cluster.local(1), num_microbatches=4, per_microbatch=True
     )
-    found = sw.predict_memory(sw.capture(model, batch, plan=plan), plan)
+    found = sw.compile(sw.capture(model, batch, plan=plan), plan).memory()
     whole = predicted("ddp", 1)
     assert found.activations_peak_bytes == pytest.approx(whole.activations_peak_bytes / 4, rel=0.05)
 
@@ -151,10 +150,12 @@ def test_a_model_larger_than_this_machine() -> None:
     graph = sw.capture(model, batch)
     plan = sw.strategies.fsdp(graph, sw.Cluster.local(64), precision="bf16")
     graph = sw.capture(model, batch, plan=plan)
-    found = sw.predict_memory(graph, plan, 63)
+    found = sw.compile(graph, plan).memory(63)
     whole = sum(graph.values[p.value].numel for p in graph.parameters)
     assert whole > 2.5e9
-    assert found.parameters_bytes + found.optimizer_bytes == pytest.approx(12 * whole / 64, rel=0.1)
+    assert found.parts["parameters"] + found.parts["optimizer"] == pytest.approx(
+        12 * whole / 64, rel=0.1
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -162,7 +163,7 @@ def test_a_gpu_that_is_not_here() -> None:
     graph = graph_of()
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1))
     with pytest.raises(ShardwiseError, match="torch finds no such device here"):
-        sw.predict_memory(graph, plan, device="cuda")
+        sw.compile(graph, plan).memory(device="cuda")
 
 
 class Dropping(nn.Module):
@@ -177,25 +178,25 @@ class Dropping(nn.Module):
 def test_random_numbers_are_not_drawn() -> None:
     graph = sw.capture(Dropping().train(), {"x": torch.ones(4, 8)})
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
-    assert sw.predict_memory(graph, plan).peak_bytes > 0
+    assert sw.compile(graph, plan).memory().peak_bytes > 0
 
 
 def test_optimizers_are_named_or_given() -> None:
     graph = graph_of()
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1))
     whole = sum(graph.values[p.value].num_bytes for p in graph.parameters)
-    assert sw.predict_memory(graph, plan, optimizer="sgd").optimizer_bytes == 0
-    found = sw.predict_memory(graph, plan, optimizer=torch.optim.SGD, momentum=0.9)
-    assert found.optimizer_bytes == whole
+    assert sw.compile(graph, plan).memory(optimizer="sgd").parts["optimizer"] == 0
+    found = sw.compile(graph, plan).memory(optimizer=torch.optim.SGD, momentum=0.9)
+    assert found.parts["optimizer"] == whole
     with pytest.raises(OptimizerError, match="did you mean 'adamw'"):
-        sw.predict_memory(graph, plan, optimizer="adamww")
+        sw.compile(graph, plan).memory(optimizer="adamww")
 
 
 def test_a_rank_that_the_plan_does_not_have() -> None:
     graph = graph_of()
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
     with pytest.raises(PlanError, match="rank 2 is not among the 2"):
-        sw.predict_memory(graph, plan, 2)
+        sw.compile(graph, plan).memory(2)
 
 
 class _Reads(torch.autograd.Function):
@@ -222,4 +223,4 @@ def test_a_program_that_reads_values_says_so() -> None:
     graph = sw.capture(Reading(), {"x": torch.ones(4, 4)})
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1))
     with pytest.raises(ShardwiseError, match=r"memory cannot be predicted: .* values of"):
-        sw.predict_memory(graph, plan)
+        sw.compile(graph, plan).memory()
