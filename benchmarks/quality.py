@@ -28,7 +28,7 @@ from benchmarks.quality_cases import CASES, Case
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.planner.balance import balance
+from shardwise.planner.stage_balance import balance
 from shardwise.plans import Precision
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Evaluator
@@ -186,7 +186,7 @@ def run(case: Case) -> Row:
         grid_s=best_s,
         configurations=total,
         fitting=fitting,
-        plan=str(plan.search["best"]["what"]),
+        plan=str(plan.search.best.what),
         plan_s=ours.step_time_s,
         gap=ours.step_time_s / best_s - 1,
         planning_s=planning,

@@ -218,11 +218,10 @@ def _row(
     best = min((name for name in medians if name != "auto"), key=lambda name: medians[name])
     both = zip(times["auto"], times[best], strict=False)
     ours, theirs = zip(*(((a[0], b[0])) for a, b in both), strict=True)
-    searched: Any = auto.search
     return {
         "model": model,
         "ranks": cluster.num_ranks,
-        "plan": searched["best"]["what"],
+        "plan": auto.figures.best.what,
         "planned_s": planned,
         "best_rival": best,
         **ratio(list(ours), list(theirs)),

@@ -94,13 +94,12 @@ def row(model: str, cluster: sw.Cluster, cores: list[int], pairs: int) -> dict[s
     job = Job(model=model, ranks=2, systems=systems, pairs=pairs, cores=tuple(cores))
     with busy(cores[1]):
         times = {name: [t for t, _ in mine] for name, mine in launch(job).items()}
-    found: Any = plans["auto"].search
     predicted = {
         n: sw.simulate(graph, p, cluster, table=table).step_time_s for n, p in plans.items()
     }
     return {
         "model": model,
-        "plan": found["best"]["what"],
+        "plan": plans["auto"].figures.best.what,
         "mesh": str(plans["auto"].mesh),
         "stages": [[s.first, list(s.ranks)] for s in plans["auto"].stages],
         **ratio(times["ddp"], times["auto"]),

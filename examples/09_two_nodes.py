@@ -28,17 +28,17 @@ def main() -> None:
         ids = torch.empty(240, 64, dtype=torch.long)
     graph = sw.capture(model, {"ids": ids, "labels": ids})
     plan = sw.plan(graph, cluster, precision="bf16")
-    best = plan.search["best"]
-    print(f"\n{best['what']}: {best['step_time_s'] * 1e3:.0f} ms")
+    best = plan.search.best
+    print(f"\n{best.what}: {best.step_time_s * 1e3:.0f} ms")
     for stage in plan.all_stages:
         print(f"  ranks {stage.ranks} from {stage.first or 'the first node'}")
-    if left_out := plan.search.get("left_out"):
-        slower = left_out["step_time_s"] * 1e3
-        print(f"  {left_out['devices']} left idle: with all devices {slower:.0f} ms")
+    if left_out := plan.search.left_out:
+        slower = (left_out.step_time_s or 0.0) * 1e3
+        print(f"  {left_out.devices} left idle: with all devices {slower:.0f} ms")
     print("instead of")
-    for other in plan.search["runners_up"][:3]:
-        print(f"  {other['what']}: {other['step_time_s'] * 1e3:.0f} ms")
-    print(f"limited by {plan.search['binding']['text']}")
+    for other in plan.search.runners_up[:3]:
+        print(f"  {other.what}: {other.step_time_s * 1e3:.0f} ms")
+    print(f"limited by {plan.search.binding.text}")
     plan.save("plan.json")
 
     even = sw.strategies.fsdp(graph, cluster, precision="bf16")

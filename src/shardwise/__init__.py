@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.cluster import Cluster, Mesh
     from shardwise.ir import Graph
     from shardwise.planner import strategies
-    from shardwise.planner.search.plan import plan
+    from shardwise.planner.plan import plan
     from shardwise.plans import Plan, Precision, Stage
     from shardwise.reporting.build import report
     from shardwise.runtime import clip_grad_norm_, optimizer
@@ -88,7 +88,7 @@ _HOME = {
     "load_checkpoint": "shardwise.training.checkpoint",
     "optimizer": "shardwise.runtime",
     "parallelize": "shardwise.api.parallel",
-    "plan": "shardwise.planner.search.plan",
+    "plan": "shardwise.planner.plan",
     "register_rule": "shardwise.sharding",
     "report": "shardwise.reporting.build",
     "save_checkpoint": "shardwise.training.checkpoint",

@@ -16,5 +16,5 @@ import pytest
 def unpolished() -> Iterator[None]:
     """Within it, `sw.plan` and all that calls it leave plans as the search found them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.planner.search.polish.MOST_RANKS", 0)
+        patch.setattr("shardwise.planner.local_search.MAX_RANKS", 0)
         yield

@@ -16,9 +16,9 @@ from shardwise.cost import OpTable
 from shardwise.errors import ClusterError, InfeasiblePlan
 from shardwise.ir import Graph
 from shardwise.planner.options import SearchOptions, known_options
+from shardwise.planner.plan import plan as find_plan
 from shardwise.planner.progress import Progress
-from shardwise.planner.search import plan as find_plan
-from shardwise.planner.search.space import Fixed
+from shardwise.planner.search_space import UserOptions
 from shardwise.plans import Plan
 
 HOUR_S = 3600.0
@@ -43,19 +43,18 @@ class AdviceRow:
 
     @property
     def step_time_s(self) -> float | None:
-        return None if self.plan is None else float(self.plan.search["best"]["step_time_s"])
+        return None if self.plan is None else self.plan.figures.best.step_time_s
 
     @property
     def headroom_bytes(self) -> float | None:
         """What the fullest device has left."""
         if self.plan is None:
             return None
-        memory = self.plan.search["best"]["memory"]
-        return float(memory["limit_bytes"] - memory["peak_bytes"])
+        return self.plan.figures.best.memory.free_bytes
 
     def per_s(self, unit: str) -> float | None:
         """`rows` or `tokens` each second; None where the batch has none."""
-        number = None if self.plan is None else self.plan.search["batch"].get(unit)
+        number = None if self.plan is None else getattr(self.plan.figures.batch, unit)
         return number / self.step_time_s if number and self.step_time_s else None
 
     def cost_per_million(self, unit: str) -> float | None:
@@ -81,8 +80,8 @@ class AdviceRow:
             "cost_per_million_rows": self.cost_per_million("rows"),
             "cost_per_million_tokens": self.cost_per_million("tokens"),
             "headroom_bytes": self.headroom_bytes,
-            "plan": self.plan.search["best"]["what"],
-            "limited_by": self.plan.search["binding"]["text"],
+            "plan": self.plan.figures.best.what,
+            "limited_by": self.plan.figures.binding.text,
         }
 
 
@@ -127,7 +126,7 @@ class Advice:
             ]
             lines.append(
                 f"{row.cluster}: step {row.step_time_s:.4g} s{cost}: "
-                f"{row.plan.search['best']['what']}" + "".join(f", {mark}" for mark in marks)
+                f"{row.plan.figures.best.what}" + "".join(f", {mark}" for mark in marks)
             )
         return "\n".join(lines)
 
@@ -153,7 +152,7 @@ def advise(
             "nothing to compare: no kinds with counts and no clusters",
             hint='sw.advise(graph, ["h100", "a100-80"], [8, 16])',
         )
-    Fixed.of({name: value for name, value in options.items() if name not in _OTHERS})
+    UserOptions.of({name: value for name, value in options.items() if name not in _OTHERS})
     with Progress("comparing", shown=progress) as bar:
         rows = list(_rows(graph, every, {**options, "table": table}, bar))
     rows.sort(key=lambda row: (not row.feasible, row.step_time_s or 0.0, row.num_ranks))

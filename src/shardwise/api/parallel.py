@@ -48,7 +48,6 @@ from shardwise.frontend.watch import Reads
 from shardwise.ir import Graph
 from shardwise.pages import keep_pages
 from shardwise.plans import Plan, model_fingerprint
-from shardwise.plans.plan import decisions
 from shardwise.runtime.collectives.backends import Derive
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
 from shardwise.runtime.offload import grow_segments
@@ -179,7 +178,7 @@ def trace_labels(plan: Plan) -> dict[str, str]:
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
-        "plan": decisions(plan.with_(seed=0)),
+        "plan": plan.with_(seed=0).digest,
     }
 
 

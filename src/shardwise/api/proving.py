@@ -79,4 +79,4 @@ def _measured(job: dict[str, Any], ranks: int) -> list[OpTable]:
 
 
 def _written(plan: Plan) -> dict[str, Any]:
-    return plan.with_(search={}).to_json()
+    return plan.with_(search=None).to_json()

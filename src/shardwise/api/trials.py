@@ -56,7 +56,7 @@ def fitting(plans: Sequence[Plan], cluster: Cluster) -> list[Plan]:
     device = cluster.device(0)
     most = SHARE * (device.host_memory_bytes or device.memory_bytes)  # of one rank's share
     for plan in plans:
-        used += plan.search["best"]["memory"]["peak_bytes"]
+        used += plan.figures.best.memory.peak_bytes
         if used > most:
             break
         found.append(plan)

@@ -16,9 +16,9 @@ from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import InfeasiblePlan, RankError
 from shardwise.ir import Graph
+from shardwise.planner.figures import with_figures
 from shardwise.planner.options import SearchOptions, known_options
-from shardwise.planner.search import plan
-from shardwise.planner.search.details import figures
+from shardwise.planner.plan import plan
 from shardwise.plans import Plan
 from shardwise.simulation.simulate import simulate
 
@@ -100,12 +100,12 @@ class _Candidate:
     @property
     def kind(self) -> tuple[int, ...]:
         """Ranks of stages and of tensors, micro-batches."""
-        return tuple(_best(self.plan)["point"][name] for name in KINDS[0])
+        return tuple(getattr(self.plan.figures.best.config, name) for name in KINDS[0])
 
     @property
     def what(self) -> str:
         ways = dict.fromkeys(choice.uses for choice in self.plan.collectives)
-        return ", ".join([str(_best(self.plan)["what"]), *(f"{way} collectives" for way in ways)])
+        return ", ".join([self.plan.figures.best.what, *(f"{way} collectives" for way in ways)])
 
 
 class _Tuning:
@@ -250,17 +250,19 @@ class _Tuning:
 
         Where its settings lead to another, by what was measured, there are no runners-up.
         """
-        point = _best(best.plan)["point"]
+        config = best.plan.figures.best.config
+        assert config is not None
         names = ["dp", "tp", "pp", "schedule", "num_microbatches", "recompute", "offload"]
-        names += ["zero"] if point["outer"] is None else []  # one level for all
-        fixed = {name: point[name] for name in names if point[name] not in (None, "")}
+        names += ["zero"] if config.outer is None else []  # one level for all
+        fixed = {n: v for n in names if (v := getattr(config, n)) not in (None, "")}
         again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
         if _same(again, best.plan):
-            of = {**_found(again)["cluster"], "fingerprint": self.cluster.fingerprint}
-            return again.with_(search={**again.search, "cluster": of})
-        made = figures(self.graph, best.plan, self.cluster, table)
-        named = {name: _best(best.plan)[name] for name in ("what", "point")}
-        return made.with_(search={**made.search, "best": {**_best(made), **named}})
+            found = again.figures
+            cluster = replace(found.cluster, fingerprint=self.cluster.fingerprint)
+            return again.with_(search=replace(found, cluster=cluster))
+        made = with_figures(self.graph, best.plan, self.cluster, table)
+        named = replace(made.figures.best, what=best.plan.figures.best.what, config=config)
+        return made.with_(search=replace(made.figures, best=named))
 
 
 def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -293,12 +295,4 @@ def _without_shared_memory(cluster: Cluster) -> Cluster:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    return one.with_(search={}) == other.with_(search={})
-
-
-def _best(made: Plan) -> Any:
-    return _found(made)["best"]
-
-
-def _found(made: Plan) -> Any:
-    return made.search
+    return one.with_(search=None) == other.with_(search=None)

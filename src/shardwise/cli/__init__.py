@@ -128,7 +128,7 @@ def _finish_plan(
     if as_json or not searched:
         _print(made.to_json() if as_json else made)
         return
-    from shardwise.cli.verdict import plan_text
+    from shardwise.plans.explain import plan_text
 
     typer.echo(plan_text(made, terminal_width()))
     if out is not None:
@@ -219,14 +219,13 @@ def explain(
 
 def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
     """From the plan's file alone."""
-    from shardwise.cli.verdict import explain_json, explain_text
-    from shardwise.reporting.build import reading
+    from shardwise.plans.explain import explain_json, explain_plan
 
     if node is not None:
         raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")
     loaded = load_plan(path)
-    with about(path), reading(loaded):
-        text = explain_json(loaded) if as_json else explain_text(loaded, terminal_width())
+    with about(path):
+        text = explain_json(loaded) if as_json else explain_plan(loaded, terminal_width())
     typer.echo(json.dumps(text, indent=2) if as_json else text)
 
 

@@ -121,5 +121,5 @@ def _best(row: AdviceRow, advice: Advice) -> str:
         for mark, best in (("QUICKEST", advice.quickest), ("CHEAPEST", advice.cheapest))
         if best is row
     ]
-    plan = row.plan.search["best"]["what"] if row.plan is not None else ""
+    plan = row.plan.figures.best.what if row.plan is not None else ""
     return f"{row.cluster}{''.join(f' [{mark}]' for mark in marks)}: {plan}"

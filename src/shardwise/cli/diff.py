@@ -32,30 +32,28 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two plans, and what it costs."""
-    from shardwise.reporting.build import reading
     from shardwise.reporting.diff import diff as compare
 
     require_own(perfetto, "trace", option="--perfetto")
     plans = [load_plan(path) for path in (before, after)]
-    with reading(plans[1]):
-        found = compare(*plans)
-        if perfetto is not None:
-            _write_trace(perfetto, [before, after], plans)
-        if as_json:
-            text = json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2)
-        else:
-            text = difference_text(found, before.stem, after.stem, terminal_width())
+    found = compare(*plans)
+    if perfetto is not None:
+        _write_trace(perfetto, [before, after], plans)
+    if as_json:
+        text = json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2)
+    else:
+        text = difference_text(found, before.stem, after.stem, terminal_width())
     typer.echo(text)
     if not as_json and perfetto is not None:
         typer.echo(f"\n{perfetto}: open it at https://ui.perfetto.dev")
 
 
 def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
-    from shardwise.planner.search.replay import replay
     from shardwise.reporting.files import write_whole
     from shardwise.reporting.traces import side_by_side
+    from shardwise.simulation import stored_estimate
 
-    named = [(f.stem, plan, replay(plan)) for f, plan in zip(files, plans, strict=True)]
+    named = [(f.stem, plan, stored_estimate(plan)) for f, plan in zip(files, plans, strict=True)]
     write_whole(path, json.dumps(side_by_side(named)), option="--perfetto")
 
 

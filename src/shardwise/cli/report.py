@@ -107,10 +107,10 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
 
 
 def _timelines(plan: Plan, recording: Recording | None) -> object:
-    from shardwise.planner.search.replay import replay
     from shardwise.reporting.measured import compare
     from shardwise.reporting.overlay import both_traces
+    from shardwise.simulation import stored_estimate
 
-    estimate = replay(plan)
+    estimate = stored_estimate(plan)
     measured = None if recording is None else compare(recording, plan, estimate)
     return both_traces(plan, estimate, measured)

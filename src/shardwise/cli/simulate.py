@@ -17,7 +17,6 @@ from shardwise.cli.clusters import cluster_of
 from shardwise.cli.files import load_plan
 from shardwise.cli.kinds import require_own
 from shardwise.cli.target import AsJson, Perfetto, capture_target
-from shardwise.cli.verdict import cause_text, shares
 from shardwise.formatting import amount, counted, seconds, size, terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -48,18 +47,15 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's step: time, exposed communication, bubbles, memory."""
-    from shardwise.reporting.build import reading
-
     require_own(perfetto, "trace", option="--perfetto")
     plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
-    with reading(plan):
-        if perfetto is not None:
-            write_trace(perfetto, estimate, plan)
-        if as_json:
-            text = json.dumps(estimate_json(plan, estimate), indent=2)
-        else:
-            text = estimate_text(plan, estimate, terminal_width())
+    if perfetto is not None:
+        write_trace(perfetto, estimate, plan)
+    if as_json:
+        text = json.dumps(estimate_json(plan, estimate), indent=2)
+    else:
+        text = estimate_text(plan, estimate, terminal_width())
     typer.echo(text)
     if not as_json and perfetto is not None:
         typer.echo(f"\n{perfetto}: open it at https://ui.perfetto.dev")
@@ -72,9 +68,9 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
             raise typer.BadParameter(
                 f"{given[0]}: a new simulation needs the model, too: MODULE.py:FUNCTION"
             )
-        from shardwise.planner.search.replay import replay
+        from shardwise.simulation import stored_estimate
 
-        return replay(plan)
+        return stored_estimate(plan)
     if cluster is None:
         raise typer.BadParameter("a new simulation needs --cluster: a file, or h100:8x8")
     import shardwise
@@ -101,18 +97,21 @@ def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     """The estimate for machines, with the memory of every group over time."""
-    from shardwise.planner.search.replay import moments
+    from shardwise.simulation.stored import memory_over_time
 
     found = estimate.to_json()
     found["memory"] = [
-        {**use.to_json(), "ranks": list(ranks), "over_time_bytes": moments(use)}
+        {**use.to_json(), "ranks": list(ranks), "over_time_bytes": memory_over_time(use)}
         for use, ranks in zip(estimate.memory, plan.groups, strict=True)
     ]
     return {"plan": plan.name, "model": plan.model, **found}
 
 
 def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
-    """The estimate for people: what takes the time, and the memory of each kind of group."""
+    """Return the estimate as text: what takes the time, and the memory of each kind of group."""
+    from shardwise.plans.explain import shares
+    from shardwise.plans.search_result import CAUSES
+
     timeline, time = estimate.timeline, estimate.step_time_s
     exposed = sum(
         timeline.causes[name] for name in ("collectives", "parameters", "gradients", "update")
@@ -127,7 +126,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
         ],
         [
             "time by cause, of the ranks that end last",
-            *shares({cause_text(k): v for k, v in timeline.causes.items()}, time, seconds, width),
+            *shares({CAUSES[k]: v for k, v in timeline.causes.items()}, time, seconds, width),
         ],
         *_memory(plan, estimate, width),
     ]
@@ -142,7 +141,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
 def _memory(plan: Plan, estimate: Estimate, width: int) -> list[list[str]]:
     """Memory of every group, those that are alike once."""
     from shardwise.messages.ranks import format_ranks
-    from shardwise.planner.search.replay import moments
+    from shardwise.simulation.stored import memory_over_time
 
     alike: dict[object, list[int]] = {}
     for number, use in enumerate(estimate.memory):
@@ -159,7 +158,7 @@ def _memory(plan: Plan, estimate: Estimate, width: int) -> list[list[str]]:
                 f"memory over a step, {whose}: {size(use.peak_bytes)} of "
                 f"{size(use.limit_bytes)}{'' if use.fits else ': DOES NOT FIT'}",
                 "  " + ", ".join(f"{k} {size(v)}" for v, k in shown),
-                *chart(moments(use), use.limit_bytes, min(COLUMNS, width - 12)),
+                *chart(memory_over_time(use), use.limit_bytes, min(COLUMNS, width - 12)),
             ]
         )
     if len(alike) > MOST_GROUPS:

@@ -125,8 +125,8 @@ def _print_plan(found: DryRun, as_json: bool) -> None:
     if as_json:
         both: dict[str, Any] = {"plan": found.plan.to_json(), "estimate": found.estimate.to_json()}
         typer.echo(json.dumps(both, indent=2))
-    elif found.plan.search:
-        from shardwise.cli.verdict import plan_text
+    elif found.plan.search is not None:
+        from shardwise.plans.explain import plan_text
 
         typer.echo(plan_text(found.plan, terminal_width()))
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shardwise.cluster import Cluster
 from shardwise.messages.ranks import parse_ranks
 from shardwise.plans.plan import Plan
@@ -16,7 +14,7 @@ def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
 
     A plan whose search left devices out says of which cluster, and which ranks of it remain.
     """
-    left_out = plan.search.get("left_out")
-    if not isinstance(left_out, Mapping) or left_out.get("fingerprint") != cluster.fingerprint:
+    left_out = plan.search.left_out if plan.search is not None else None
+    if left_out is None or left_out.fingerprint != cluster.fingerprint:
         return cluster
-    return cluster.subset(parse_ranks(str(left_out.get("used", "")), "search.left_out.used"))
+    return cluster.subset(parse_ranks(left_out.used, "search.left_out.used"))

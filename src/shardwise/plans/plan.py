@@ -39,6 +39,7 @@ from shardwise.plans.fields import (
 )
 from shardwise.plans.files import plan_file_text
 from shardwise.plans.fingerprint import model_fingerprint
+from shardwise.plans.search_result import SearchResult
 from shardwise.schedules.schedule import require_size
 
 FORMAT_VERSION = 1
@@ -67,8 +68,8 @@ class Plan:
     `roles` says what each mesh axis cuts: the "batch" (parameters whole) or "parameters". `inputs`
     maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice of
     `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`; a key may also be a glob of
-    places, `{"blocks.*.mlp.up.linear_0": {"tp": "cut n"}}`. `search` is what the planner found on
-    its way here, as data: see `shardwise explain`.
+    places, `{"blocks.*.mlp.up.linear_0": {"tp": "cut n"}}`. `search` is the planner's
+    result, from which `shardwise explain` tells why this plan was chosen.
 
     `stages` cut the model in time; each has its own ranks and mesh; `mesh` is that of the first.
     A step is computed in `num_microbatches`, as if the batch were whole; with `per_microbatch` each
@@ -98,7 +99,7 @@ class Plan:
     rng: str = "exact"
     seed: int = 0
     notes: tuple[str, ...] = ()
-    search: Mapping[str, Any] = field(default_factory=dict)
+    search: SearchResult | None = None
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -210,6 +211,35 @@ class Plan:
         _check_globs("input", self.inputs, [i.name for i in graph.inputs])
         check_choices(self.nodes, graph)
 
+    # ------------------------------------------------------------ figures
+
+    @property
+    def figures(self) -> SearchResult:
+        """The search result; raises `PlanError` for a plan without one."""
+        if self.search is None:
+            raise PlanError(
+                f"the plan {self.name!r} was not searched for, so it has no figures",
+                hint="shardwise plan MODULE.py:FUNCTION --cluster c.yaml -o plan.json, or "
+                "shardwise explain MODULE.py:FUNCTION --plan plan.json for its nodes",
+            )
+        return self.search
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the decisions, without figures, notes and the name."""
+        decisions = replace(self, search=None, notes=(), name="").to_json()
+        data = {k: v for k, v in decisions.items() if k not in ("notes", "name")}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether decisions were changed after the figures were made."""
+        return self.search is not None and self.search.digest not in ("", self.digest)
+
+    def with_figures(self, search: SearchResult) -> Plan:
+        """Return the plan with figures that belong to its decisions."""
+        return replace(self, search=replace(search, digest=self.digest))
+
     def with_(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
@@ -240,7 +270,7 @@ class Plan:
             "rng": self.rng,
             "seed": self.seed,
             "notes": list(self.notes),
-            **({"search": dict(self.search)} if self.search else {}),
+            **({"search": self.search.to_json()} if self.search is not None else {}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -274,6 +304,7 @@ class Plan:
                     fields.get("precision", {}), f"{where}: precision"
                 ),
                 "collectives": read_choices(fields.get("collectives", ())),
+                "search": SearchResult.from_json(data["search"]) if data.get("search") else None,
             }
             plan = Plan(**{**fields, **made})
             check_ranks(plan.collectives, plan.num_ranks)
@@ -285,6 +316,10 @@ class Plan:
             raise PlanError(error.message, where=where, hint=error.hint) from None
 
     def __str__(self) -> str:
+        if self.search is not None and not self.is_edited:
+            from shardwise.plans.explain import plan_text
+
+            return plan_text(self)
         from shardwise.plans.text import format_plan
 
         return format_plan(self)
@@ -388,9 +423,3 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
                 f"{what} {glob!r} of the plan matches none of the model's {len(names)}"
                 f"{did_you_mean(glob, names)}"
             )
-
-
-def decisions(plan: Plan) -> str:
-    """Return the hex digest of what a plan decides, without search results, notes and name."""
-    data = {k: v for k, v in plan.to_json().items() if k not in ("search", "notes", "name")}
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

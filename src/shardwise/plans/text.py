@@ -6,7 +6,7 @@ Enters: a `Plan`. Leaves: text of at most 100 columns.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shardwise.messages.ranks import format_ranks
 from shardwise.plans.plan import Plan
@@ -25,11 +25,10 @@ def format_plan(plan: Plan) -> str:
     """Return the mesh, what each axis cuts, the order of work, and every parameter entry."""
     on = f"{len(plan.stages)} stages of {plan.num_ranks} ranks" if plan.stages else plan.mesh
     lines = [f"Plan {plan.name} for {plan.model} on {on}"]
-    left_out = plan.search.get("left_out")
-    if isinstance(left_out, Mapping):
-        used, total, whole = (left_out.get(key) for key in ("used", "num_ranks", "cluster"))
+    if plan.search is not None and (left_out := plan.search.left_out) is not None:
         lines.append(
-            f"  uses ranks {used} of the {total} of {whole}; the others would slow the step"
+            f"  uses ranks {left_out.used} of the {left_out.num_ranks} of {left_out.cluster}; "
+            "the others would slow the step"
         )
     for axis, role in plan.roles.items():
         dims = sorted({d for d in plan.inputs.values() if d is not None})
@@ -40,6 +39,26 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
     lines += _collectives(plan) + [f"  note: {note}" for note in plan.notes]
     return "\n".join(fitted for line in lines for fitted in _fit(line))
+
+
+def summary(plan: Plan) -> str:
+    """Return the plan in one line: as the search names it, or by its mesh and execution options."""
+    if plan.search is not None and not plan.is_edited:
+        return plan.search.best.what
+    parts = [f"{axis}={int(n)}" for axis, n in plan.mesh.axes]
+    parts += [f"pp={len(plan.groups)}"] if len(plan.groups) > 1 else []
+    parts = parts or ["1 rank"]
+    if isinstance(plan.schedule, str) and plan.schedule:
+        parts.append(plan.schedule)
+    if plan.num_microbatches > 1:
+        parts.append(f"{plan.num_microbatches} micro-batches")
+    levels = sorted({entry.zero for entry in plan.parameters.values() if entry.zero})
+    parts += [f"zero {'/'.join(map(str, levels))}"] if levels else []
+    if plan.recompute != "none":
+        modules = plan.recompute if isinstance(plan.recompute, str) else "of some modules"
+        parts.append(f"recompute {modules}")
+    parts += [f"offload {'+'.join(plan.offload)}"] if plan.offload else []
+    return ", ".join(parts)
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -6,23 +6,21 @@ run. Leaves: `Report`. Nothing of the user's code runs: figures are those of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import PlanError, ShardwiseError
-from shardwise.planner.search.replay import replay
-from shardwise.planner.search.report import CAUSES
+from shardwise.errors import PlanError
 from shardwise.plans import Plan
-from shardwise.plans.plan import decisions
+from shardwise.plans.explain import idle_devices
+from shardwise.plans.search_result import CAUSES, PlanDetails
 from shardwise.reporting.classes import classes_of, groups_of
-from shardwise.reporting.compared import idle_devices, plans_of
+from shardwise.reporting.compared import plans_of
 from shardwise.reporting.document import Cause, Headroom, Report, Verdict
-from shardwise.reporting.sections import machines_of, memory_of, modules_of, ways_of, what_if_of
+from shardwise.reporting.sections import machines_of, memory_of, modules_of, ways_of
 from shardwise.reporting.timeline import Step
-from shardwise.simulation import Estimate
+from shardwise.simulation import Estimate, stored_estimate
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -62,13 +60,11 @@ def report(
         from shardwise.reporting.code import with_code
 
         plan = with_code(plan, graph)
-    with reading(plan):
-        estimate = replay(plan)
-        made = _build(plan, estimate)
+    estimate = stored_estimate(plan)
+    made = _build(plan, estimate)
     if trace is not None:
         made = _measured(made, trace, plan, estimate)
-    with reading(plan):
-        made.verify()
+    made.verify()
     return made
 
 
@@ -76,7 +72,7 @@ def with_figures(
     plan: Plan, graph: Graph | None, cluster: Cluster | None, table: OpTable | None = None
 ) -> Plan:
     """Return the plan with figures that are its own."""
-    own = bool(plan.search) and plan.search.get("decisions", decisions(plan)) == decisions(plan)
+    own = plan.search is not None and not plan.is_edited
     if own and cluster is None and table is None:
         return plan
     if graph is None or cluster is None:
@@ -86,48 +82,30 @@ def with_figures(
             f"the plan {plan.name!r} {why}: a new simulation needs the model and a cluster",
             hint=f"{ANEW}, or sw.report(plan, graph, cluster)",
         )
-    from shardwise.planner.search.details import figures
+    from shardwise.planner.figures import with_figures as simulated
 
     plan.check(graph)
-    with reading(plan):
-        same = own and plan.search["cluster"].get("fingerprint") == cluster.fingerprint
-    if same and table is None:
+    if own and table is None and plan.figures.cluster.fingerprint == cluster.fingerprint:
         return plan
-    return figures(graph, plan, cluster, table)
-
-
-@contextmanager
-def reading(plan: Plan) -> Iterator[None]:
-    """Figures that are not as `shardwise plan` writes them are an error that says so."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise PlanError(
-            f"the figures of the plan {plan.name!r} are damaged: {type(error).__name__}: {error}",
-            where="search",
-            hint="shardwise plan makes them again",
-        ) from error
+    return simulated(graph, plan, cluster, table)
 
 
 def _build(plan: Plan, estimate: Estimate) -> Report:
-    search = plan.search
-    details: Mapping[str, Any] = search.get("details") or {}
+    search = plan.figures
+    details = search.details
     classes = classes_of(plan, estimate)
-    sends = [row["send_s"] for row in search["stages"]]
-    step = Step(plan, estimate, classes, sends)
+    step = Step(plan, estimate, classes)
     verdict = _verdict(plan, estimate)
     sections: dict[str, Any] = {
         "modules": modules_of(details),
         "cluster": machines_of(details, plan, estimate),
-        "what_if": what_if_of(details),
+        "what_if": details.what_if,
         "plans": plans_of(search),
         "code": _code(details),
     }
     missing = {name: MISSING[name] for name, found in sections.items() if found is None}
-    if sections["code"] is None and details.get("code_missing"):
-        missing["code"] = str(details["code_missing"])
+    if sections["code"] is None and details.code_missing:
+        missing["code"] = details.code_missing
     return Report(
         title=f"{verdict.model} on {verdict.cluster}, {plan.num_ranks} ranks",
         verdict=verdict,
@@ -138,13 +116,13 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         memory=memory_of(search, estimate, classes),
         timeline=step.chart(),
         schedule=step.grid(),
-        gap=search.get("gap"),
+        gap=search.gap,
         collectives=ways_of(plan),
         **sections,
     )
 
 
-def _code(details: Mapping[str, Any]) -> Any:
+def _code(details: PlanDetails) -> Any:
     from shardwise.reporting.code import read_code
 
     return read_code(details)
@@ -158,33 +136,30 @@ def _causes(estimate: Estimate) -> Iterator[Cause]:
 
 
 def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
-    search = plan.search
-    best, batch, cluster = search["best"], search["batch"], search["cluster"]
-    time, memory = estimate.step_time_s, best["memory"]
-    tokens = batch.get("tokens")
+    search = plan.figures
+    best, batch, cluster = search.best, search.batch, search.cluster
+    time, memory = estimate.step_time_s, best.memory
     price = None
-    if cluster.get("price_per_hour"):
-        each = cluster["price_per_hour"] / 3600 * time / batch["rows"] * 1e6
-        price = {"per_hour": cluster["price_per_hour"], "per_million_rows": each}
+    if cluster.price_per_hour:
+        each = cluster.price_per_hour / 3600 * time / batch.rows * 1e6
+        price = {"per_hour": cluster.price_per_hour, "per_million_rows": each}
     return Verdict(
         model=plan.model,
         plan_name=plan.name,
-        plan=best["what"],
-        cluster=cluster["name"],
+        plan=best.what,
+        cluster=cluster.name,
         num_ranks=plan.num_ranks,
         step_time_s=time,
         rows_per_s=estimate.rows / time if time else 0.0,
-        tokens_per_s=tokens / time if tokens and time else None,
-        fits=all(
-            row["memory"]["peak_bytes"] <= row["memory"]["limit_bytes"] for row in search["groups"]
-        ),
+        tokens_per_s=batch.tokens / time if batch.tokens and time else None,
+        fits=all(use.peak_bytes <= use.limit_bytes for use in search.memory),
         memory=Headroom(
-            group=memory["group"],
-            peak_bytes=memory["peak_bytes"],
-            limit_bytes=memory["limit_bytes"],
-            free_bytes=memory["limit_bytes"] - memory["peak_bytes"],
+            group=memory.group,
+            peak_bytes=memory.peak_bytes,
+            limit_bytes=memory.limit_bytes,
+            free_bytes=memory.free_bytes,
         ),
-        limit=dict(search["binding"]),
+        limit={"what": search.binding.what, "text": search.binding.text},
         price=price,
         notes=(*filter(None, [idle_devices(search)]), *plan.notes, *estimate.notes),
     )

@@ -8,13 +8,15 @@ such a comment is of that line, until the next comment or the end of the functio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.messages.ranks import format_ranks, parse_ranks
 from shardwise.plans import Plan
+from shardwise.plans.search_result import GeneratedCode, GeneratedFile, PlanDetails
 from shardwise.reporting.document import Code, CodeFile
 from shardwise.reporting.sections import source_row
 
@@ -26,18 +28,14 @@ DOCSTRING = re.compile(r'^\s*""".*\((?P<source>[^()]+:\d+)\)\."""\s*$')
 
 def with_code(plan: Plan, graph: Graph) -> Plan:
     """Return the plan with its generated code among the details of its figures."""
-    search = dict(plan.search)
-    details = dict(search.pop("details", {}))
-    details.pop("code_missing", None)
-    details["code"] = code_json(graph, plan.with_(search={}))
-    return plan.with_(search={**search, "details": details})
+    code = generated_code(graph, plan.with_(search=None))
+    details = replace(plan.figures.details, code=code, code_missing="")
+    return plan.with_(search=replace(plan.figures, details=details))
 
 
 def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
-    """Return the same where it takes a few seconds and little room; else why not,
-    and what to type.
-    """
-    if not plan.search:
+    """Return the same where it takes a few seconds and little room; else say what to type."""
+    if plan.search is None:
         return plan
     why = f"{len(graph.nodes):,} nodes take a while to compile"
     if len(graph.nodes) <= QUICKLY:
@@ -46,36 +44,33 @@ def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
         except ShardwiseError as error:  # the plan is there all the same
             why = f"The code could not be written ({error.message})"
         else:
-            files = made.search["details"]["code"]["files"]
-            length = sum(len(file["text"]) for file in files)
+            files = made.figures.details.code.files if made.figures.details.code else ()
+            length = sum(len(file.text) for file in files)
             if length <= MOST_CHARACTERS:
                 return made
             why = f"{len(files)} generated files of {length:,} characters are left out"
-    search = dict(plan.search)
-    told = f"{why} here. shardwise report plan.json {target}"
-    details = {**search.pop("details", {}), "code_missing": told}
-    return plan.with_(search={**search, "details": details})
+    reason = f"{why} here. shardwise report plan.json {target}"
+    details = replace(plan.search.details, code_missing=reason)
+    return plan.with_(search=replace(plan.search, details=details))
 
 
-def code_json(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """`code` of a plan's details: files, and the text of every line of the user's in them."""
+def generated_code(graph: Graph, plan: Plan) -> GeneratedCode:
+    """Return the generated files, and the text of every source line that they mention."""
     from shardwise.api.compiled import PipelineProgram, compile
 
     program = compile(graph, plan)
     if isinstance(program, PipelineProgram):
-        files = [
-            {"name": name, "ranks": format_ranks(ranks), "text": text}
-            for name, ranks, text in _pipeline_files(program)
-        ]
+        named = list(_pipeline_files(program))
     else:
         pairs = zip(program.sources, program.lowered.rank_programs, strict=True)
-        files = [
-            {"name": f"rank_{r.ranks[0]}.py", "ranks": format_ranks(r.ranks), "text": text}
-            for text, r in pairs
-        ]
-    used = {source for file in files for source in _sources(file["text"].splitlines()) if source}
+        named = [(f"rank_{rank.ranks[0]}.py", rank.ranks, text) for text, rank in pairs]
+    files = tuple(
+        GeneratedFile(name=name, ranks=format_ranks(ranks), text=text)
+        for name, ranks, text in named
+    )
+    used = {source for file in files for source in _sources(file.text.splitlines()) if source}
     texts = {node.source: node.source_text for node in graph.nodes if node.source in used}
-    return {"files": files, "texts": texts}
+    return GeneratedCode(files=files, texts=texts)
 
 
 def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
@@ -91,31 +86,30 @@ def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
     return [(name, ranks, text) for text, (name, ranks) in found.items()]
 
 
-def read_code(details: Mapping[str, Any]) -> Code | None:
+def read_code(details: PlanDetails) -> Code | None:
     """Return the code that a plan's file holds, if any."""
-    found = details.get("code")
-    if not found:
+    found = details.code
+    if found is None:
         return None
     numbers: dict[str, int] = {}
     files = []
-    for file in found["files"]:
-        parse_ranks(file["ranks"], "search.details.code")
-        lines = file["text"].splitlines()
+    for file in found.files:
+        parse_ranks(file.ranks, "search.details.code")
+        lines = file.text.splitlines()
         sources = [
             numbers.setdefault(source, len(numbers)) if source else -1 for source in _sources(lines)
         ]
         files.append(
             CodeFile(
-                name=file["name"],
-                ranks=file["ranks"],
+                name=file.name,
+                ranks=file.ranks,
                 lines=tuple(lines),
                 sources=tuple(sources),
             )
         )
-    texts = found.get("texts", {})
     return Code(
         files=tuple(files),
-        sources=tuple(source_row(source, texts.get(source, "")) for source in numbers),
+        sources=tuple(source_row(source, found.texts.get(source, "")) for source in numbers),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardwise.formatting import seconds
-from shardwise.schedules.levels import KINDS, Levels, levels_of
+from shardwise.schedules.levels import Levels, levels_of
 from shardwise.simulation import Estimate
 from shardwise.simulation.times import Span
 
@@ -59,7 +59,7 @@ def critical_chain(estimate: Estimate) -> Chain:
 
 class _Walk:
     def __init__(self, estimate: Estimate) -> None:
-        self.timeline, self.stages = estimate.timeline, estimate.stages
+        self.timeline = estimate.timeline
         self.levels: Levels = levels_of(self.timeline.schedule)
         self.starts, self.ends = self.timeline.starts.tolist(), self.timeline.ends.tolist()
         self.near = CLOSE * self.timeline.step_time_s
@@ -107,12 +107,8 @@ class _Walk:
         return max(before, key=lambda i: self.ends[i], default=None)
 
     def _take(self, action: int) -> None:
-        """Count an action: what of it is waiting for collectives and parameters is talk."""
-        stage = self.stages[int(self.levels.stage[action])]
-        kind = KINDS[int(self.levels.kind[action])]
-        talk = {"F": stage.forward_talk, "W": 0.0}.get(kind, stage.backward_talk)
-        waits = self.timeline.waits
-        talk += float(waits[action]) if len(waits) else 0.0
+        """Count an action: waiting for collectives and parameters is communication."""
+        talk = float(self.timeline.collectives[action] + self.timeline.waits[action])
         spent = self.ends[action] - self.starts[action]
         talk = min(talk, spent)
         self.found.actions.add(action)

@@ -13,12 +13,9 @@ from typing import Any
 
 from shardwise.messages.choice import format_groups
 from shardwise.messages.ranks import format_ranks
-from shardwise.planner.search.replay import replay
-from shardwise.planner.search.report import CAUSES
 from shardwise.plans import ParameterEntry, Plan
-from shardwise.plans.plan import decisions
-from shardwise.reporting.build import reading
-from shardwise.simulation import Estimate
+from shardwise.plans.search_result import CAUSES
+from shardwise.simulation import Estimate, stored_estimate
 
 Pair = tuple[Any, Any]
 ABSENT = "absent"
@@ -126,14 +123,13 @@ def _rate(estimate: Estimate) -> float:
 
 
 def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
-    """Return the plan's step, if its file tells it; what to type where it does not."""
-    if not plan.search:
+    """Return the plan's step, if its file has it; else note what to type."""
+    if plan.search is None:
         why = "has no figures"
-    elif plan.search.get("decisions", decisions(plan)) != decisions(plan):
+    elif plan.is_edited:
         why = "was changed after it was made, so its figures are another plan's"
     else:
-        with reading(plan):
-            return replay(plan)
+        return stored_estimate(plan)
     notes.append(
         f"the plan {plan.name!r} {why}: shardwise report PLAN.json MODULE.py:FUNCTION "
         "--cluster c.yaml --plan-out PLAN.json adds them"
@@ -188,10 +184,9 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _cluster(plan: Plan) -> str:
-    found = plan.search.get("cluster") or {}
-    if not isinstance(found, Mapping) or "name" not in found:
-        return "not said"
-    return f"{found['name']} ({str(found.get('fingerprint', ''))[:8]})"
+    if plan.search is None:
+        return "not recorded"
+    return f"{plan.search.cluster.name} ({plan.search.cluster.fingerprint[:8]})"
 
 
 def _schedule(plan: Plan) -> str:
@@ -301,6 +296,6 @@ def _figures(
 def _traffic(plan: Plan) -> dict[str, float]:
     """Bytes over links of each kind, by what they are for: of the busiest."""
     found: dict[str, float] = {}
-    for row in (plan.search.get("details") or {}).get("links", ()):
-        found[row["name"]] = found.get(row["name"], 0.0) + row["traffic_bytes"]
+    for link in plan.figures.details.links:
+        found[link.name] = found.get(link.name, 0.0) + link.traffic_bytes
     return found

@@ -125,8 +125,9 @@ def _of_group(
 
 def _stage(cause: str, shown: RankStep, group: int, estimate: Estimate) -> int | None:
     """Return the stage of a pass that differs most; of a group of one stage that one."""
-    mine = [stage.index for stage in estimate.stages if stage.group == group]
-    if len(estimate.stages) == 1:
+    placement = estimate.timeline.schedule.placement
+    mine = [stage for stage, of in enumerate(placement) if of == group]
+    if len(placement) == 1:
         return None
     if len(mine) == 1:
         return mine[0]

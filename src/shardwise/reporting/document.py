@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.plans.search_result import LinkTraffic, SearchGap, WhatIf
 
 FORMAT = "shardwise-report"
 VERSION = 1
@@ -103,7 +104,7 @@ class Machines:
 
     name: str
     nodes: tuple[Mapping[str, Any], ...]
-    links: tuple[Mapping[str, Any], ...]
+    links: tuple[LinkTraffic, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,19 +180,6 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIf:
-    """A change of the machines and the step that would follow; None where nothing would fit."""
-
-    kind: str
-    change: str
-    value: float
-    step_time_s: float | None
-    ratio: float | None
-    feasible: bool
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveWay:
     """What an operation of some groups uses in place of the library, and the times that decided."""
 
@@ -241,7 +229,7 @@ class Report:
     timeline: TimelineChart
     schedule: ScheduleGrid | None
     plans: tuple[Compared, ...] | None
-    gap: Mapping[str, float] | None
+    gap: SearchGap | None
     what_if: tuple[WhatIf, ...] | None
     code: Code | None
     collectives: tuple[CollectiveWay, ...] | None

@@ -5,6 +5,8 @@ Enters: an `Estimate`. Leaves: seconds by cause, with computing by kind of pass;
 
 from __future__ import annotations
 
+import numpy as np
+
 from shardwise.reporting.steps import PASSES
 from shardwise.simulation import Estimate
 
@@ -26,15 +28,10 @@ def predicted_passes(estimate: Estimate, group: int) -> dict[tuple[str, int], fl
     """Seconds of computing by kind of pass and stage."""
     found: dict[tuple[str, int], float] = {}
     timeline = estimate.timeline
-    ends = iter(zip(timeline.starts, timeline.ends, timeline.waits, strict=True))
-    for number, actions in enumerate(timeline.schedule.actions):
-        for action in actions:
-            start, end, wait = next(ends)
-            if number != group:
-                continue
-            stage = estimate.stages[action.stage]
-            talk = {"F": stage.forward_talk, "W": 0.0}.get(action.kind, stage.backward_talk)
-            again = 0.0 if action.kind in "FW" else stage.again
-            key = (PASSES[action.kind], action.stage)
-            found[key] = found.get(key, 0.0) + max(0.0, float(end - start - wait) - talk - again)
+    computing = timeline.ends - timeline.starts - timeline.waits
+    computing = np.maximum(0.0, computing - timeline.collectives - timeline.recompute)
+    begin = sum(map(len, timeline.schedule.actions[:group]))
+    for at, action in enumerate(timeline.schedule.actions[group], start=begin):
+        key = (PASSES[action.kind], action.stage)
+        found[key] = found.get(key, 0.0) + float(computing[at])
     return found

@@ -17,8 +17,8 @@ import numpy as np
 from shardwise.api.parallel import trace_labels
 from shardwise.errors import TraceError
 from shardwise.messages.ranks import format_ranks
-from shardwise.planner.search.report import CAUSES as PREDICTED
 from shardwise.plans import Plan
+from shardwise.plans.search_result import CAUSES as PREDICTED
 from shardwise.reporting.disagreements import Disagreement, disagreements
 from shardwise.reporting.expected import predicted_causes
 from shardwise.reporting.recorded import Recording, read_trace

@@ -14,27 +14,19 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.names import expand
 from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
 from shardwise.messages.ranks import format_ranks
-from shardwise.planner.search.details.modules import parameter_fields
-from shardwise.planner.search.details.tree import FIGURES
-from shardwise.planner.search.replay import moments
 from shardwise.plans import Plan
+from shardwise.plans.search_result import PARAMETER_COLUMNS, PlanDetails, SearchResult
 from shardwise.reporting.document import (
     CollectiveWay,
     Machines,
     MemoryBar,
     Modules,
     RankClass,
-    WhatIf,
 )
 from shardwise.reporting.timeline import short
 from shardwise.simulation import Estimate, MemoryUse
+from shardwise.simulation.stored import memory_over_time
 
-ROW = ("parent", "name", "path", "kind", "count", "stages", "layout", *FIGURES)
-NODE = ("module", "name", "op", "layout", "source", "forward_s", "backward_s", "communication_s")
-LINK = (
-    "name", "kind", "nodes", "count", "busiest", "bytes_per_s", "traffic_bytes", "total_bytes",
-    "busy_s", "share", "what",
-)  # fmt: skip
 STATE = ("parameters", "optimizer")  # parts of memory that stay between steps
 MOST_RANKS = 12  # of a device, listed one by one
 
@@ -42,24 +34,23 @@ MOST_RANKS = 12  # of a device, listed one by one
 # ------------------------------------------------------------ modules
 
 
-def modules_of(details: Mapping[str, Any]) -> Modules | None:
+def modules_of(details: PlanDetails) -> Modules | None:
     """Return the module tree, if the plan's file has one."""
-    found = details.get("modules")
-    if not found:
+    found = details.modules
+    if found is None:
         return None
-    layouts, ops = found["layouts"], found["ops"]
-    rows = _rows(_whole(found["rows"], ROW))
+    layouts, ops = found.layouts, found.ops
+    rows = _rows(found.rows)
     for number, row in enumerate(rows):
         row["id"] = number
         row["parent"] = None if row["parent"] < 0 else row["parent"]
         row["layout"] = layouts[row["layout"]] if row["layout"] >= 0 else ""
-    names = parameter_fields()
-    parameters = [dict(zip(names, values, strict=True)) for values in found["parameters"]]
+    parameters = [dict(zip(PARAMETER_COLUMNS, values, strict=True)) for values in found.parameters]
     for row in parameters:
         row["layout"] = layouts[row["layout"]]
         above = rows[row["module"]]["path"]
         row["path"] = f"{above}.{row['name']}" if above else row["name"]
-    nodes = dict(_whole(found["nodes"], (*NODE, "activation_bytes")))
+    nodes: dict[str, Any] = dict(found.nodes)
     nodes["op"] = [ops[at].removesuffix(".default") for at in nodes["op"]]
     nodes["layout"] = [layouts[at] for at in nodes["layout"]]
     nodes["bytes"] = nodes.pop("activation_bytes")
@@ -67,13 +58,8 @@ def modules_of(details: Mapping[str, Any]) -> Modules | None:
         rows=tuple(rows),
         parameters=tuple(parameters),
         nodes=nodes,
-        sources=tuple(source_row(source, text) for source, text in found["sources"]),
+        sources=tuple(source_row(source, text) for source, text in found.sources),
     )
-
-
-def _whole(data: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the data, if it has all of these; what is missing is a `KeyError`."""
-    return {name: data[name] for name in names}
 
 
 def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -91,16 +77,16 @@ def source_row(source: str, text: str) -> dict[str, Any]:
 # ------------------------------------------------------------ machines
 
 
-def machines_of(details: Mapping[str, Any], plan: Plan, estimate: Estimate) -> Machines | None:
+def machines_of(details: PlanDetails, plan: Plan, estimate: Estimate) -> Machines | None:
     """Return the cluster with its ranks, if the plan's file has it."""
-    if not details.get("cluster"):
+    if not details.cluster:
         return None
-    cluster = Cluster.from_yaml(json.dumps(details["cluster"]), "search.details.cluster")
+    cluster = Cluster.from_yaml(json.dumps(details.cluster), "search.details.cluster")
     home = {rank: number for number, ranks in enumerate(plan.groups) for rank in ranks}
     return Machines(
         name=cluster.name,
         nodes=tuple(_nodes(cluster, home, estimate.memory)),
-        links=tuple(dict(_whole(row, LINK)) for row in details.get("links", ())),
+        links=details.links,
     )
 
 
@@ -191,28 +177,27 @@ def _way(choice: CollectiveChoice) -> CollectiveWay:
 
 
 def memory_of(
-    search: Mapping[str, Any], estimate: Estimate, classes: Sequence[RankClass]
+    search: SearchResult, estimate: Estimate, classes: Sequence[RankClass]
 ) -> tuple[MemoryBar, ...]:
     """Return a bar for every class, with bytes at the moments of its step."""
-    curves = {row["group"]: row for row in (search.get("details") or {}).get("memory", ())}
-    rows = search["groups"]
+    curves = {curve.group: curve for curve in search.details.memory}
     found = []
     for one in classes:
-        use, data = estimate.memory[one.shown], rows[one.shown]["memory"]
+        use, data = estimate.memory[one.shown], search.memory[one.shown]
         curve = curves.get(one.shown)
-        times, sizes = (curve["times"], curve["bytes"]) if curve else _moments(use, estimate)
-        times, sizes = _from_the_start(times, sizes, data["parts"])
+        moments = (list(curve.times), list(curve.bytes)) if curve else _moments(use, estimate)
+        times, sizes = _from_the_start(moments[0], moments[1], data.parts)
         found.append(
             MemoryBar(
                 class_=one.id,
                 group=one.shown,
                 ranks=one.label,
-                peak_bytes=data["peak_bytes"],
-                limit_bytes=data["limit_bytes"],
-                when=data["when"],
-                parts=dict(data["parts"]),
-                others=dict(data.get("others", {})),
-                host_bytes=data.get("host_bytes", 0.0),
+                peak_bytes=data.peak_bytes,
+                limit_bytes=data.limit_bytes,
+                when=data.when,
+                parts=data.parts,
+                others=data.others,
+                host_bytes=data.host_bytes,
                 over_time=tuple(float(size) for size in sizes),
                 times=tuple(float(time) for time in times),
             )
@@ -236,16 +221,10 @@ def _moments(use: MemoryUse, estimate: Estimate) -> tuple[list[float], list[floa
     sizes = [len(mine) for mine in timeline.schedule.actions]
     begin = sum(sizes[: use.group])
     starts = timeline.starts[begin : begin + sizes[use.group]].tolist()
-    values, last = moments(use), use.when == "optimizer"
+    values, last = memory_over_time(use), use.when == "optimizer"
     count = len(values) - last
     step = -(-len(starts) // count) if count > 0 else 1
     found = [short(starts[min(at * step, len(starts) - 1)]) for at in range(count)]
     if last:
         found.append(short(float(timeline.ends[begin : begin + sizes[use.group]].max())))
     return found, values
-
-
-def what_if_of(details: Mapping[str, Any]) -> tuple[WhatIf, ...] | None:
-    """What other machines would change, if the plan's file says it."""
-    rows = details.get("what_if")
-    return None if rows is None else tuple(WhatIf(**row) for row in rows)

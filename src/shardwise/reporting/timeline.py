@@ -32,10 +32,8 @@ COLUMNS = ("start", "end", "kind", "name", "critical")
 class Step:
     """The actions of a step as arrays, and which of them are shown."""
 
-    def __init__(
-        self, plan: Plan, estimate: Estimate, classes: Sequence[RankClass], sends: Sequence[float]
-    ) -> None:
-        self.plan, self.estimate, self.classes, self.sends = plan, estimate, classes, sends
+    def __init__(self, plan: Plan, estimate: Estimate, classes: Sequence[RankClass]) -> None:
+        self.plan, self.estimate, self.classes = plan, estimate, classes
         self.timeline = estimate.timeline
         self.levels = levels_of(self.timeline.schedule)
         self.actions = [a for mine in self.timeline.schedule.actions for a in mine]
@@ -130,7 +128,7 @@ class Step:
         placement = self.timeline.schedule.placement
         if not 0 <= there < len(placement) or placement[there] == group:
             return
-        seconds = self.sends[stage] if stage < len(self.sends) else 0.0
+        seconds = self.timeline.times.stages[stage].send_s
         if seconds:
             end = float(self.timeline.ends[at])
             critical = at in self.senders
@@ -138,12 +136,7 @@ class Step:
 
     def _exposed(self, mine: Sequence[int], group: int) -> float:
         """Seconds of communication that nothing hides, in a group's list and after it."""
-        total = 0.0
-        waits = self.timeline.waits
-        for at in mine:
-            stage, kind = self.estimate.stages[int(self.levels.stage[at])], self.actions[at].kind
-            talk = {"F": stage.forward_talk, "W": 0.0}.get(kind, stage.backward_talk)
-            total += talk + (float(waits[at]) if len(waits) else 0.0)
+        total = sum(float(self.timeline.collectives[at] + self.timeline.waits[at]) for at in mine)
         computed = max((float(self.timeline.ends[at]) for at in mine), default=0.0)
         spans = [s for s in self.timeline.after if s.group == group and s.lane != "compute"]
         return total + sum(max(0.0, s.end - max(s.start, computed)) for s in spans)

@@ -6,6 +6,7 @@ from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.simulate import simulate
 from shardwise.simulation.step import Timeline
+from shardwise.simulation.stored import stored_estimate
 from shardwise.simulation.times import Group
 from shardwise.simulation.works import Works
 
@@ -19,4 +20,5 @@ __all__ = [
     "Timeline",
     "Works",
     "simulate",
+    "stored_estimate",
 ]

@@ -7,7 +7,7 @@ several settings of one model share: the planner asks for thousands.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from shardwise.simulation.fold import Fold
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers, StageCost, stage_cost, tied_bytes, with_offload
-from shardwise.simulation.step import Messages, Timeline, play_step
+from shardwise.simulation.step import Timeline, lay_out, step_times
 from shardwise.simulation.sums import Key, Share
 from shardwise.simulation.times import Clock, Group, NodeTimes
 from shardwise.simulation.works import Works
@@ -32,7 +32,7 @@ class Estimate:
 
     timeline: Timeline
     memory: tuple[MemoryUse, ...]  # of the fullest rank of every group
-    stages: tuple[StageCost, ...]
+    stages: tuple[StageCost, ...] = ()  # not of a stored one
     rows: int  # of the batch
     num_ranks: int
     notes: tuple[str, ...] = ()
@@ -124,7 +124,6 @@ class Evaluator:
         Memory is worked out for the groups in `watched`, by default for all.
         """
         found = [self._group(works, setting, number) for number in range(len(setting.groups))]
-        setting = replace(setting, schedule=self._scheduled(setting))
         stages = [
             self._cost(stage, found[number], setting)
             for stage, number in enumerate(setting.placement)
@@ -133,9 +132,10 @@ class Evaluator:
         devices = [kind.device for kind in slowest]
         any_works = works if isinstance(works, Works) else next(iter(works.values()))
         tied = tied_bytes([mine[0][1] for mine in found], setting)
-        messages = Messages.of(stages, setting, self.clock, tied)
+        schedule = self._scheduled(setting)
+        times = step_times(stages, setting, schedule, devices, self.clock, tied)
         return Estimate(
-            timeline=play_step(stages, setting, messages, devices),
+            timeline=lay_out(times, schedule),
             memory=self.memory(works, setting, watched),
             stages=tuple(stages),
             rows=any_works.rows,

@@ -1,17 +1,17 @@
-"""One training step of all groups of ranks, played on the cluster.
+"""One simulated training step: durations of all actions, laid out in the order of a schedule.
 
-Enters: the costs of all stages and a `Setting`. Leaves: `Timeline`: every action of the schedule
-with its start and end, what travels meanwhile, and the optimizer's step.
+`step_times` computes the durations from the costs of all stages; plans store them. `lay_out` gives
+the `Timeline`: every action with its start and end, communication meanwhile, the optimizer step.
 
-Groups of equal ranks are played once. A result reaches another group after the time of its message;
-a group's last backward starts the sums of its gradients, and what of them is left when it ends
-is waited for. All groups begin with the gathering of parameters outside of blocks (zero 3), and end
-with the optimizer, then with the gathering of new parameters.
+A result reaches another group after the time of its message; a group's last backward starts its
+gradient reductions, and what of them is left when it ends is waited for. All groups begin by
+gathering parameters outside of blocks (zero 3), and end with the optimizer and the gathering of
+updated parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from shardwise.cluster import Device
 from shardwise.cost import adamw
-from shardwise.schedules import Schedule, default_schedule, make
+from shardwise.plans.search_result import (
+    CAUSES,
+    GroupTimes,
+    PassTimes,
+    StageTimes,
+    StepTimes,
+    TiedTransfer,
+)
+from shardwise.schedules import Schedule
 from shardwise.schedules.levels import KINDS as ORDER
 from shardwise.schedules.levels import levels_of
 from shardwise.simulation.play import Pass, play_backward, play_forward, play_weight
@@ -36,10 +44,6 @@ if TYPE_CHECKING:
     from shardwise.simulation.memory import MemoryUse
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
-CAUSES = (
-    "compute", "recompute", "collectives", "parameters", "bubble", "gradients", "optimizer",
-    "update",
-)  # fmt: skip
 EXPOSED = ("collectives", "parameters", "gradients", "update")
 
 
@@ -57,8 +61,9 @@ class Timeline:
     ends: Floats = field(repr=False, compare=False)
     after: tuple[Span, ...] = field(repr=False, default=())  # sums of gradients, the optimizer, …
     waits: Floats = field(repr=False, compare=False)  # of all actions, for parameters
-    talks: Floats = field(repr=False, compare=False)  # of all actions, in collectives
-    messages: Messages = field(repr=False, compare=False)
+    collectives: Floats = field(repr=False, compare=False)  # of all actions, in collectives
+    recompute: Floats = field(repr=False, compare=False)  # of all actions, recomputing forward
+    times: StepTimes = field(repr=False, compare=False)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -75,7 +80,7 @@ class Timeline:
                 detail={"waiting_s": float(wait), "collectives_s": float(talk)},
             )
             for (group, action), start, end, wait, talk in zip(
-                actions, self.starts, self.ends, self.waits, self.talks, strict=True
+                actions, self.starts, self.ends, self.waits, self.collectives, strict=True
             )
         ]
         return tuple(sorted((*found, *self.after), key=lambda s: (s.start, s.group)))
@@ -99,92 +104,142 @@ class Timeline:
         return {"traceEvents": trace_events(self, memory), "displayTimeUnit": "ms"}
 
 
-def play_step(
+def step_times(
     stages: Sequence[StageCost],
     setting: Setting,
-    messages: Messages,
+    schedule: Schedule,
     devices: Sequence[Device],
-) -> Timeline:
-    """Play a step; `devices` are those of the slowest rank of each group."""
-    schedule = setting.schedule or make(
-        default_schedule(len(stages), len(setting.groups)),
-        num_groups=len(setting.groups),
-        num_microbatches=setting.num_microbatches,
-        num_stages=len(stages),
-    )
-    return _Play(stages, setting, devices, schedule).run(messages)
+    clock: Clock,
+    tied: Mapping[tuple[int, int], float],
+) -> StepTimes:
+    """Return the durations of a step; `devices` are those of the slowest rank of each group.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Messages:
-    """Of a message from each stage to the next: its seconds, and those in which no other leaves.
-
-    Parameters that groups share are sent once a step: gradients home, new values back (`tied`).
+    `tied` are the bytes of parameters that two groups share: gradients are sent to the owner, new
+    values back, once a step.
     """
+    sends = _sends(stages, setting, clock)
+    transfers = []
+    for (owner, replica), num_bytes in tied.items():
+        rows = pairs(setting.groups[owner].array, setting.groups[replica].array)
+        seconds = clock.collective("send", rows).seconds(num_bytes)
+        transfers.append(TiedTransfer(owner=owner, replica=replica, send_s=seconds))
+    return StepTimes(
+        passes=tuple(_passes(stages, schedule, devices)),
+        stages=tuple(
+            StageTimes(
+                group=stage.group,
+                forward_s=stage.forward,
+                backward_s=stage.backward,
+                send_s=seconds,
+                send_link_s=on_link,
+                send_bytes=stage.send_bytes,
+                numel=stage.numel,
+            )
+            for stage, (seconds, on_link) in zip(stages, sends, strict=True)
+        ),
+        groups=tuple(
+            _group_times([s for s in stages if s.group == number], setting, device)
+            for number, device in enumerate(devices)
+        ),
+        tied=tuple(transfers),
+    )
 
-    seconds: Floats
-    occupied: Floats
-    tied: Mapping[tuple[int, int], float] = field(default_factory=dict)  # home, other: seconds
 
-    @staticmethod
-    def of(
-        stages: Sequence[StageCost],
-        setting: Setting,
-        clock: Clock,
-        tied: Mapping[tuple[int, int], float],
-    ) -> Messages:
-        """On the links between the stages' groups; `tied` are bytes."""
-        found = np.zeros((2, len(stages)))
-        for stage, following in pairwise(stages):
-            here, there = setting.groups[stage.group], setting.groups[following.group]
-            if here is not there and stage.send_bytes:
-                model = clock.collective("send", pairs(here.array, there.array))
-                seconds = model.seconds(stage.send_bytes)
-                found[:, stage.index] = seconds, seconds - model.seconds(0.0)
-        shared = {}
-        for (home, other), num_bytes in tied.items():
-            rows = pairs(setting.groups[home].array, setting.groups[other].array)
-            shared[home, other] = clock.collective("send", rows).seconds(num_bytes)
-        return Messages(seconds=found[0], occupied=found[1], tied=shared)
+def _sends(
+    stages: Sequence[StageCost], setting: Setting, clock: Clock
+) -> list[tuple[float, float]]:
+    """Seconds of the message from each stage to the next, in all and on the link alone."""
+    found = [(0.0, 0.0)] * len(stages)
+    for stage, following in pairwise(stages):
+        here, there = setting.groups[stage.group], setting.groups[following.group]
+        if here is not there and stage.send_bytes:
+            model = clock.collective("send", pairs(here.array, there.array))
+            seconds = model.seconds(stage.send_bytes)
+            found[stage.index] = seconds, seconds - model.seconds(0.0)
+    return found
 
 
-class _Play:
-    """The passes of all stages, the order of actions, and what follows them."""
+def _passes(
+    stages: Sequence[StageCost], schedule: Schedule, devices: Sequence[Device]
+) -> Iterator[PassTimes]:
+    """Yield the times of every kind of action of every stage; equal stages are simulated once."""
+    levels, count = levels_of(schedule), len(stages)
+    same: dict[object, Pass] = {}
+    for key in np.unique((levels.kind * count + levels.stage) * 2 + levels.last).tolist():
+        kind, number, last = ORDER[key // 2 // count], key // 2 % count, bool(key % 2)
+        stage = stages[number]
+        units, device = stage.units, devices[stage.group]
+        figures = (kind, last, id(device), tuple(map(_figures, units)))
+        if figures not in same:
+            lost = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
+            if kind == "F":
+                same[figures] = play_forward(units, **lost)
+            elif kind == "W":
+                same[figures] = play_weight(units, reduce=last, **lost)
+            else:
+                same[figures] = play_backward(units, reduce=last, weight=kind == "B", **lost)
+        spent = same[figures]
+        yield PassTimes(
+            kind=kind,
+            stage=number,
+            last=last,
+            seconds=spent.seconds,
+            waiting=spent.waiting,
+            left=spent.left,
+            collectives={"F": stage.forward_talk, "W": 0.0}.get(kind, stage.backward_talk),
+            recompute=stage.again if kind in "BI" else 0.0,
+        )
 
-    def __init__(
-        self,
-        stages: Sequence[StageCost],
-        setting: Setting,
-        devices: Sequence[Device],
-        schedule: Schedule,
-    ) -> None:
-        self.stages, self.setting, self.devices = stages, setting, devices
-        self.levels = levels_of(schedule)
+
+def _group_times(stages: Sequence[StageCost], setting: Setting, device: Device) -> GroupTimes:
+    gather = sum(stage.update_gather for stage in stages)
+    if setting.prefetch:  # hidden behind the next forward, as far as that lasts
+        gather = max(0.0, gather - sum(stage.forward for stage in stages))
+    return GroupTimes(
+        root_gather_s=sum(stage.root_gather for stage in stages),
+        optimizer_s=sum(update_seconds(stage, setting, device) for stage in stages),
+        update_gather_s=gather,
+    )
+
+
+def lay_out(times: StepTimes, schedule: Schedule) -> Timeline:
+    """Return the timeline of a step: its durations in the order of the schedule."""
+    return _Layout(times, schedule).timeline()
+
+
+class _Layout:
+    """The actions of all groups in time, and what follows them."""
+
+    def __init__(self, times: StepTimes, schedule: Schedule) -> None:
+        self.times, self.levels = times, levels_of(schedule)
         self.after: list[Span] = []
+        count = len(times.stages)
+        self.passes = {
+            (ORDER.index(p.kind) * count + p.stage) * 2 + p.last: p for p in times.passes
+        }
+        self.key = (self.levels.kind * count + self.levels.stage) * 2 + self.levels.last
 
-    def run(self, messages: Messages) -> Timeline:
-        levels, count = self.levels, len(self.stages)
-        passes = self._passes()
-        key = (levels.kind * count + levels.stage) * 2 + levels.last
-        seconds = _column(passes, "seconds", count)[key]
-        waits = _column(passes, "waiting", count)[key]
-        roots = self._roots()
-        starts, ends = levels.play(seconds, messages.seconds, roots, messages.occupied)
-        groups = len(self.setting.groups)
+    def timeline(self) -> Timeline:
+        levels, stages = self.levels, self.times.stages
+        seconds = self._column("seconds")
+        roots = np.array([group.root_gather_s for group in self.times.groups])
+        sends, on_link = np.array([(s.send_s, s.send_link_s) for s in stages]).T
+        starts, ends = levels.play(seconds, sends, roots, on_link)
+        groups = len(self.times.groups)
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
-        summed, computed_by, causes = [], [], []
+        reduced, computed_by, causes = [], [], []
         for group in range(groups):
             mine = levels.group == group
-            spent = self._causes(key[mine], passes)
+            spent = self._causes(self.key[mine])
             computed = float(ends[mine].max(initial=0.0))
             root = min(float(roots[group]), float(starts[mine].min(initial=computed)))
             spent["parameters"] += root
             spent["bubble"] = computed - float(busy[group]) - root
-            left = self._sums(group, np.flatnonzero(mine & levels.last), ends, passes, computed)
-            summed.append(max(left, computed))
+            left = self._reductions(group, np.flatnonzero(mine & levels.last), ends, computed)
+            reduced.append(max(left, computed))
             computed_by.append(computed)
             causes.append(spent)
-        finished = self._ends(messages, summed, computed_by, causes)
+        finished = self._ends(reduced, computed_by, causes)
         step = max(finished)
         return Timeline(
             step_time_s=step,
@@ -196,129 +251,85 @@ class _Play:
             starts=starts,
             ends=ends,
             after=tuple(self.after),
-            waits=waits,
-            talks=self._talks(),
-            messages=messages,
+            waits=self._column("waiting"),
+            collectives=self._column("collectives"),
+            recompute=self._column("recompute"),
+            times=self.times,
         )
 
-    def _talks(self) -> Floats:
-        """Seconds of collectives in every action."""
-        forward = np.array([stage.forward_talk for stage in self.stages])
-        backward = np.array([stage.backward_talk for stage in self.stages])
-        by_kind = np.stack([{"F": forward, "W": 0.0 * forward}.get(k, backward) for k in ORDER])
-        found: Floats = by_kind[self.levels.kind, self.levels.stage]
-        return found
+    def _column(self, name: str) -> Floats:
+        """A figure of the pass of every action."""
+        found = np.zeros(len(ORDER) * len(self.times.stages) * 2)
+        for key, spent in self.passes.items():
+            found[key] = getattr(spent, name)
+        column: Floats = found[self.key]
+        return column
 
-    def _roots(self) -> Floats:
-        """When every group has what it gathers before its first action."""
-        found = np.zeros(len(self.setting.groups))
-        for stage in self.stages:
-            found[stage.group] += stage.root_gather
-        return found
-
-    def _passes(self) -> dict[int, tuple[str, Pass]]:
-        """By kind, stage and whether gradients become complete: what such an action takes."""
-        levels, count = self.levels, len(self.stages)
-        found: dict[int, tuple[str, Pass]] = {}
-        same: dict[object, Pass] = {}
-        for key in np.unique((levels.kind * count + levels.stage) * 2 + levels.last).tolist():
-            kind, stage, last = ORDER[key // 2 // count], key // 2 % count, bool(key % 2)
-            cost = self.stages[stage]
-            units, device = cost.units, self.devices[cost.group]
-            alike = (kind, last, id(device), tuple(map(_figures, units)))
-            if alike not in same:
-                lost = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
-                if kind == "F":
-                    same[alike] = play_forward(units, **lost)
-                elif kind == "W":
-                    same[alike] = play_weight(units, reduce=last, **lost)
-                else:
-                    same[alike] = play_backward(units, reduce=last, weight=kind == "B", **lost)
-            found[key] = (kind, same[alike])
-        return found
-
-    def _causes(
-        self, keys: NDArray[np.int64], passes: Mapping[int, tuple[str, Pass]]
-    ) -> dict[str, float]:
+    def _causes(self, keys: NDArray[np.int64]) -> dict[str, float]:
         """What a group's actions are made of."""
         mine: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         numbers, counts = np.unique(keys, return_counts=True)
         for key, times in zip(numbers.tolist(), counts.tolist(), strict=True):
-            kind, spent = passes[key]
-            stage = self.stages[key // 2 % len(self.stages)]
+            spent = self.passes[key]
             rest = spent.seconds - spent.waiting
             mine["parameters"] += times * spent.waiting
-            if kind != "W":
-                talk = stage.forward_talk if kind == "F" else stage.backward_talk
-                again = 0.0 if kind == "F" else stage.again
-                mine["collectives"] += times * talk
-                mine["recompute"] += times * again
-                rest -= talk + again
+            if spent.kind != "W":
+                mine["collectives"] += times * spent.collectives
+                mine["recompute"] += times * spent.recompute
+                rest -= spent.collectives + spent.recompute
             mine["compute"] += times * max(0.0, rest)
         return mine
 
-    def _sums(
-        self,
-        group: int,
-        actions: NDArray[np.int64],
-        ends: Floats,
-        passes: Mapping[int, tuple[str, Pass]],
-        computed: float,
+    def _reductions(
+        self, group: int, actions: NDArray[np.int64], ends: Floats, computed: float
     ) -> float:
-        """When the sums of gradients that backward leaves are done."""
-        left, count = computed, len(self.stages)
+        """When the gradient reductions that backward leaves are done."""
+        left = computed
         for at in actions.tolist():
-            key = int((self.levels.kind[at] * count + self.levels.stage[at]) * 2 + 1)
-            spent = passes[key][1]
+            spent = self.passes[int(self.key[at])]
             if spent.left:
                 left = max(left, float(ends[at])) + spent.left
-                name = f"gradients of stage {int(self.levels.stage[at])}"
+                name = f"gradients of stage {spent.stage}"
                 self._add(group, "communication", name, left - spent.left, left, "sync")
         return left
 
     def _ends(
         self,
-        messages: Messages,
-        summed: Sequence[float],
+        reduced: Sequence[float],
         computed: Sequence[float],
         causes: Sequence[dict[str, float]],
     ) -> list[float]:
-        """When every group is done: shared gradients, the optimizer, shared values."""
-        ready = self._exchanged(messages, summed, "gradients of shared parameters", "sync")
+        """When every group is done: gradients of tied parameters, the optimizer, new values."""
+        ready = self._exchanged(reduced, "gradients of shared parameters", "sync")
         updated = []
         for group, (start, spent) in enumerate(zip(ready, causes, strict=True)):
             spent["gradients"] = start - computed[group]
-            updated.append(self._finish(group, start, spent))
-        found = self._exchanged(messages, updated, "new values of shared parameters", "gather")
+            updated.append(self._update(group, start, spent))
+        found = self._exchanged(updated, "new values of shared parameters", "gather")
         for before, after, spent in zip(updated, found, causes, strict=True):
             spent["update"] += after - before
         return found
 
-    def _exchanged(
-        self, messages: Messages, times: Sequence[float], name: str, kind: str
-    ) -> list[float]:
+    def _exchanged(self, times: Sequence[float], name: str, kind: str) -> list[float]:
         """When groups have sent each other what they share, from when each of them can."""
         found = list(times)
-        for (home, other), seconds in messages.tied.items():
-            start = max(found[home], found[other])
-            for group in (home, other):
-                found[group] = start + seconds
-                self._add(group, "communication", name, start, start + seconds, kind)
+        for tied in self.times.tied:
+            start = max(found[tied.owner], found[tied.replica])
+            for group in (tied.owner, tied.replica):
+                found[group] = start + tied.send_s
+                self._add(group, "communication", name, start, start + tied.send_s, kind)
         return found
 
-    def _finish(self, group: int, start: float, mine: dict[str, float]) -> float:
-        """The optimizer's step, and the new parameters; when all is done."""
-        stages = [s for s in self.stages if s.group == group]
-        seconds = sum(update_seconds(s, self.setting, self.devices[group]) for s in stages)
-        gather = sum(stage.update_gather for stage in stages)
-        if self.setting.prefetch:  # hidden behind the next forward, as far as that lasts
-            gather = max(0.0, gather - sum(stage.forward for stage in stages))
-        mine["optimizer"], mine["update"] = seconds, gather
-        end = start + seconds
+    def _update(self, group: int, start: float, mine: dict[str, float]) -> float:
+        """The optimizer step and the gathering of new parameters; when both are done."""
+        times = self.times.groups[group]
+        mine["optimizer"], mine["update"] = times.optimizer_s, times.update_gather_s
+        end = start + times.optimizer_s
         self._add(group, "compute", "optimizer", start, end, "optimizer")
-        if gather:
-            self._add(group, "communication", "new parameters", end, end + gather, "gather")
-        return end + gather
+        done = end + times.update_gather_s
+        if times.update_gather_s:
+            self._add(group, "communication", "new parameters", end, done, "gather")
+        return done
 
     def _add(self, group: int, lane: str, name: str, start: float, end: float, kind: str) -> None:
         self.after.append(Span(group=group, lane=lane, name=name, start=start, end=end, kind=kind))
@@ -326,13 +337,6 @@ class _Play:
 
 def _figures(unit: UnitCost) -> tuple[float, ...]:
     return (unit.forward, unit.backward, unit.weight, unit.gather, unit.reduce)
-
-
-def _column(passes: Mapping[int, tuple[str, Pass]], name: str, stages: int) -> Floats:
-    found = np.zeros(len(ORDER) * stages * 2)
-    for key, (_, spent) in passes.items():
-        found[key] = getattr(spent, name)
-    return found
 
 
 def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:

@@ -65,7 +65,7 @@ def _talks(timeline: Timeline) -> Iterator[Event]:
     for group, actions in enumerate(timeline.schedule.actions):
         for action in actions:
             start, end = float(timeline.starts[at]), float(timeline.ends[at])
-            wait, talk = float(timeline.waits[at]), float(timeline.talks[at])
+            wait, talk = float(timeline.waits[at]), float(timeline.collectives[at])
             if wait > 0:
                 name = f"parameters of {action}"
                 yield _span(name, "gather", group, INSIDE, start, start + wait)
@@ -85,7 +85,7 @@ def _message(timeline: Timeline, action: Action, group: int) -> tuple[int, float
     there = action.stage + (1 if action.kind == "F" else -1)
     if action.kind == "W" or not 0 <= there < len(placement) or placement[there] == group:
         return there, 0.0
-    return there, float(timeline.messages.seconds[min(action.stage, there)])
+    return there, timeline.times.stages[min(action.stage, there)].send_s
 
 
 def _memory(timeline: Timeline, use: MemoryUse) -> Iterator[Event]:

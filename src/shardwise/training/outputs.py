@@ -14,7 +14,7 @@ from types import TracebackType
 
 from shardwise.errors import CheckpointError, ShardwiseError, TrainingError
 from shardwise.files import write_text
-from shardwise.planner.search.details import figures
+from shardwise.planner.figures import with_figures
 from shardwise.plans import Plan
 from shardwise.runtime.rendezvous import open_rendezvous
 from shardwise.training.config import config_to_json
@@ -107,6 +107,6 @@ def _write_settings(session: Session, folder: Path) -> None:
 def _with_figures(planned: Planned) -> Plan:
     """The plan with a prediction that its trace can be laid over, where one can be made."""
     try:
-        return figures(planned.graph, planned.plan, planned.cluster)
+        return with_figures(planned.graph, planned.plan, planned.cluster)
     except ShardwiseError:
         return planned.plan

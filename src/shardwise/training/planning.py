@@ -22,7 +22,7 @@ from shardwise.cluster.presets import preset, preset_names
 from shardwise.errors import ConfigError, RankError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.planner.options import option_names
-from shardwise.planner.search import plan as search
+from shardwise.planner.plan import plan as search
 from shardwise.planner.strategies import find_strategy, strategy_names
 from shardwise.plans import Plan, Precision, used_devices
 from shardwise.training.config import PlanConfig, TrainConfig

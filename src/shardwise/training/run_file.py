@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import PlanError, TrainingError
+from shardwise.errors import TrainingError
 from shardwise.files import write_text
-from shardwise.planner.search.replay import replay
 from shardwise.plans import Plan
 from shardwise.training.session import Session
 
@@ -73,8 +72,5 @@ class RunFile:
 
 
 def predicted_step_s(plan: Plan) -> float | None:
-    """What the search predicted for a step; other plans hold no figures."""
-    try:
-        return replay(plan).step_time_s
-    except PlanError:
-        return None
+    """Return the step time that the search predicted; None for a plan without figures."""
+    return None if plan.search is None or plan.is_edited else plan.search.best.step_time_s

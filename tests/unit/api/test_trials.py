@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -67,9 +66,8 @@ def test_every_rank_has_its_share_of_the_memory() -> None:
     graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(4)
     plan = sw.plan(graph, cluster, pp=1, tp=1, progress=False)
-    search: Any = plan.search
     room = trials.SHARE * cluster.device(0).host_memory_bytes
-    times = int(room // search["best"]["memory"]["peak_bytes"])
+    times = int(room // plan.search.best.memory.peak_bytes)
     assert times > 1
     assert len(fitting([plan] * (times + 1), cluster)) == times
 
@@ -215,8 +213,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _zero(plan: sw.Plan) -> int:
-    search: Any = plan.search
-    return int(search["best"]["point"]["zero"])
+    return plan.search.best.config.zero
 
 
 @pytest.mark.parametrize("quickest", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -250,8 +247,7 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
     fixed = {"pp": 1, "tp": 1, "num_microbatches": 1, "zero": 0}
     plan = tune(graph, measured(2), **fixed)
     assert not plan.collectives
-    search: Any = plan.search
-    assert search["cluster"]["fingerprint"] == measured(2).fingerprint
+    assert plan.search.cluster.fingerprint == measured(2).fingerprint
     assert [line for line in capsys.readouterr().err.splitlines() if "measured" in line] == [
         "dp=2, tp=1, pp=1, zero 0, shared collectives: 1e+03 ms measured",
         "dp=2, tp=1, pp=1, zero 0: 900 ms measured",

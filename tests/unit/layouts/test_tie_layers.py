@@ -17,10 +17,10 @@ from shardwise.layouts.build import build
 from shardwise.layouts.options import Options
 from shardwise.layouts.solve import LayoutMilp, solve_layouts
 from shardwise.layouts.tie_layers import roots_of, tie_layers
-from shardwise.planner.search.plan import _prepare
-from shardwise.planner.search.space import Point
-from shardwise.planner.search.write import write_plan
+from shardwise.planner.plan import _prepare
+from shardwise.planner.write import write_plan
 from shardwise.plans import Precision
+from shardwise.plans.search_result import ParallelConfig
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.fold import Fold
 from tests.support.tiers import thinned
@@ -141,7 +141,7 @@ def test_written_plans_cost_what_was_planned(name: str) -> None:
     search = _prepare(graph, cluster, {}, None, Precision.of("bf16"), None, lambda _: None)
     for tp, pp, layout in [(4, 2, 0), (4, 1, 1), (2, 2, 1)]:
         schedule = "1f1b" if pp > 1 else ""
-        point = Point(
+        point = ParallelConfig(
             dp=8 // tp // pp, tp=tp, pp=pp, num_microbatches=2 // (8 // tp // pp), zero=0,
             recompute="selective", layout=layout, schedule=schedule,
         )  # fmt: skip

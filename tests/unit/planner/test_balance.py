@@ -16,9 +16,19 @@ from shardwise.errors import PlanError
 from shardwise.ir import Graph, Input, Node, Parameter, Ref, TensorType, node_keys
 from shardwise.ir.interpret import is_random
 from shardwise.layouts.microbatch_axis import values_of_inputs
-from shardwise.planner.balance import HALVINGS, SLACKS, Costs, _Chain, _Ranges, balance
-from shardwise.planner.places import find_places, unfit
-from shardwise.planner.work import crossing_bytes, node_work, stage_work
+from shardwise.planner.stage_balance import (
+    HALVINGS,
+    SLACKS,
+    Costs,
+    _Chain,
+    _Ranges,
+    balance,
+    crossing_bytes,
+    find_places,
+    node_work,
+    stage_work,
+    unfit,
+)
 from shardwise.sharding.factors import Facts, analyze
 from tests.support import zoo
 from tests.support.tiers import thinned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import re
 from itertools import pairwise
@@ -15,12 +14,12 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.cli.verdict import explain_json, explain_text
 from shardwise.errors import PlanError
-from shardwise.planner.search.details import figures
-from shardwise.planner.search.replay import replay
+from shardwise.planner.figures import with_figures
+from shardwise.plans.explain import explain_json, explain_plan
 from shardwise.reporting.code import with_code
 from shardwise.reporting.critical import critical_chain
+from shardwise.simulation import stored_estimate
 from tests.support.reported import HOSTILE, LAYERS
 
 PLANS = ("staged", "flat")
@@ -50,7 +49,7 @@ def test_every_section_comes_from_the_file_alone(plan: sw.Plan, tmp_path: Path) 
 def test_figures_equal_those_of_explain_and_simulate(plan: sw.Plan, tmp_path: Path) -> None:
     plan = saved(plan, tmp_path)
     data, told = sw.report(plan).to_json(), explain_json(plan)
-    again = json.loads(json.dumps(replay(plan).to_json()))
+    again = json.loads(json.dumps(stored_estimate(plan).to_json()))
     verdict, best = data["verdict"], told["best"]
     assert verdict["step_time_s"] == best["step_time_s"] == again["step_time_s"]
     assert verdict["rows_per_s"] == again["rows_per_s"]
@@ -72,10 +71,10 @@ def test_figures_equal_those_of_explain_and_simulate(plan: sw.Plan, tmp_path: Pa
 
 
 def test_modules_sum_up_to_the_layers_of_explain(plan: sw.Plan) -> None:
-    layers = plan.search["layers"]
+    layers = plan.search.layers
     root = sw.report(plan).to_json()["modules"]["rows"][0]
     for name in ("forward_s", "backward_s", "communication_s", "parameters", "activation_bytes"):
-        total = sum(row[name] * row["count"] for row in layers)
+        total = sum(getattr(row, name) * row.count for row in layers)
         assert root[name] == pytest.approx(total, rel=1e-9), name
 
 
@@ -118,7 +117,7 @@ def test_a_very_long_name_is_kept_whole(cluster: sw.Cluster) -> None:
 
 
 def test_the_critical_path_is_a_chain_as_long_as_the_step(plan: sw.Plan) -> None:
-    estimate = replay(plan)
+    estimate = stored_estimate(plan)
     chain = critical_chain(estimate)
     seconds = chain.seconds
     assert sum(seconds.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
@@ -220,7 +219,7 @@ def test_code_has_the_users_lines(staged: sw.Plan, graph: sw.Graph, tmp_path: Pa
 
 
 def test_no_name_leaves_its_place_in_the_code(flat: sw.Plan, graph: sw.Graph) -> None:
-    hostile = flat.with_(name='"""\nraise SystemExit\n"""\\', search={})
+    hostile = flat.with_(name='"""\nraise SystemExit\n"""\\', search=None)
     for source in sw.compile(graph, hostile).sources:
         body = ast.parse(source).body
         assert not any(isinstance(statement, ast.Raise) for statement in body)
@@ -240,7 +239,7 @@ def test_a_named_plan_is_simulated_with_model_and_cluster(
     assert made.modules is not None
     assert made.plans is None
     assert "plans" in made.missing
-    told = explain_text(figures(graph, plan, cluster), 80)
+    told = explain_plan(with_figures(graph, plan, cluster), 80)
     assert "time by cause" in told
     assert "what would change" not in told
 
@@ -252,29 +251,29 @@ def test_an_edited_plan_is_simulated_anew(
     with pytest.raises(PlanError, match="was changed"):
         sw.report(edited)
     made = sw.report(edited, graph, cluster)
-    assert made.verdict.step_time_s > staged.search["best"]["step_time_s"]
+    assert made.verdict.step_time_s > staged.search.best.step_time_s
 
 
 def test_a_notebook_gets_a_frame_or_text(flat: sw.Plan) -> None:
     assert "<iframe" in flat._repr_html_()
     assert "srcdoc" in sw.report(flat)._repr_html_()
-    assert flat.with_(search={})._repr_html_().startswith("<pre>")
+    assert flat.with_(search=None)._repr_html_().startswith("<pre>")
 
 
 DAMAGE: dict[str, Any] = {
-    "no groups": lambda search: search.pop("groups"),
+    "no memory": lambda search: search.pop("memory"),
     "text for a number": lambda s: s["details"]["links"][0].update(busy_s="soon"),
     "not finite": lambda s: s["details"]["links"][0].update(share=float("nan")),
     "a node of no module": lambda s: s["details"]["modules"]["nodes"]["module"].__setitem__(0, 999),
     "columns of other lengths": lambda s: s["details"]["modules"]["rows"]["name"].pop(),
     "no cluster": lambda s: s["details"].update(cluster={"version": 1, "name": "x"}),
-    "parts that are not the whole": lambda s: s["groups"][0]["memory"]["parts"].update(other=1e12),
+    "parts that are not the whole": lambda s: s["memory"][0]["parts"].update(other=1e12),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_damaged_figures_are_one_clear_error(staged: sw.Plan, damage: Any) -> None:
-    search = copy.deepcopy(json.loads(json.dumps(dict(staged.search))))
-    damage(search)
+    data = json.loads(json.dumps(staged.to_json()))
+    damage(data["search"])
     with pytest.raises(sw.errors.ShardwiseError, match=r"search"):
-        sw.report(staged.with_(search=search))
+        sw.report(sw.Plan.from_json(data))

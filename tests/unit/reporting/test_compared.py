@@ -1,17 +1,27 @@
-"""Whatever two points of a search may differ in, the report has words for it."""
+"""Whatever two configurations of a search may differ in, the report has words for it."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
 import pytest
 
-from shardwise.planner.search.space import Point
-from shardwise.reporting.compared import plans_of, why_not
+from shardwise.plans.explain import why_not
+from shardwise.plans.search_result import (
+    CAUSES,
+    BatchSize,
+    Binding,
+    ClusterSummary,
+    MemoryFigures,
+    ParallelConfig,
+    SearchGap,
+    SearchResult,
+    SimulatedConfig,
+    StepTimes,
+)
+from shardwise.reporting.compared import plans_of
 
-BEST = Point(dp=2, tp=2, pp=2, schedule="1f1b", num_microbatches=4)
+BEST = ParallelConfig(dp=2, tp=2, pp=2, schedule="1f1b", num_microbatches=4)
 OTHERS = {
     "dp": (4,),
     "tp": (1,),
@@ -23,35 +33,50 @@ OTHERS = {
     "outer": (1,),
     "recompute": ("full",),
     "offload": (("optimizer",), ("optimizer", "activations")),
-    "layout": (1, 2, 3, 7),
+    "layout": (1, 2, 3),
     "grouping": (1,),
     "cuts": ((0, 12), (0, 3, 9, 40)),
 }
 
 
-def simulated(point: Point) -> dict[str, Any]:
-    """A point as a plan's file has it."""
-    told = {
-        "what": str(point),
-        "point": asdict(point),
-        "step_time_s": 1.0,
-        "causes": {"compute": 1.0},
-        "memory": {"peak_bytes": 1.0, "limit_bytes": 2.0},
-    }
-    found: dict[str, Any] = json.loads(json.dumps(told))
-    return found
+def simulated(config: ParallelConfig) -> SimulatedConfig:
+    """A configuration with made-up figures."""
+    return SimulatedConfig(
+        what=str(config),
+        config=config,
+        step_time_s=1.0,
+        bubble_fraction=0.0,
+        causes=dict.fromkeys(CAUSES, 0.125),
+        memory=MemoryFigures(group=0, peak_bytes=1.0, limit_bytes=2.0, parts={}, when="0F0"),
+        rows=1,
+    )
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Point)])
+def searched(best: SimulatedConfig, other: SimulatedConfig) -> SearchResult:
+    return SearchResult(
+        cluster=ClusterSummary(name="c", fingerprint="f", num_ranks=8),
+        batch=BatchSize(rows=1),
+        best=best,
+        runners_up=(other,),
+        gap=SearchGap(layouts=0.0, search=0.0, points=2, simulated=2),
+        binding=Binding(what="compute", text=""),
+        step=StepTimes(passes=(), stages=(), groups=()),
+        memory=(),
+    )
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ParallelConfig)])
 def test_every_decision_has_words(name: str) -> None:
     for value in OTHERS[name]:
         other = replace(BEST, **{name: value})
         for one, two in ((BEST, other), (other, BEST)):
             best, found = simulated(one), simulated(two)
-            rows = plans_of({"gap": {"layouts": 0}, "best": best, "runners_up": [found]})
+            result = searched(best, found)
+            rows = plans_of(result)
             assert rows is not None
-            mine, its = rows[1].words[name]
-            assert mine.strip()
+            own, its = rows[1].words[name]
+            assert own.strip()
             assert its.strip()
-            assert mine != its
-            assert f"{its} instead of {mine}" in why_not(best, found)
+            assert own != its
+            assert f"{its} instead of {own}" in why_not(best, found)
+            assert SearchResult.from_json(result.to_json()) == result

@@ -31,8 +31,8 @@ def test_costs_are_those_of_the_plans_and_sum_up(flat: sw.Plan, staged: sw.Plan)
     assert found.step_time_s is not None
     assert found.memory_bytes is not None
     before, after = found.step_time_s
-    assert before == flat.search["best"]["step_time_s"]
-    assert after == staged.search["best"]["step_time_s"]
+    assert before == flat.search.best.step_time_s
+    assert after == staged.search.best.step_time_s
     for kind, total in (("time", after - before),
                         ("memory", found.memory_bytes[1] - found.memory_bytes[0])):  # fmt: skip
         parts = [c.difference for c in found.costs if c.kind == kind]
@@ -77,7 +77,7 @@ def test_text_fits_the_terminal(flat: sw.Plan, staged: sw.Plan, width: int) -> N
 
 
 def test_what_cannot_be_compared_is_said(staged: sw.Plan) -> None:
-    named = staged.with_(search={}, name="mine", recompute="full")
+    named = staged.with_(search=None, name="mine", recompute="full")
     other = named.with_(model="Other", fingerprint="0")
     found = diff(staged, other)
     assert found.step_time_s is None
@@ -100,7 +100,7 @@ def test_the_verb(
         cli.main(["diff", *map(str, files), "--json", "--perfetto", str(trace)])
     assert exit_.value.code == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["step_time_s"]["before"] == flat.search["best"]["step_time_s"]
+    assert data["step_time_s"]["before"] == flat.search.best.step_time_s
     events = json.loads(trace.read_text())["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"a: ranks 0-3", "b: ranks 0-3", "b: ranks 4-7"}

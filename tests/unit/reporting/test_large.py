@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
 
 import shardwise as sw
-from shardwise.planner.search.details.tree import FIGURES, Folder, Module
-from shardwise.planner.search.replay import replay
+from shardwise.planner.module_tree import FIGURES, Folder, Module
+from shardwise.plans.search_result import (
+    GroupTimes,
+    PassTimes,
+    PlanDetails,
+    StageTimes,
+    StepTimes,
+)
 from shardwise.reporting import timeline
 from shardwise.reporting.classes import MOST_CLASSES, classes_of
 from shardwise.reporting.timeline import Step
+from shardwise.simulation import stored_estimate
 
 
 def test_a_long_step_keeps_its_ends(staged: sw.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate = replay(staged)
+    estimate = stored_estimate(staged)
     monkeypatch.setattr(timeline, "MOST_SPANS", 8)
     classes = classes_of(staged, estimate)
-    chart = Step(staged, estimate, classes, [0.0] * 2).chart()
+    chart = Step(staged, estimate, classes).chart()
     assert chart.folded is not None
     more = chart.kinds.index("more")
     for row in chart.rows:
@@ -30,9 +37,6 @@ def test_a_long_step_keeps_its_ends(staged: sw.Plan, monkeypatch: pytest.MonkeyP
 
 def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
     stages = 40
-    search = json.loads(json.dumps(dict(staged.search)))
-    unit = {"forward_s": 1e-3, "backward_s": 2e-3}
-    group = search["groups"][0]
     slow = 21
     plan = sw.Plan(
         name="many",
@@ -46,34 +50,37 @@ def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
         schedule="1f1b",
         num_microbatches=2,
     )
-    stage = {k: search["stages"][0][k] for k in search["stages"][0]}
-    search |= {
-        "units": [unit, {"forward_s": 5e-3, "backward_s": 2e-3}],
-        "stages": [{**stage, "group": i, "units": str(int(i == slow))} for i in range(stages)],
-        "groups": [
-            {**group, "ranks": str(i), "memory": {**group["memory"], "group": i}}
-            for i in range(stages)
-        ],
-    }
-    del search["decisions"], search["details"]
-    made = sw.report(plan.with_(search=_consistent(plan, search)))
+    passes = tuple(
+        PassTimes(kind=kind, stage=i, last=last, seconds=5e-3 if (i, kind) == (slow, "F") else 1e-3)
+        for i in range(stages)
+        for kind, last in (("F", False), ("B", False), ("B", True))
+    )
+    found = replace(
+        staged.search,
+        step=StepTimes(
+            passes=passes,
+            stages=tuple(
+                StageTimes(group=i, forward_s=1e-3, backward_s=1e-3) for i in range(stages)
+            ),
+            groups=(GroupTimes(),) * stages,
+        ),
+        memory=tuple(replace(staged.search.memory[0], group=i) for i in range(stages)),
+        digest="",
+        details=PlanDetails(),
+    )
+    estimate = stored_estimate(plan.with_(search=found))
+    best = replace(
+        found.best,
+        step_time_s=estimate.step_time_s,
+        causes=estimate.timeline.causes,
+        bubble_fraction=estimate.timeline.bubble_fraction,
+    )
+    made = sw.report(plan.with_(search=replace(found, best=best)))
     assert len(made.classes) == MOST_CLASSES
     assert sum(found.num_ranks for found in made.classes) == stages
     assert sum(found.more for found in made.classes) == stages - MOST_CLASSES
     assert slow in {found.shown for found in made.classes if not found.more}
     assert {group.class_ for group in made.groups} == set(range(MOST_CLASSES))
-
-
-def _consistent(plan: sw.Plan, search: dict[str, object]) -> dict[str, object]:
-    """The figures with the step that they give."""
-    best = dict(search["best"])  # type: ignore[call-overload]
-    found = replay(plan.with_(search={**search, "best": {**best, "step_time_s": 1e9}}))
-    best |= {
-        "step_time_s": found.step_time_s,
-        "causes": dict(found.timeline.causes),
-        "bubble_fraction": found.timeline.bubble_fraction,
-    }
-    return {**search, "best": best}
 
 
 def test_modules_fold_only_where_all_below_is_equal() -> None:

@@ -65,7 +65,7 @@ def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
     told = ("-c", "h100:1x2", "-o", page, "--plan-out", again, "--perfetto", tmp_path / "t.json")
     code, _, err = run(capsys, "report", plan, target, *told)
     assert code == 0, err
-    assert sw.Plan.load(again).search["details"]["code"]
+    assert sw.Plan.load(again).search.details.code
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     code, out, _ = run(capsys, "simulate", again, "--json")
     step = json.loads(out)["step_time_s"]

@@ -212,7 +212,7 @@ def test_collectives_take_the_time_of_their_way() -> None:
         best = sw.plan(graph, slow, dp=4, zero=0, progress=False)
         even = sw.plan(graph, cards(800, 800, 800, 800), dp=4, zero=0, progress=False)
     assert [choice.uses for choice in best.collectives] == ["solved"]
-    assert sw.simulate(graph, best, slow).step_time_s == best.search["best"]["step_time_s"]
+    assert sw.simulate(graph, best, slow).step_time_s == best.search.best.step_time_s
     assert "collectives" not in even.to_json()
     with pytest.raises(PlanError, match="no way 'fast'"):
         sw.collectives.choose(plan, slow, use="fast")

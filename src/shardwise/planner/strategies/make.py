@@ -12,9 +12,8 @@ from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import large_blocks
-from shardwise.planner.balance import balance
 from shardwise.planner.options import known_options
-from shardwise.planner.places import find_places
+from shardwise.planner.stage_balance import balance, find_places
 from shardwise.planner.strategies.fields import (
     batch_inputs,
     notes,

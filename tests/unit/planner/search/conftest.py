@@ -7,16 +7,15 @@ import torch
 
 import shardwise as sw
 from shardwise.ir import Graph
-from shardwise.planner.search import polish
+from shardwise.planner import local_search
 from tests.unit.planner.search.tokens import Tokens
 
 
 @pytest.fixture
 def briefly_polished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are the same of plans that few others were compared with: of two ranks' alone."""
-    monkeypatch.setattr(polish, "MOST_RANKS", 2)
-    monkeypatch.setattr(polish, "SIMULATED", 20)
-    monkeypatch.setattr(polish, "LOWERED_NODES", 60)
+    """Limit the local search: reports do not depend on how many configurations it tried."""
+    monkeypatch.setattr(local_search, "MAX_RANKS", 2)
+    monkeypatch.setattr(local_search, "MAX_SIMULATED", 20)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.cluster import Device
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
-from shardwise.planner.search.larger import copied
+from shardwise.planner.what_if import copy_cluster
 from tests.unit.planner.search.tokens import Tokens
 
 pytestmark = pytest.mark.usefixtures("briefly_polished")
@@ -38,13 +38,13 @@ def test_changes_that_are_named_do_fit(graph: Graph, options: dict[str, object])
     kinds = {change["kind"]: change for change in report["changes"]}
     memory = kinds["memory"]
     plan = sw.plan(graph, cluster, progress=False, memory_gib=memory["memory_gib"], **options)
-    assert plan.search["best"]["step_time_s"] <= memory["step_time_s"] * (1 + 1e-9)
+    assert plan.search.best.step_time_s <= memory["step_time_s"] * (1 + 1e-9)
     if "devices" in kinds:
         factor = kinds["devices"]["num_ranks"] // cluster.num_ranks
-        larger = copied(cluster, factor)
+        larger = copy_cluster(cluster, factor)
         assert larger is not None
         plan = sw.plan(graph, larger, progress=False, memory_gib=LITTLE, **options)
-        assert plan.search["best"]["step_time_s"] <= kinds["devices"]["step_time_s"] * (1 + 1e-9)
+        assert plan.search.best.step_time_s <= kinds["devices"]["step_time_s"] * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_the_smallest_memory_is_the_same_whatever_there_is() -> None:
         sw.plan(graph, sw.Cluster.local(2), memory_gib=1e-6, **fixed)
     needs = raised.value.report["needs_bytes"]
     plan = sw.plan(graph, sw.Cluster.local(2), memory_gib=1.0001 * needs / 2**30, **fixed)
-    assert plan.search["best"]["memory"]["peak_bytes"] <= 1.0001 * needs
+    assert plan.search.best.memory.peak_bytes <= 1.0001 * needs
 
 
 def test_a_size_of_devices_that_is_named_does_fit() -> None:
@@ -105,7 +105,7 @@ def test_a_smaller_batch_that_is_named_does_fit() -> None:
         sw.plan(captured(16), cluster, progress=False, memory_gib=0.01, **fixed)
     (batch,) = [c for c in raised.value.report["changes"] if c["kind"] == "batch"]
     plan = sw.plan(captured(batch["rows"]), cluster, progress=False, memory_gib=0.01, **fixed)
-    found = plan.search["best"]["memory"]["peak_bytes"]
+    found = plan.search.best.memory.peak_bytes
     assert found == pytest.approx(batch["peak_bytes"], rel=0.02)
     with pytest.raises(InfeasiblePlan):
         sw.plan(captured(2 * batch["rows"]), cluster, progress=False, memory_gib=0.01, **fixed)
@@ -116,21 +116,21 @@ def test_a_smaller_batch_that_is_named_does_fit() -> None:
 def test_a_copied_cluster_has_as_many_times_the_devices(kind: str, nodes: int) -> None:
     more = {} if kind == "gb200" else {"oversubscription": 2.0}
     cluster = sw.Cluster.preset(kind, nodes=nodes, devices_per_node=2, **more)
-    larger = copied(cluster, 4)
+    larger = copy_cluster(cluster, 4)
     assert larger is not None
     assert larger.num_ranks == 4 * cluster.num_ranks
     assert sw.Cluster.from_yaml(larger.to_yaml()) == larger
-    assert copied(sw.Cluster.local(2), 2).num_ranks == 4  # type: ignore[union-attr]
+    assert copy_cluster(sw.Cluster.local(2), 2).num_ranks == 4  # type: ignore[union-attr]
 
 
 def test_a_single_device_is_planned_for(graph: Graph) -> None:
     (node,) = sw.Cluster.preset("a100-40", devices_per_node=1).nodes
     alone = sw.Cluster(name="solo", nodes=(replace(node, link=None, nic=None),))
     plan = sw.plan(graph, alone, progress=False)
-    rows = plan.search["details"]["what_if"]
-    counts = [row for row in rows if row["kind"] == "devices"]
+    rows = plan.search.details.what_if
+    counts = [row for row in rows if row.kind == "devices"]
     assert counts
-    assert not any(row["feasible"] for row in counts)
+    assert not any(row.feasible for row in counts)
 
 
 def hosts(cluster: sw.Cluster, gib: float) -> sw.Cluster:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.errors import InfeasiblePlan, PlanError
-from shardwise.planner.search import polish
-from shardwise.planner.search.space import FAR, Fixed, Limits, points
+from shardwise.planner import local_search
+from shardwise.planner.search_space import MAX_STEP, SearchLimits, UserOptions, configs
 from tests.support import zoo
 
 UNEQUAL = """
@@ -59,9 +59,9 @@ def test_the_plan_computes_the_model_and_takes_what_it_says(gpt, options) -> Non
     plan = sw.plan(graph, cluster, progress=False, **options)
     assert plan.num_ranks == 4
     estimate = sw.simulate(graph, plan, cluster)
-    assert estimate.step_time_s == pytest.approx(plan.search["best"]["step_time_s"], rel=1e-6)
-    for other in plan.search["runners_up"]:
-        assert other["step_time_s"] >= estimate.step_time_s
+    assert estimate.step_time_s == pytest.approx(plan.search.best.step_time_s, rel=1e-6)
+    for other in plan.search.runners_up:
+        assert other.step_time_s >= estimate.step_time_s
     for name, value in options.items():
         if name in ("num_microbatches", "recompute", "schedule"):
             assert getattr(plan, name) == value
@@ -77,7 +77,7 @@ def test_unequal_devices_take_unequal_shares(gpt) -> None:
     assert "2:2:1" in str(plan.mesh) or ":" in str(plan.mesh)
     assert sw.verify(model, batch, plan).ok
     free = sw.plan(graph, cluster, progress=False)
-    assert free.search["best"]["step_time_s"] <= plan.search["best"]["step_time_s"] * (1 + 1e-9)
+    assert free.search.best.step_time_s <= plan.search.best.step_time_s * (1 + 1e-9)
     assert sw.verify(model, batch, free).ok
 
 
@@ -97,7 +97,7 @@ def test_constraints_are_kept(gpt) -> None:
         assert plan.entry("blocks.1.up.weight").layout["tp"] == cut
     plan = sw.plan(graph, cluster, constraints={name: "0"}, progress=False)
     assert plan.entry("blocks.1.up.weight").layout["tp"] == "0"
-    assert plan.search["fixed"] == {"constraints": {name: "0"}}
+    assert plan.search.fixed == {"constraints": {name: "0"}}
 
 
 class Chain(torch.nn.Module):
@@ -117,30 +117,30 @@ class Chain(torch.nn.Module):
 def test_there_may_be_more_stages_than_blocks() -> None:
     graph = sw.capture(Chain(), {"x": torch.ones(5, 64, 256)})
     cluster = sw.Cluster.preset("cpu", devices_per_node=7)
-    free = sw.plan(graph, cluster, progress=False).search["best"]["step_time_s"]
-    fixed = sw.plan(graph, cluster, progress=False, pp=7).search["best"]["step_time_s"]
+    free = sw.plan(graph, cluster, progress=False).search.best.step_time_s
+    fixed = sw.plan(graph, cluster, progress=False, pp=7).search.best.step_time_s
     assert free <= fixed * (1 + 1e-9)
 
 
 @given(rows=st.integers(1, 2000), dp=st.integers(1, 64))
 def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> None:
     assume(dp <= rows)
-    limits = Limits(
+    limits = SearchLimits(
         ranks=dp, rows=rows, num_microbatches=rows, stages=1, virtual_stages=1, tensor_ranks=1
     )
-    counts = sorted({p.num_microbatches for p in points(limits, Fixed(dp=dp))})
+    counts = sorted({p.num_microbatches for p in configs(limits, UserOptions(dp=dp))})
     assert counts[0] == 1
     assert counts[-1] * dp <= rows
-    assert all(high <= 2 * FAR * low for low, high in pairwise(counts))
+    assert all(high <= 2 * MAX_STEP * low for low, high in pairwise(counts))
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (1, 1)])
 def test_ranks_that_share_parameters_have_zero_levels(dp: int, tp: int) -> None:
     ranks = dp * tp
-    limits = Limits(
+    limits = SearchLimits(
         ranks=ranks, rows=2, num_microbatches=1, stages=1, virtual_stages=1, tensor_ranks=tp
     )
-    levels = {p.zero for p in points(limits, Fixed(dp=dp, tp=tp))}
+    levels = {p.zero for p in configs(limits, UserOptions(dp=dp, tp=tp))}
     assert levels == ({0, 1, 2, 3} if ranks > 1 else {0})
 
 
@@ -203,7 +203,7 @@ def test_too_little_memory_says_how_much_is_needed(gpt) -> None:
 @pytest.mark.slow
 def test_what_is_told_of_memory_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would fit does, and little less does not; more memory buys what it is said to buy."""
-    monkeypatch.setattr(polish, "MOST_RANKS", 0)  # of its own matter, and no short one
+    monkeypatch.setattr(local_search, "MAX_RANKS", 0)
     with torch.device("meta"):
         graph = sw.capture(Chain(4096), {"x": torch.ones(64, 512, 4096)})
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
@@ -217,6 +217,6 @@ def test_what_is_told_of_memory_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InfeasiblePlan):
         planned(0.9 * needed)
     lean = planned(needed)
-    row = next(row for row in lean.search["relaxations"] if row["kind"] == "memory")
-    more = planned(needed + row["gib"]).search["best"]["step_time_s"]
-    assert more <= row["step_time_s"] * (1 + 1e-9) < lean.search["best"]["step_time_s"]
+    row = next(row for row in lean.search.relaxations if row.kind == "memory")
+    more = planned(needed + row.value).search.best.step_time_s
+    assert more <= row.step_time_s * (1 + 1e-9) < lean.search.best.step_time_s

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.planner.search.simplest import NEARLY
+from shardwise.planner.search import SIMPLER_SLACK
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
@@ -109,11 +109,11 @@ def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> No
     assert len(graph.nodes) <= 8
     plan = sw.plan(graph, cluster, memory_gib=memory_gib, progress=False, all_devices=True)
     taken = sw.simulate(graph, plan, cluster).step_time_s
-    ours = min([taken, *(other["step_time_s"] for other in plan.search["runners_up"])])
-    assert taken <= ours * (1 + NEARLY)
+    ours = min([taken, *(other.step_time_s for other in plan.search.runners_up)])
+    assert taken <= ours * (1 + SIMPLER_SLACK)
     limit = float("inf") if memory_gib is None else memory_gib * 2**30
     best, what = quicker(graph, cluster, ours * (1 - 1e-6), limit)
-    assert best >= ours, f"{plan.search['best']} is slower than {what}: {ours / best}"
+    assert best >= ours, f"{plan.search.best} is slower than {what}: {ours / best}"
 
 
 @pytest.mark.parametrize("body", [wide, pytest.param(normed, marks=pytest.mark.slow)])

@@ -10,8 +10,8 @@ import torch
 import shardwise as sw
 from benchmarks.models import GPT
 from shardwise.cluster import Cluster
-from shardwise.planner.search.plan import _limits, _prepare
-from shardwise.planner.search.space import Fixed, points
+from shardwise.planner.plan import _limits, _prepare
+from shardwise.planner.search_space import UserOptions, configs
 from shardwise.plans import Precision
 
 CLUSTERS = {
@@ -30,14 +30,14 @@ def test_bounds_are_below_what_is_simulated(name: str) -> None:
     ids = torch.zeros(16, 64, dtype=torch.long, device="meta")
     graph = sw.capture(model, {"input_ids": ids, "labels": ids})
     search = _prepare(graph, cluster, {}, None, Precision.of("bf16"), None, lambda _: None)
-    fixed = Fixed()
-    every = list(points(_limits(search, graph, cluster, fixed), fixed))
+    fixed = UserOptions()
+    every = list(configs(_limits(search, graph, cluster, fixed), fixed))
     tried = 0
-    for point in random.Random(0).sample(every, 150):
-        if search.bounds.core(point) is not None:
-            bound, found = search.bounds.bound(point), search.simulate(point)
-            assert bound.seconds <= found.estimate.step_time_s * (1 + 1e-9), str(point)
+    for config in random.Random(0).sample(every, 150):
+        if search.bounds.core(config) is not None:
+            bound, found = search.bounds.bound(config), search.simulate(config)
+            assert bound.seconds <= found.estimate.step_time_s * (1 + 1e-9), str(config)
             peak = found.estimate.peak
-            assert bound.memory <= peak.peak_bytes / peak.limit_bytes * (1 + 1e-9), str(point)
+            assert bound.memory <= peak.peak_bytes / peak.limit_bytes * (1 + 1e-9), str(config)
             tried += 1
     assert tried > 100

@@ -183,5 +183,5 @@ def test_equals_trying_everything(name: str) -> None:
     graph, memory_gib = case.graph(), None
     if case.memory < 1:
         free = sw.plan(graph, case.cluster, progress=False)
-        memory_gib = free.search["best"]["memory"]["peak_bytes"] / 2**30 * case.memory
+        memory_gib = free.search.best.memory.peak_bytes / 2**30 * case.memory
     check(graph, case.cluster, memory_gib)

@@ -128,7 +128,7 @@ def with_need(seed: int) -> tuple[Graph, Cluster, float]:
     graph, rng = drawn(seed, MOST)
     cluster = Cluster.preset(rng.choice(KINDS), nodes=1, devices_per_node=rng.choice((2, 3, 4)))
     free = sw.plan(graph, cluster, progress=False)
-    return graph, cluster, free.search["best"]["memory"]["peak_bytes"] / 2**30
+    return graph, cluster, free.search.best.memory.peak_bytes / 2**30
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_what_is_fixed_is_never_quicker(seed: int, part: float) -> None:
             plan = sw.plan(graph, cluster, memory_gib=part * gib, progress=False, **fixed)
         except InfeasiblePlan:
             return math.inf
-        return float(plan.search["best"]["step_time_s"])
+        return float(plan.search.best.step_time_s)
 
     options = [("tp", cluster.num_ranks), ("pp", cluster.num_ranks), ("zero", 3),
                ("num_microbatches", 4), ("recompute", "full")]  # fmt: skip

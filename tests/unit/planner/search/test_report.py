@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import shardwise as sw
 from shardwise.cluster import ClusterNode, Nic
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
-from shardwise.planner.search.relax import faster_devices, faster_links
-from shardwise.planner.search.replay import replay
-from shardwise.planner.search.report import batch_sizes, merged
+from shardwise.planner.figures import batch_size, merged
+from shardwise.planner.what_if import faster_devices, faster_links
+from shardwise.plans.search_result import BatchSize, LayerFigures
+from shardwise.simulation import stored_estimate
 from tests.support import zoo
 from tests.support.tiers import thinned
 from tests.unit.planner.search.tokens import Tokens
@@ -59,11 +61,11 @@ def test_a_step_can_be_replayed_from_the_file(
     cluster = unequal if machines == "unequal" else sw.Cluster.preset(machines, devices_per_node=4)
     plan = sw.plan(graph, cluster, progress=False, all_devices=True, **options)
     plan.save(tmp_path / "plan.json")
-    again = replay(sw.Plan.load(tmp_path / "plan.json"))
-    best = plan.search["best"]
-    assert again.step_time_s == pytest.approx(best["step_time_s"], rel=1e-9)
-    assert dict(again.timeline.causes) == pytest.approx(best["causes"], rel=1e-9, abs=1e-15)
-    assert again.peak.peak_bytes == best["memory"]["peak_bytes"]
+    again = stored_estimate(sw.Plan.load(tmp_path / "plan.json"))
+    best = plan.search.best
+    assert again.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
+    assert dict(again.timeline.causes) == pytest.approx(best.causes, rel=1e-9, abs=1e-15)
+    assert again.peak.peak_bytes == best.memory.peak_bytes
     assert again.num_ranks == cluster.num_ranks
     assert again.rows == 16
 
@@ -71,7 +73,7 @@ def test_a_step_can_be_replayed_from_the_file(
 def test_a_replay_is_the_timeline_of_a_simulation(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=4)
     plan = sw.plan(graph, cluster, progress=False, pp=2, num_microbatches=4, zero=1)
-    again, anew = replay(plan).timeline, sw.simulate(graph, plan, cluster).timeline
+    again, anew = stored_estimate(plan).timeline, sw.simulate(graph, plan, cluster).timeline
     assert len(again.spans) == len(anew.spans) > 16
     for one, other in zip(again.spans, anew.spans, strict=True):
         assert (one.group, one.lane, one.name, one.kind) == (
@@ -88,9 +90,9 @@ def test_equal_units_are_written_once() -> None:
         graph = sw.capture(Tokens(layers=layers), {"ids": ids, "labels": ids})
         cluster = sw.Cluster.preset("h100", devices_per_node=2)
         plan = sw.plan(graph, cluster, progress=False, pp=1)
-        sizes.append(len(json.dumps(plan.search)))
-        assert replay(plan).step_time_s == pytest.approx(
-            plan.search["best"]["step_time_s"], rel=1e-9
+        sizes.append(len(json.dumps(plan.search.to_json())))
+        assert stored_estimate(plan).step_time_s == pytest.approx(
+            plan.search.best.step_time_s, rel=1e-9
         )
     assert sizes[1] < 1.2 * sizes[0]
 
@@ -99,23 +101,34 @@ def test_an_edited_or_damaged_plan_is_not_replayed(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False)
     with pytest.raises(PlanError, match="changed after it was made"):
-        replay(plan.with_(recompute="selective" if plan.recompute == "none" else "none"))
+        stored_estimate(plan.with_(recompute="selective" if plan.recompute == "none" else "none"))
     with pytest.raises(PlanError, match="was not searched for"):
-        replay(sw.strategies.ddp(graph, cluster))
-    for name in ("units", "stages", "groups", "best"):
-        broken = {k: v for k, v in plan.search.items() if k != name}
+        stored_estimate(sw.strategies.ddp(graph, cluster))
+    data = plan.to_json()
+    for name in ("step", "memory", "best"):
+        broken = {k: v for k, v in data["search"].items() if k != name}
+        with pytest.raises(PlanError, match="damaged") as raised:
+            sw.Plan.from_json({**data, "search": broken})
+        assert raised.value.where == "plan: search"
+    found = plan.search
+    for broken in (
+        replace(found, memory=()),
+        replace(found, step=replace(found.step, passes=found.step.passes[1:])),
+        replace(found, step=replace(found.step, stages=found.step.stages * 2)),
+    ):
         with pytest.raises(PlanError, match="damaged"):
-            replay(plan.with_(search=broken))
+            stored_estimate(plan.with_(search=broken))
 
 
 def test_what_stages_share_can_be_replayed() -> None:
     graph = sw.capture(*zoo.build("gpt2"))
     plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False, pp=2)
-    assert [(row["home"], row["other"]) for row in plan.search["tied"]] == [(0, 1)]
-    again = replay(plan)
-    assert again.step_time_s == pytest.approx(plan.search["best"]["step_time_s"], rel=1e-9)
-    again = replay(plan.with_(search={**plan.search, "tied": []}))
-    assert again.step_time_s < plan.search["best"]["step_time_s"]
+    assert [(tied.owner, tied.replica) for tied in plan.search.step.tied] == [(0, 1)]
+    again = stored_estimate(plan)
+    assert again.step_time_s == pytest.approx(plan.search.best.step_time_s, rel=1e-9)
+    without = replace(plan.search, step=replace(plan.search.step, tied=()))
+    again = stored_estimate(plan.with_(search=without))
+    assert again.step_time_s < plan.search.best.step_time_s
 
 
 @pytest.mark.parametrize(
@@ -127,40 +140,40 @@ def test_a_loss_of_16_bits_is_planned_as_it_runs(options: dict[str, Any]) -> Non
     graph = sw.capture(model, {"ids": ids, "labels": ids})
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False, precision="bf16", **options)
-    found: Any = plan.search["best"]
+    found: Any = plan.search.best
     again = sw.simulate(graph, plan, cluster)
-    assert again.step_time_s == pytest.approx(found["step_time_s"], rel=1e-9)
-    assert again.peak.peak_bytes == pytest.approx(found["memory"]["peak_bytes"])
+    assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+    assert again.peak.peak_bytes == pytest.approx(found.memory.peak_bytes)
 
 
 def test_runners_up_are_slower_and_differ(graph: Graph) -> None:
     plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=4), progress=False)
-    best, others = plan.search["best"], plan.search["runners_up"]
+    best, others = plan.search.best, plan.search.runners_up
     assert others
-    times = [best["step_time_s"], *(o["step_time_s"] for o in others)]
+    times = [best.step_time_s, *(o.step_time_s for o in others)]
     assert times == sorted(times)
-    figures = {(o["step_time_s"], o["memory"]["peak_bytes"]) for o in [best, *others]}
+    figures = {(o.step_time_s, o.memory.peak_bytes) for o in [best, *others]}
     assert len(figures) == len(others) + 1
 
 
 def test_relaxations_are_what_a_simulation_gives(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False, zero=3, tp=1)
-    rows = {row["kind"]: row for row in plan.search["relaxations"]}
+    rows = {row.kind: row for row in plan.search.relaxations}
     now = sw.simulate(graph, plan, cluster).step_time_s
     for kind, other in (
-        ("links", faster_links(cluster, 2.0)),
+        ("bandwidth", faster_links(cluster, 2.0)),
         ("compute", faster_devices(cluster, 1.1)),
     ):
         gain = now - sw.simulate(graph, plan, other).step_time_s
-        told = plan.search["best"]["step_time_s"] - rows[kind]["step_time_s"]
+        told = plan.search.best.step_time_s - rows[kind].step_time_s
         assert told == pytest.approx(gain, rel=0.05, abs=1e-6)
-        assert rows[kind]["ratio"] <= 1 + 1e-9
-    free = sw.plan(graph, cluster, progress=False).search["best"]["step_time_s"]
+        assert rows[kind].ratio <= 1 + 1e-9
+    free = sw.plan(graph, cluster, progress=False).search.best.step_time_s
     if "options" in rows:
-        assert rows["options"]["step_time_s"] == pytest.approx(free, rel=1e-9)
+        assert rows["options"].step_time_s == pytest.approx(free, rel=1e-9)
     else:
-        assert free >= plan.search["best"]["step_time_s"] * 0.998
+        assert free >= plan.search.best.step_time_s * 0.998
 
 
 @pytest.mark.slow
@@ -168,54 +181,63 @@ def test_constraints_cost_what_a_plan_without_them_gains(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     fixed: dict[str, Any] = {"constraints": {"layers.*.weight": "0"}, "progress": False}
     plan = sw.plan(graph, cluster, **fixed)
-    (row,) = [row for row in plan.search["relaxations"] if row["kind"] == "constraints"]
+    (row,) = [row for row in plan.search.relaxations if row.kind == "constraints"]
     free = sw.plan(graph, cluster, progress=False)
-    assert row["step_time_s"] == pytest.approx(free.search["best"]["step_time_s"], rel=1e-9)
-    assert row["ratio"] < 1
+    assert row.step_time_s == pytest.approx(free.search.best.step_time_s, rel=1e-9)
+    assert row.ratio < 1
 
 
 @pytest.mark.slow
 def test_more_memory_buys_what_a_larger_device_gives(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=4)
     whole = sw.plan(graph, cluster, progress=False)
-    need = whole.search["best"]["memory"]["peak_bytes"] / 2**30
+    need = whole.search.best.memory.peak_bytes / 2**30
     tight = sw.plan(graph, cluster, progress=False, memory_gib=need * 0.9)
-    more = [row for row in tight.search["relaxations"] if row["kind"] == "memory"]
+    more = [row for row in tight.search.relaxations if row.kind == "memory"]
     for row in more:
-        given = need * 0.9 + row["gib"] * 1.0001
+        given = need * 0.9 + row.value * 1.0001
         found = sw.plan(graph, cluster, progress=False, memory_gib=given)
-        assert found.search["best"]["step_time_s"] <= row["step_time_s"] * (1 + 1e-9)
+        assert found.search.best.step_time_s <= row.step_time_s * (1 + 1e-9)
 
 
 def test_layers_add_up_to_the_step(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False, pp=1, num_microbatches=2)
-    layers = plan.search["layers"]
-    forward = sum(row["forward_s"] * row["count"] for row in layers)
-    stage = plan.search["stages"][0]
-    assert forward == pytest.approx(2 * stage["forward_s"], rel=1e-9)
-    assert any(row["count"] >= 2 for row in layers)
-    parts = plan.search["best"]["memory"]["parts"]
-    state = sum(row["state_bytes"] * row["count"] for row in layers)
+    layers = plan.search.layers
+    forward = sum(row.forward_s * row.count for row in layers)
+    stage = plan.search.step.stages[0]
+    assert forward == pytest.approx(2 * stage.forward_s, rel=1e-9)
+    assert any(row.count >= 2 for row in layers)
+    parts = plan.search.best.memory.parts
+    state = sum(row.state_bytes * row.count for row in layers)
     static = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     assert state == pytest.approx(static, rel=1e-9)
 
 
 def test_rows_of_other_figures_or_modules_are_not_merged() -> None:
     rows = [
-        {"name": name, "stage": stage, "count": 1, "forward_s": seconds}
+        LayerFigures(
+            name=name,
+            stage=stage,
+            forward_s=seconds,
+            backward_s=0.0,
+            communication_s=0.0,
+            parameters=0.0,
+            state_bytes=0.0,
+            activation_bytes=0.0,
+        )
         for name, stage, seconds in (
             ("a.0", 0, 1.0), ("a.1", 0, 1.0), ("a.2", 0, 2.0), ("b.0", 0, 1.0), ("a.3", 1, 1.0),
         )
     ]  # fmt: skip
     found = merged(rows)
-    assert [(r["name"], r["count"]) for r in found] == [
+    assert [(r.name, r.count) for r in found] == [
         ("a.0", 2), ("a.2", 1), ("b.0", 1), ("a.3", 1),
     ]  # fmt: skip
-    assert found[0]["last"] == "a.1"
+    assert found[0].last == "a.1"
 
 
 def test_tokens_are_counted_where_inputs_are_matrices_of_words(graph: Graph) -> None:
-    assert batch_sizes(graph, 16) == {"rows": 16, "tokens": 16 * 32}
+    assert batch_size(graph, 16) == BatchSize(rows=16, tokens=16 * 32)
     plain = sw.capture(nn.Linear(8, 4), (torch.randn(6, 8),), lambda out, _: out.sum())
-    assert batch_sizes(plain, 6) == {"rows": 6}
+    assert batch_size(plain, 6) == BatchSize(rows=6)

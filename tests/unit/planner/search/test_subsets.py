@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.cli import app
-from shardwise.cli.verdict import plan_text
 from shardwise.errors import PlanError
-from shardwise.planner.search.simplest import NEARLY, simplicity
-from shardwise.planner.search.space import Point
-from shardwise.planner.search.subsets import subsets
+from shardwise.planner.device_groups import subsets
+from shardwise.planner.search import SIMPLER_SLACK, simplicity
 from shardwise.plans import used_devices
+from shardwise.plans.explain import plan_text
+from shardwise.plans.search_result import ParallelConfig
+from shardwise.plans.text import format_plan
 from tests.support import zoo
 
 
@@ -49,19 +50,20 @@ def test_devices_that_slow_the_step_are_left_out(graph: sw.Graph, tmp_path: Path
     cluster = mixed(speed=0.1)
     everything = sw.plan(graph, cluster, progress=False, all_devices=True)
     assert everything.num_ranks == 4
-    assert "left_out" not in everything.search
+    assert everything.search.left_out is None
     plan = sw.plan(graph, cluster, progress=False)
-    left = plan.search["left_out"]
+    left = plan.search.left_out
     assert plan.num_ranks == 2
-    assert (left["used"], left["idle"], left["num_ranks"]) == ("2-3", "0-1", 4)
-    assert left["step_time_s"] == everything.search["best"]["step_time_s"]
-    assert plan.search["best"]["step_time_s"] < left["step_time_s"] * (1 + NEARLY)
+    assert (left.used, left.idle, left.num_ranks) == ("2-3", "0-1", 4)
+    assert left.step_time_s == everything.search.best.step_time_s
+    assert plan.search.best.step_time_s < left.step_time_s * (1 + SIMPLER_SLACK)
     alone = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
-    assert plan.search["best"]["step_time_s"] == alone.search["best"]["step_time_s"]
+    assert plan.search.best.step_time_s == alone.search.best.step_time_s
     said = " ".join(plan_text(plan, 100).split())
     assert "2 of 4 devices of mixed are left idle: 2 x a100-80" in said
     assert "using all would take" in said
-    assert "uses ranks 2-3 of the 4 of mixed" in str(plan)
+    assert str(plan) == plan_text(plan)
+    assert "uses ranks 2-3 of the 4 of mixed" in format_plan(plan)
     assert any("left idle" in note for note in sw.report(plan).verdict.notes)
 
     plan.save(tmp_path / "plan.json")
@@ -69,7 +71,7 @@ def test_devices_that_slow_the_step_are_left_out(graph: sw.Graph, tmp_path: Path
     used = used_devices(again, cluster)
     assert [node.name for node in used.nodes] == ["new"]
     estimate = sw.simulate(graph, again, cluster)  # on the devices that it uses
-    assert estimate.step_time_s == pytest.approx(plan.search["best"]["step_time_s"])
+    assert estimate.step_time_s == pytest.approx(plan.search.best.step_time_s)
     with pytest.raises(PlanError, match="2 ranks"):
         sw.simulate(graph, again, mixed(speed=0.2))
 
@@ -115,16 +117,16 @@ def test_an_axis_that_only_divides_the_batch_is_data_parallelism(graph: sw.Graph
 
 def test_simpler_points_come_first() -> None:
     order = [
-        Point(dp=4, tp=1, pp=1),
-        Point(dp=4, tp=1, pp=1, zero=2),
-        Point(dp=4, tp=1, pp=1, layout=2),
-        Point(dp=4, tp=1, pp=1, recompute="selective"),
-        Point(dp=4, tp=1, pp=1, num_microbatches=2),
-        Point(dp=1, tp=4, pp=1),
-        Point(dp=2, tp=2, pp=1),
-        Point(dp=1, tp=1, pp=4, schedule="1f1b", num_microbatches=4),
-        Point(dp=2, tp=1, pp=2, schedule="1f1b", num_microbatches=2),
-        Point(dp=2, tp=1, pp=2, schedule="zb_h1", num_microbatches=2),
-        Point(dp=4, tp=1, pp=1, offload=("optimizer",)),
+        ParallelConfig(dp=4, tp=1, pp=1),
+        ParallelConfig(dp=4, tp=1, pp=1, zero=2),
+        ParallelConfig(dp=4, tp=1, pp=1, layout=2),
+        ParallelConfig(dp=4, tp=1, pp=1, recompute="selective"),
+        ParallelConfig(dp=4, tp=1, pp=1, num_microbatches=2),
+        ParallelConfig(dp=1, tp=4, pp=1),
+        ParallelConfig(dp=2, tp=2, pp=1),
+        ParallelConfig(dp=1, tp=1, pp=4, schedule="1f1b", num_microbatches=4),
+        ParallelConfig(dp=2, tp=1, pp=2, schedule="1f1b", num_microbatches=2),
+        ParallelConfig(dp=2, tp=1, pp=2, schedule="zb_h1", num_microbatches=2),
+        ParallelConfig(dp=4, tp=1, pp=1, offload=("optimizer",)),
     ]
     assert all(simplicity(one) < simplicity(other) for one, other in pairwise(order))

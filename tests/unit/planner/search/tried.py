@@ -12,7 +12,7 @@ from math import inf
 
 from shardwise.cluster import Mesh
 from shardwise.ir import Graph
-from shardwise.planner.places import unfit
+from shardwise.planner.stage_balance import unfit
 from shardwise.plans import ParameterEntry, Plan, model_fingerprint
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.placements import Shard, format_shard

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import block_glob, large_blocks
-from shardwise.planner.search.found import Candidate
+from shardwise.planner.search import Candidate
 from shardwise.planner.strategies.fields import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
 from shardwise.plans.choices import known_choices
@@ -21,15 +21,9 @@ from shardwise.simulation.fold import Fold
 Choices = dict[str, dict[str, str]]
 
 
-def write_plan(
-    graph: Graph,
-    fold: Fold,
-    candidate: Candidate,
-    search: Mapping[str, object],
-    precision: Precision,
-) -> Plan:
-    """The plan of a candidate for the whole graph."""
-    point, setting = candidate.point, candidate.setting
+def write_plan(graph: Graph, fold: Fold, candidate: Candidate, precision: Precision) -> Plan:
+    """Return the plan of a candidate for the full graph."""
+    config, setting = candidate.config, candidate.setting
     nodes, parameters = candidate.layouts.solution.as_choices()
     meshes = [group.mesh for group in setting.groups]
     roles = {
@@ -44,8 +38,8 @@ def write_plan(
         )
         for first, group in zip(setting.cuts, setting.placement, strict=True)
     )
-    scheduled = len(stages) > 1 or point.num_microbatches > 1
-    splits = point.dp > 1 or point.num_microbatches > 1 or any("dp" in m.names for m in meshes)
+    scheduled = len(stages) > 1 or config.num_microbatches > 1
+    splits = config.dp > 1 or config.num_microbatches > 1 or any("dp" in m.names for m in meshes)
     return Plan(
         name="auto",
         model=graph.name,
@@ -57,17 +51,16 @@ def write_plan(
         nodes=_nodes(graph, fold, nodes, roles),
         units=large_blocks(graph),
         stages=stages if len(stages) > 1 else (),
-        schedule=(point.schedule or DEFAULT_SCHEDULE) if scheduled else "",
-        num_microbatches=point.num_microbatches,
-        recompute=point.recompute,
+        schedule=(config.schedule or DEFAULT_SCHEDULE) if scheduled else "",
+        num_microbatches=config.num_microbatches,
+        recompute=config.recompute,
         precision=precision,
-        offload=point.offload,
-        search=search,
+        offload=config.offload,
     )
 
 
-def as_written(plan: Plan, run: Graph, graph: Graph) -> Plan:
-    """A plan of the graph that micro-batches `run`, in the names of the captured one."""
+def in_captured_names(plan: Plan, run: Graph, graph: Graph) -> Plan:
+    """Return a plan of the graph that micro-batches `run`, in the names of the captured one."""
     if run is graph:
         return plan
     names = {place: name for name, place in node_keys(graph).items()}

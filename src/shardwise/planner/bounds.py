@@ -1,7 +1,15 @@
-"""Bounds of points: no simulated step is quicker, no rank needs less memory.
+"""Lower bounds of configurations: no simulated step is faster, no rank needs less memory.
 
-Enters: a point, with its layouts and its setting. Leaves: `Core` and `Bound`. `least` says what of
-parameters and gradients nothing hides.
+What of parameters and gradients nothing can hide counts, too:
+
+- With zero 3 a pass takes at least as long as the parameters of its blocks travel; those outside of
+  blocks travel before.
+- Gradients are reduced from the last backward of a stage on. What one of them hides of the
+  reductions is at most its own length; with several stages a group's last backwards may hide as
+  much twice.
+- With zero 1 and 2 updated parameters travel after the optimizer.
+
+Messages count as one: several take longer.
 """
 
 from __future__ import annotations
@@ -16,10 +24,8 @@ from numpy.typing import NDArray
 from shardwise.cluster import Device
 from shardwise.cost import CollectiveModel, adamw
 from shardwise.errors import ShardwiseError
-from shardwise.planner.search.bank import Bank, Layouts
-from shardwise.planner.search.found import Bound
-from shardwise.planner.search.least import least_end, least_wire
-from shardwise.planner.search.space import Point
+from shardwise.planner.layout_cache import LayoutCache, Layouts
+from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import schedule_kind
 from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
@@ -27,16 +33,26 @@ from shardwise.simulation.memory import stage_memory
 from shardwise.simulation.setting import Setting
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.step import pairs
-from shardwise.simulation.times import Group
+from shardwise.simulation.sums import PURPOSES
+from shardwise.simulation.times import Clock, Group
 
 Ints = NDArray[np.int64]
 
-FEW_GROUPS = 16  # of ranks, up to which bounds count the messages between stages
+FEW_GROUPS = 16  # up to which bounds count the messages between stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A configuration with its bounds; a memory that fits is exact."""
+
+    config: ParallelConfig
+    seconds: float
+    memory: float  # of the fullest rank, as a fraction of its device's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """What points that differ in zero and offload share: when the work of each group ends."""
+    """When the work of each group ends: the same for any zero level and offload."""
 
     setting: Setting
     bounds: Ints
@@ -54,54 +70,58 @@ class Core:
 
 
 class Bounds:
-    """Bounds of one model's points on one cluster, each worked out once."""
+    """Bounds of one model's configurations on one cluster, each worked out once."""
 
     def __init__(
         self,
-        bank: Bank,
+        cache: LayoutCache,
         evaluator: Evaluator,
-        setting: Callable[[Point, Layouts], Setting],
+        setting: Callable[[ParallelConfig, Layouts], Setting],
         memory_limit: float | None,
     ) -> None:
-        self.bank, self.evaluator, self.setting = bank, evaluator, setting
+        self.cache, self.evaluator, self.setting = cache, evaluator, setting
         self.memory_limit, self.fold = memory_limit, evaluator.fold
-        self._bounds: dict[Point, Bound] = {}
-        self._cores: dict[Point, Core | None] = {}
+        self._bounds: dict[ParallelConfig, Bound] = {}
+        self._cores: dict[ParallelConfig, Core | None] = {}
         self._links: dict[tuple[int, int], tuple[Group, Group, CollectiveModel]] = {}
 
-    def bound(self, point: Point) -> Bound:
-        if point in self._bounds:
-            return self._bounds[point]
-        core = self.core(replace(point, zero=0, offload=()))
+    def bound(self, config: ParallelConfig) -> Bound:
+        if config in self._bounds:
+            return self._bounds[config]
+        core = self.core(replace(config, zero=0, offload=()))
         assert core is not None
-        setting = replace(core.setting, zero=point.zero, offload=point.offload)
+        setting = replace(core.setting, zero=config.zero, offload=config.offload)
         seconds, fullest = core.seconds, 0.0
         for group, stages in core.watched.items():
             layers, members = core.layers[group], setting.groups[group]
             ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
-            wire = least_wire(ranges, layers, members, setting, self.evaluator.clock)
-            end = least_end(core.ends[group], ranges, layers, point.num_microbatches, wire)
-            tail = self._tail(stages, core.bounds, layers, setting) + wire.update
+            traffic = communication_lower_bound(
+                ranges, layers, members, setting, self.evaluator.clock
+            )
+            end = reduced_at_least(
+                core.ends[group], ranges, layers, config.num_microbatches, traffic
+            )
+            tail = self._tail(stages, core.bounds, layers, setting) + traffic.update
             seconds = max(seconds, end + tail, core.paths[group] + tail)
             if group == setting.placement[0]:
                 seconds = max(seconds, core.back + tail)
-            full = self._fullest(point, group, stages, core.bounds, core.layers[group], setting)
+            full = self._fullest(config, group, stages, core.bounds, core.layers[group], setting)
             fullest = max(fullest, full)
-        self._bounds[point] = Bound(point=point, seconds=seconds, memory=fullest)
-        return self._bounds[point]
+        self._bounds[config] = Bound(config=config, seconds=seconds, memory=fullest)
+        return self._bounds[config]
 
-    def core(self, point: Point) -> Core | None:
-        """What points that differ in zero and offload share; None where they are impossible."""
-        if point not in self._cores:
+    def core(self, config: ParallelConfig) -> Core | None:
+        """Return what any zero level and offload share; None for an impossible configuration."""
+        if config not in self._cores:
             try:
-                self._cores[point] = self._find_core(point)
+                self._cores[config] = self._find_core(config)
             except ShardwiseError:  # too few places for so many stages, or nothing to cut
-                self._cores[point] = None
-        return self._cores[point]
+                self._cores[config] = None
+        return self._cores[config]
 
-    def shares(self, point: Point) -> bool:
+    def shares(self, config: ParallelConfig) -> bool:
         """Whether ranks share any parameters, of which zero levels could keep parts."""
-        core = self.core(point)
+        core = self.core(config)
         assert core is not None
         return any(
             core.setting.groups[group].along(axes).shape[-1] > 1
@@ -109,13 +129,13 @@ class Bounds:
             for axes, _, _ in core.layers[group].parameters(core.setting)
         )
 
-    def _find_core(self, point: Point) -> Core:
-        layouts = self.bank.get(point.tp, point.layout)
-        setting = self.setting(point, layouts)
+    def _find_core(self, config: ParallelConfig) -> Core:
+        layouts = self.cache.get(config.tp, config.layout)
+        setting = self.setting(config, layouts)
         bounds = np.array([*setting.cuts, self.fold.size])
         alike = len(self.evaluator.devices) == 1
         first = self.layers(layouts, setting, 0)
-        layers = [first if alike else self.layers(layouts, setting, g) for g in range(point.pp)]
+        layers = [first if alike else self.layers(layouts, setting, g) for g in range(config.pp)]
         times = self._times(layers, bounds, setting.placement, alike)
         stages: dict[int, list[int]] = {}
         for stage, group in enumerate(setting.placement):
@@ -125,15 +145,15 @@ class Bounds:
         before = np.concatenate([[0.0], np.cumsum(forward + sends)])
         around, waits = before, np.zeros(len(times))
         # Input gradients travel on without waiting for weight gradients that come later.
-        if schedule_kind(point.schedule).splits_backward:
+        if schedule_kind(config.schedule).splits_backward:
             waits = self._times(layers, bounds, setting.placement, alike, ("weight",))
         else:
             around = np.concatenate([[0.0], np.cumsum(times + 2 * sends)])
         # One micro-batch goes through all stages, and back to each, which then has its weights.
         back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
         path = (forward + sends).sum() + back + waits
-        alone = {g: point.num_microbatches * times[mine].sum() for g, mine in stages.items()}
-        few = {0, 1, point.pp - 1} if alike else set(stages)
+        alone = {g: config.num_microbatches * times[mine].sum() for g, mine in stages.items()}
+        few = {0, 1, config.pp - 1} if alike else set(stages)
         return Core(
             setting=setting,
             bounds=bounds,
@@ -191,11 +211,11 @@ class Bounds:
             ranks = setting.groups[setting.placement[stages[0]]].along(axes).shape[-1]
             mine = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
             numel += mine / (ranks if zero else 1)
-        return _least_update(numel, device)
+        return _update_lower_bound(numel, device)
 
     def _fullest(
         self,
-        point: Point,
+        config: ParallelConfig,
         group: int,
         stages: Sequence[int],
         bounds: Ints,
@@ -204,8 +224,8 @@ class Bounds:
     ) -> float:
         """The least memory that a group's rank needs, as a part of its device's."""
         members = setting.groups[group]
-        waiting = min(point.num_microbatches, max(1, point.pp - group))
-        again = point.num_microbatches > (waiting if len(stages) == 1 else point.pp)
+        waiting = min(config.num_microbatches, max(1, config.pp - group))
+        again = config.num_microbatches > (waiting if len(stages) == 1 else config.pp)
         total = 0.0
         for stage in stages:
             first, end = bounds[stage], bounds[stage + 1]
@@ -218,9 +238,9 @@ class Bounds:
         limit = Budget.of(self._device(group)).limit_bytes
         return min(limit, self.memory_limit) if self.memory_limit is not None else limit
 
-    def least_update(self, numel: float, group: Group) -> float:
+    def update_lower_bound(self, numel: float, group: Group) -> float:
         """Seconds of the optimizer's reading and writing of so many elements, at least."""
-        return _least_update(numel, self._device(group))
+        return _update_lower_bound(numel, self._device(group))
 
     def _device(self, group: Group) -> Device:
         kinds: list[int] = np.unique(self.evaluator.kind[group.array]).tolist()
@@ -232,9 +252,57 @@ class Bounds:
         return max(found, key=lambda layers: layers.sums["backward"][-1])
 
 
-def _least_update(numel: float, device: Device) -> float:
+def _update_lower_bound(numel: float, device: Device) -> float:
     """Return a lower bound on the optimizer's time; a CPU reads and writes no less than a GPU."""
     if not numel:
         return 0.0
     calls = 0 if device.kind == "cpu" else adamw.FUSED_CALLS
     return adamw.fused_seconds(numel, device, calls=calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTraffic:
+    """Seconds that parameters and gradients of a group's stages travel, once each."""
+
+    gather: float = 0.0  # blocks before a pass (zero 3)
+    reduce: float = 0.0
+    update: float = 0.0  # after the optimizer (zero 1 and 2)
+    root: float = 0.0  # before the step (zero 3)
+
+
+def communication_lower_bound(
+    ranges: Sequence[tuple[int, int]], layers: Layers, group: Group, setting: Setting, clock: Clock
+) -> ParameterTraffic:
+    """The messages of the stages of positions `ranges`."""
+    found: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    for first, end in ranges:
+        for kind in layers.sent(first, end, setting):
+            key = (kind.purpose, kind.op, kind.axes)
+            found[key] = found.get(key, 0.0) + float(kind.num_bytes.sum())
+    seconds = dict.fromkeys(PURPOSES, 0.0)
+    for (purpose, op, axes), num_bytes in found.items():
+        seconds[purpose] += clock.talk(op, group, axes, num_bytes)
+    return ParameterTraffic(
+        gather=seconds["gather"],
+        reduce=seconds["reduce"],
+        update=0.0 if setting.prefetch else seconds["update"],
+        root=seconds["root"],
+    )
+
+
+def reduced_at_least(
+    computed: float,
+    ranges: Sequence[tuple[int, int]],
+    layers: Layers,
+    num_microbatches: int,
+    traffic: ParameterTraffic,
+) -> float:
+    """When gradients are summed, if computing alone would end at `computed`."""
+    forward, backward = (
+        sum(layers.total(name, *mine) for mine in ranges) for name in ("forward", "backward")
+    )
+    slower = max(0.0, traffic.gather - forward) + max(0.0, traffic.gather - backward)
+    waits = traffic.root if ranges[0][0] == 0 else 0.0  # later stages do it while they wait
+    end = waits + computed + num_microbatches * slower
+    hidden = max(backward, traffic.gather) * (1 if len(ranges) == 1 else 2)
+    return max(end, end - hidden + traffic.gather + traffic.reduce)

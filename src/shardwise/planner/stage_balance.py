@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Graph
-from shardwise.planner.places import unfit
-from shardwise.planner.work import crossing_bytes, node_work
+from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
+from shardwise.ir import Graph, Node, TensorType, node_keys
+from shardwise.ir.interpret import is_random
+from shardwise.layouts.costs import work
+from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.sharding.factors import Facts
 
 SLACKS = (0.03, 0.1, 0.2, 0.3)
@@ -261,3 +264,148 @@ class _Ranges:
 def _before(numbers: Sequence[Any] | Array) -> Array:
     """The sum of what is before each position, and of everything."""
     return np.concatenate([[0], np.cumsum(np.asarray(numbers))])
+
+
+def unfit(graph: Graph) -> dict[int, str]:
+    """The nodes at which no stage may begin, and why."""
+    free = values_of_inputs(graph)
+    reasons = {0: "it is the first node of the model"}
+    for index, node in enumerate(graph.nodes):
+        if all(name in free for name in node.outputs):
+            reasons.setdefault(index, "it depends on the batch alone")
+        elif is_random(node):
+            reasons.setdefault(index, "it draws random numbers")
+    changed = {b.value: b for b in graph.buffers if b.mutation}
+    changed |= {b.mutation: b for b in graph.buffers if b.mutation}
+    uses: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        for name in (*node.inputs, *node.outputs):
+            if name in changed:
+                uses.setdefault(changed[name].name, []).append(index)
+    for buffer, places in uses.items():
+        for index in range(places[0] + 1, places[-1] + 1):
+            reasons.setdefault(index, f"all uses of the buffer {buffer} belong to one stage")
+    return reasons
+
+
+def find_places(graph: Graph, cuts: Sequence[str]) -> tuple[int, ...]:
+    """The first node of every stage, given where all but the first begin.
+
+    A cut is a node's place, or a module path: the first node of that module which can be.
+    """
+    places = {place: index for index, place in enumerate(node_keys(graph).values())}
+    reasons = unfit(graph)
+    starts = (0, *(_find(graph, cut, places, reasons) for cut in cuts))
+    for (a, b), cut in zip(pairwise(starts), cuts, strict=True):
+        if b <= a:
+            raise PlanError(
+                f"cut {cut!r} is node {b}, the stage before it begins at node {a}",
+                where="cuts",
+                hint="give cuts in the order of the model, each once",
+            )
+    return starts
+
+
+def _find(graph: Graph, cut: str, places: dict[str, int], reasons: dict[int, str]) -> int:
+    if cut in places:
+        index = places[cut]
+        if index in reasons:
+            later = [place for place, i in places.items() if i > index and i not in reasons]
+            raise PlanError(
+                f"no stage can begin at {cut!r}: {reasons[index]}",
+                where=graph.nodes[index].origin,
+                hint=f"the next place is {later[0]!r}" if later else None,
+            )
+        return index
+    inside = [
+        i for i, n in enumerate(graph.nodes) if n.module == cut or n.module.startswith(f"{cut}.")
+    ]
+    fit = [i for i in inside if i not in reasons]
+    if fit:
+        return fit[0]
+    if inside:
+        why = f"none of its {len(inside)} nodes can be the first ({reasons[inside[0]]})"
+    else:
+        modules = dict.fromkeys(node.module for node in graph.nodes)
+        why = f"{graph.name} has no such node or module{did_you_mean(cut, [*modules, *places])}"
+    raise PlanError(
+        f"no stage can begin at {cut!r}: {why}",
+        where="cuts",
+        hint="a place that shardwise explain lists, or a module path",
+    )
+
+
+PER_MEMORY_BYTE = 2.0  # between a CPU's about 1 and a GPU's about 100: matmuls dominate
+
+
+def node_work(graph: Graph, facts: Facts) -> list[float]:
+    """What each node costs, forward and backward.
+
+    Forward is its multiply-adds, at least `PER_MEMORY_BYTE` for each byte it reads and writes;
+    backward as much again for each of up to two operands that need a gradient.
+    """
+    parameters = frozenset(p.value for p in graph.parameters)
+    found = []
+    for node in graph.nodes:
+        backward = 0
+        if any(name in facts.carries_grad for name in node.outputs):
+            backward = min(2, sum(name in facts.carries_grad for name in set(node.inputs)))
+        found.append((1 + backward) * _forward(node, graph, facts, parameters))
+    return found
+
+
+def stage_work(graph: Graph, facts: Facts, starts: Sequence[int]) -> list[float]:
+    """The work of every stage, from the first node of each."""
+    each = node_work(graph, facts)
+    return [sum(each[a:b]) for a, b in pairwise((*starts, len(each)))]
+
+
+def _forward(node: Node, graph: Graph, facts: Facts, parameters: frozenset[str]) -> float:
+    types = graph.values
+    read = dict.fromkeys(node.inputs)
+    lookup = any(_is_whole_number(types[name]) for name in read)
+    # A lookup multiplies nothing, and reads the rows that it gives rather than its whole table.
+    moved = [*node.outputs, *(name for name in read if not (lookup and name in parameters))]
+    by_bytes = PER_MEMORY_BYTE * sum(types[name].num_bytes for name in moved)
+    return by_bytes if lookup else max(by_bytes, _multiply_adds(node, facts))
+
+
+def _multiply_adds(node: Node, facts: Facts) -> float:
+    """Those of the iteration space, without axes that are there for the sake of cutting only."""
+    call = facts.calls[node.name]
+    total = work(call, facts.rules[node.name])
+    name = node.op.removeprefix("aten.")
+    if name.startswith("scaled_dot_product_attention"):
+        # It has the head sizes of queries and of values; each of the two products has one.
+        queries, _, values = call.operands[:3]
+        total *= 1 / queries[-1] + 1 / values[-1]
+    elif name.startswith("conv"):
+        # It has positions of input, kernel and output; two of them give the third.
+        other = call.results[0] if "transpose" in name else call.operands[0]
+        total /= prod(other[2 - len(call.operands[1]) :])
+    return total
+
+
+def _is_whole_number(value: TensorType) -> bool:
+    return (
+        not (value.dtype.is_floating_point or value.dtype.is_complex) and value.dtype.itemsize > 1
+    )
+
+
+def crossing_bytes(graph: Graph, facts: Facts) -> list[int]:
+    """For each node, the bytes computed before it that it or a later node uses.
+
+    A gradient that comes back counts as much again. What depends on the batch alone is not
+    counted: a later stage can compute it from the batch.
+    """
+    free = values_of_inputs(graph)
+    made = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
+    last: dict[str, int] = {}
+    for index, node in enumerate(graph.nodes):
+        last |= {name: index for name in node.inputs if name in made and name not in free}
+    changes = [0] * (len(graph.nodes) + 1)
+    for name, index in last.items():
+        size = graph.values[name].num_bytes * (2 if name in facts.carries_grad else 1)
+        changes[made[name] + 1] += size
+        changes[index + 1] -= size
+    return list(accumulate(changes[:-1]))

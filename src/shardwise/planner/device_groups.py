@@ -1,0 +1,168 @@
+"""Which devices a plan uses: groups of ranks and their shares of the batch, or fewer devices.
+
+Equal devices have one grouping: ranks in order. Unequal ones are also tried by kind, so that a
+group has equal devices, and in groups of unequal size; shares along "dp" follow speeds.
+
+Devices of about the same speed, with about the same links, form a class. `subsets` leaves out the
+slowest class first, then the next: a few nested clusters, not all subsets. A cluster of equal
+devices has one class and is always used in full, as the user asked for so many ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from shardwise.cluster import Cluster, Mesh
+from shardwise.errors import ClusterError, InfeasiblePlan
+from shardwise.messages.ranks import format_ranks
+from shardwise.plans.search_result import LeftOutDevices
+from shardwise.shares import Shares
+from shardwise.simulation.times import Group
+
+RESOLUTION = 24  # parts into which the fastest rank's share is divided
+SAME_SPEED = 1.25  # ratio of speeds within a class: measured ones differ a little
+MAX_CLASSES = 4  # of more, only the slowest are left out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Ranks of every group, in mesh order, and how fast each rank is."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    rates: tuple[tuple[float, ...], ...]  # of every rank, relative
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of every group: shares of its batch let all its ranks compute at their own rate."""
+        return tuple(sum(rates) for rates in self.rates)
+
+    def groups(self, tp: int, axes: Sequence[tuple[str, int]]) -> tuple[Group, ...]:
+        """Return the groups as meshes of dp x tp."""
+        found = []
+        for ranks, rates in zip(self.ranks, self.rates, strict=True):
+            dp, rest = divmod(len(ranks), tp)
+            if rest or not dp:
+                raise InfeasiblePlan(f"tp={tp} on a group of {len(ranks)} ranks")
+            shares = weights([min(rates[i * tp : (i + 1) * tp]) for i in range(dp)])
+            size = dp if len(set(shares)) == 1 else Shares(*shares)
+            mesh = Mesh(axes=((("dp", size),) if dp > 1 else ()) + tuple(axes))
+            found.append(Group(mesh=mesh, ranks=ranks))
+        return tuple(found)
+
+
+def weights(rates: Sequence[float]) -> tuple[int, ...]:
+    """Return small integers in the ratio of the rates.
+
+    >>> weights([1.0, 0.5])
+    (2, 1)
+    """
+    parts = [max(1, round(RESOLUTION * rate / max(rates))) for rate in rates]
+    return tuple(number // gcd(*parts) for number in parts)
+
+
+def groupings(
+    num_ranks: int, rates: Sequence[float], kinds: Sequence[int], pp: int
+) -> list[Grouping]:
+    """Return the groupings of `pp` groups to try; `rates` and `kinds` are those of the ranks."""
+    natural = list(range(num_ranks))
+    orders = [_even(natural, pp)]
+    if len(set(kinds)) > 1:
+        by_kind = sorted(natural, key=lambda r: (-rates[r], kinds[r], r))
+        orders += [_even(by_kind, pp), _even(by_kind[::-1], pp), _by_kind(by_kind, kinds, pp)]
+    found: dict[tuple[tuple[int, ...], ...], None] = {}
+    for order in orders:
+        if order is not None:
+            found.setdefault(order)
+    return [
+        Grouping(ranks=ranks, rates=tuple(tuple(rates[r] for r in mine) for mine in ranks))
+        for ranks in found
+    ]
+
+
+def _even(ranks: Sequence[int], pp: int) -> tuple[tuple[int, ...], ...] | None:
+    size, rest = divmod(len(ranks), pp)
+    if rest:
+        return None
+    return tuple(tuple(ranks[g * size : (g + 1) * size]) for g in range(pp))
+
+
+def _by_kind(
+    ranks: Sequence[int], kinds: Sequence[int], pp: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Groups of equal devices: each kind has as many groups as its part of the ranks."""
+    members: dict[int, list[int]] = {}
+    for rank in ranks:
+        members.setdefault(kinds[rank], []).append(rank)
+    if pp < len(members):
+        return None
+    counts = {kind: max(1, round(pp * len(mine) / len(ranks))) for kind, mine in members.items()}
+    while sum(counts.values()) > pp:
+        counts[max(counts, key=lambda k: (counts[k], k))] -= 1
+    while sum(counts.values()) < pp:
+        counts[max(counts, key=lambda k: (len(members[k]) / counts[k], k))] += 1
+    found: list[tuple[int, ...]] = []
+    for kind, mine in members.items():
+        size, rest = divmod(len(mine), counts[kind])
+        if rest or not size:
+            return None
+        found += [tuple(mine[g * size : (g + 1) * size]) for g in range(counts[kind])]
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subset:
+    """A part of a cluster: its devices as a cluster, and their ranks in the full one."""
+
+    cluster: Cluster
+    ranks: tuple[int, ...]
+
+
+def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
+    """Yield the cluster without its slowest devices, then without the next slowest, and so on."""
+    classes: list[tuple[tuple[float, ...], list[int]]] = []
+    for rank in sorted(range(cluster.num_ranks), key=lambda r: (_speeds(cluster, rates, r), r)):
+        speeds = _speeds(cluster, rates, rank)
+        if not classes or not _same_class(classes[-1][0], speeds):
+            classes.append((speeds, []))
+        classes[-1][1].append(rank)
+    slowest_first = [members for _, members in classes]
+    for number in range(1, min(len(slowest_first), MAX_CLASSES)):
+        ranks = tuple(sorted(r for members in slowest_first[number:] for r in members))
+        try:
+            yield Subset(cluster=cluster.subset(ranks), ranks=ranks)
+        except ClusterError:  # the network is described in groups that cannot be taken apart
+            return
+
+
+def _speeds(cluster: Cluster, rates: Sequence[float], rank: int) -> tuple[float, ...]:
+    """The speeds of a rank's device, of its NIC and of its links within the node."""
+    node = cluster.node_of(rank)
+    card = node.nic.bandwidth_bytes_per_s * node.nic.count if node.nic else 0.0
+    link = node.link.bandwidth_bytes_per_s if node.link else 0.0
+    return rates[rank], card, link
+
+
+def _same_class(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(max(a, b) <= SAME_SPEED * min(a, b) for a, b in pairs)
+
+
+def left_out(cluster: Cluster, subset: Subset, seconds: float | None) -> LeftOutDevices:
+    """Return what a plan records about the devices that it leaves out.
+
+    `seconds` is the step on all devices, None where no plan fits on them.
+    """
+    idle = sorted(set(range(cluster.num_ranks)) - set(subset.ranks))
+    kinds = Counter((str(cluster.device(r)), cluster.node_of(r).name) for r in idle)
+    return LeftOutDevices(
+        cluster=cluster.name,
+        fingerprint=cluster.fingerprint,
+        num_ranks=cluster.num_ranks,
+        used=format_ranks(subset.ranks),
+        idle=format_ranks(tuple(idle)),
+        devices=", ".join(f"{n} x {device} on {node}" for (device, node), n in kinds.items()),
+        step_time_s=seconds,
+    )

@@ -1,0 +1,279 @@
+"""Build a plan's `SearchResult`: of a search, or of a plan that is simulated without one.
+
+`search_result` describes what a search found: the best configuration, its runners-up, what limits
+it and what relaxing that would gain. `with_figures` simulates a named or edited plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isclose
+from typing import Any
+
+import yaml
+
+from shardwise.cluster import Cluster
+from shardwise.cluster.cluster import AS_HERE
+from shardwise.cost import OpTable
+from shardwise.ir import Graph
+from shardwise.ir.blocks import block_glob
+from shardwise.messages.choice import chosen
+from shardwise.planner.module_tree import module_tree
+from shardwise.planner.search import Candidate, Search, SearchOutcome
+from shardwise.planner.search_space import UserOptions
+from shardwise.planner.step_details import SimulatedStep, link_traffic, memory_curves
+from shardwise.planner.what_if import Rerun, relaxations, sensitivity
+from shardwise.plans import Plan
+from shardwise.plans.search_result import (
+    CAUSES,
+    BatchSize,
+    Binding,
+    ClusterSummary,
+    LayerFigures,
+    LeftOutDevices,
+    ParallelConfig,
+    PlanDetails,
+    SearchGap,
+    SearchResult,
+    SimulatedConfig,
+    WhatIf,
+)
+from shardwise.plans.text import summary
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.memory import peak_of
+from shardwise.simulation.simulate import as_run, check_plan, setting_of, works_of
+from shardwise.simulation.stored import memory_figures
+from shardwise.simulation.sums import Share
+
+RUNNERS_UP = 5
+MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a constraint gains if it is binding
+SAME = 1e-9  # relative difference up to which figures are equal
+
+
+def search_result(
+    outcome: SearchOutcome,
+    search: Search,
+    options: UserOptions,
+    fixed: Mapping[str, Any],
+    rerun: Rerun,
+    left_out: LeftOutDevices | None = None,
+) -> SearchResult:
+    """Return the figures of what a search found; `fixed` is all that the user decided."""
+    best = outcome.best
+    step = simulated_step(best, search)
+    relaxed = relaxations(outcome, search, step, options, rerun)
+    return replace(
+        _figures(step, described(best.estimate, str(best.config), best.config), relaxed),
+        fixed=fixed,
+        runners_up=tuple(
+            described(other.estimate, str(other.config), other.config)
+            for other in distinct(outcome.feasible)[1:]
+        ),
+        gap=SearchGap(
+            layouts=best.layouts.solution.gap,
+            search=outcome.gap,
+            points=outcome.num_configs,
+            simulated=len(outcome.feasible),
+        ),
+        local_search=outcome.local_search,
+        relaxations=relaxed,
+        layers=merged(by_layer(step)),
+        left_out=left_out,
+    )
+
+
+def simulated_step(candidate: Candidate, search: Search) -> SimulatedStep:
+    """Return what details are derived from."""
+    return SimulatedStep(
+        graph=search.graph,
+        works=candidate.layouts.works,
+        setting=candidate.setting,
+        evaluator=search.evaluator,
+        estimate=candidate.estimate,
+    )
+
+
+def with_figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | None = None) -> Plan:
+    """Return the plan with figures of its own, simulated on `cluster`."""
+    cluster = check_plan(graph, plan, cluster)
+    fold, works = works_of(graph, plan)
+    setting = setting_of(plan, fold)
+    evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
+    step = SimulatedStep(
+        graph=as_run(graph, plan),
+        works=works,
+        setting=setting,
+        evaluator=evaluator,
+        estimate=evaluator.estimate(works, setting),
+    )
+    found = _figures(step, described(step.estimate, summary(plan.with_(search=None))))
+    found = replace(found, batch=batch_size(graph, step.estimate.rows))
+    return with_details(plan.with_figures(found), step)
+
+
+def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = None) -> Plan:
+    """Return the plan with what reports show of its step."""
+    details = PlanDetails(
+        cluster=cluster_json(step.evaluator.cluster),
+        modules=module_tree(step, plan),
+        memory=tuple(memory_curves(step)),
+        links=link_traffic(step),
+        what_if=sensitivity(step, plan.figures.relaxations, memory_limit),
+    )
+    return plan.with_(search=replace(plan.figures, details=details))
+
+
+def cluster_json(cluster: Cluster) -> dict[str, Any]:
+    """Return the cluster as `Cluster.from_yaml` reads it, without how its nodes are reached.
+
+    Addresses, keys and environments of a cluster file are no business of a report's readers.
+    """
+    nodes = tuple(replace(n, address="", ssh=None, start=AS_HERE) for n in cluster.nodes)
+    shown: dict[str, Any] = yaml.safe_load(replace(cluster, nodes=nodes, start=AS_HERE).to_yaml())
+    return shown
+
+
+def _figures(
+    step: SimulatedStep, best: SimulatedConfig, relaxed: Sequence[WhatIf] = ()
+) -> SearchResult:
+    """The figures of a simulated step, without those of a search."""
+    cluster, estimate = step.evaluator.cluster, step.estimate
+    price = sum(
+        node.copies * sum(device.price_per_hour for device in node.devices)
+        for node in cluster.nodes
+    )
+    return SearchResult(
+        cluster=ClusterSummary(
+            name=cluster.name,
+            fingerprint=cluster.fingerprint,
+            num_ranks=cluster.num_ranks,
+            price_per_hour=price,
+        ),
+        batch=batch_size(step.graph, estimate.rows),
+        best=best,
+        binding=binding(estimate, relaxed),
+        step=estimate.timeline.times,
+        memory=tuple(memory_figures(use, over_time=True) for use in estimate.memory),
+    )
+
+
+def batch_size(graph: Graph, rows: int) -> BatchSize:
+    """Return the samples of a batch, and its tokens where an input is a matrix of integers."""
+    for source in graph.inputs:
+        kind = graph.values[source.value]
+        integers = not (kind.dtype.is_floating_point or kind.dtype.is_complex)
+        if integers and len(kind.shape) == 2 and kind.shape[0] == rows and kind.shape[1] > 1:
+            return BatchSize(rows=rows, tokens=rows * kind.shape[1])
+    return BatchSize(rows=rows)
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best and its runners-up, without those that take as long and no less memory."""
+    found: list[Candidate] = []
+    for candidate in candidates:
+        if len(found) > RUNNERS_UP:
+            break
+        if not any(_no_better(candidate.estimate, other.estimate) for other in found):
+            found.append(candidate)
+    return found
+
+
+def _no_better(one: Estimate, other: Estimate) -> bool:
+    same = isclose(one.step_time_s, other.step_time_s, rel_tol=SAME)
+    return same and one.peak.peak_bytes >= other.peak.peak_bytes * (1 - SAME)
+
+
+def described(
+    estimate: Estimate, what: str, config: ParallelConfig | None = None
+) -> SimulatedConfig:
+    """Return a simulated configuration in figures."""
+    return SimulatedConfig(
+        what=what,
+        config=config,
+        step_time_s=estimate.step_time_s,
+        bubble_fraction=estimate.timeline.bubble_fraction,
+        causes=dict(estimate.timeline.causes),
+        memory=memory_figures(peak_of(estimate.memory)),
+        rows=estimate.rows,
+    )
+
+
+def binding(estimate: Estimate, relaxed: Sequence[WhatIf]) -> Binding:
+    """Return what limits the plan: memory or options, where relaxing them helps; or a cause."""
+    for kind in ("memory", "options", "constraints"):
+        for row in relaxed:
+            if row.kind == kind and row.ratio is not None and row.ratio < 1 - MIN_BINDING_GAIN:
+                text = f"{row.change}: -{1 - row.ratio:.1%} step time"
+                return Binding(what=kind, text=text)
+    causes = estimate.timeline.causes
+    largest = max(causes, key=lambda name: causes[name])
+    share = causes[largest] / estimate.step_time_s if estimate.step_time_s else 0.0
+    return Binding(what=largest, text=f"{CAUSES[largest]}: {share:.0%} of the step")
+
+
+# ------------------------------------------------------------ layers
+
+
+def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
+    """Yield the time of a step and the bytes of every unit on a rank."""
+    setting, estimate = step.setting, step.estimate
+    column = {"none": "saved", "selective": "saved_selective"}.get(str(setting.recompute))
+    for stage in estimate.stages:
+        layers = step.evaluator.group_layers(step.works, setting, stage.group)[0]
+        saved = step.fold.spread(getattr(layers.work, column or "saved_full"))
+        shares = layers.parameters(setting).values()
+        members = [s for s in estimate.stages if s.group == stage.group]
+        total = sum(_numel(shares, u.first, u.end) for s in members for u in s.units)
+        parts = estimate.memory[stage.group].parts
+        state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+        for unit in stage.units:
+            numel = _numel(shares, unit.first, unit.end)
+            communication = unit.forward_talk + unit.backward_talk
+            yield LayerFigures(
+                name=unit.name or outside(step, unit.first, unit.end),
+                stage=stage.index,
+                forward_s=unit.forward * setting.num_microbatches,
+                backward_s=unit.backward * setting.num_microbatches,
+                communication_s=communication * setting.num_microbatches,
+                parameters=numel,
+                state_bytes=state * numel / total if total else 0.0,
+                activation_bytes=float(saved[unit.first : unit.end].sum()),
+            )
+
+
+def _numel(shares: Iterable[Share], first: int, end: int) -> float:
+    return sum(float(share.numel[end] - share.numel[first]) for share in shares)
+
+
+def outside(step: SimulatedStep, first: int, end: int) -> str:
+    """Return a name for a unit outside of all blocks: its modules, those with parameters if any."""
+    places = step.fold.places[first:end]
+    modules = list(dict.fromkeys(place.rpartition(".")[0] for place in places))
+    owners = {p.name.rpartition(".")[0] for p in step.graph.parameters}
+    named = [m for m in modules if m in owners and m] or [m for m in modules if m]
+    more = f", {len(named) - 2} more" if len(named) > 2 else ""
+    return ", ".join(named[:2]) + more if named else f"({step.graph.name})"
+
+
+def merged(rows: Iterable[LayerFigures]) -> tuple[LayerFigures, ...]:
+    """Join rows of a stage with equal figures whose modules differ only in a number."""
+    found: list[LayerFigures] = []
+    known: dict[object, list[int]] = {}
+    for row in rows:
+        similar = known.setdefault((row.stage, block_glob(f"{row.name}.")), [])
+        first = next((at for at in similar if _equal(found[at], row)), None)
+        if first is None:
+            similar.append(len(found))
+            found.append(row)
+        else:
+            found[first] = replace(found[first], count=found[first].count + 1, last=row.name)
+    return tuple(found)
+
+
+def _equal(one: LayerFigures, other: LayerFigures) -> bool:
+    figures = [name for name in LayerFigures.__slots__ if name not in ("name", "count", "last")]
+    return all(
+        isclose(getattr(one, name), getattr(other, name), rel_tol=SAME, abs_tol=1e-15)
+        for name in figures
+    )

@@ -1,0 +1,400 @@
+"""Layouts for tensor parallelism, solved when they are first needed, and what they cost.
+
+`LayoutCache` gives the work of a rank for a number of tensor-parallel ranks, fast or lean in
+memory, with the gap that the solver proved. `CallPrices` are the costs of the simulator, node by
+node, for the layout solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardwise.cluster import Device, Mesh
+from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
+from shardwise.ir import Graph, Node, Parameter, TensorType
+from shardwise.layouts.beam import assign, cut_tables
+from shardwise.layouts.moves import plan_moves
+from shardwise.layouts.options import Options
+from shardwise.layouts.problem import (
+    Assignment,
+    LayoutAxis,
+    LayoutSolution,
+    LayoutTask,
+    Placements,
+    Task,
+)
+from shardwise.layouts.solve import solve_options
+from shardwise.layouts.tie_layers import LayerTies
+from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
+from shardwise.program.local import local_call
+from shardwise.redistribution import REDISTRIBUTIONS
+from shardwise.sharding.candidates import Candidate
+from shardwise.sharding.factors import Facts
+from shardwise.sharding.placements import Layout, Placement, Replicate, Shard, local_shape
+from shardwise.simulation.estimate import Evaluator
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.times import Clock, Group
+from shardwise.simulation.work import Work
+from shardwise.simulation.works import Works, batch_rows
+
+TIME_LIMIT_S = 60.0
+TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
+LONG_ROW = 128  # elements
+FASTEST, LEAN, MIXED, LEANEST = range(4)  # variants of layouts
+WEIGHTS = {LEAN: 0.5, LEANEST: 1e4}  # price of filling the memory, in micro-batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Solved layouts, ready to be simulated."""
+
+    works: Works
+    solution: LayoutSolution
+    axes: tuple[tuple[str, int], ...]  # tensor-parallel mesh axes
+
+
+class LayoutCache:
+    """Solves each number of tensor-parallel ranks once."""
+
+    def __init__(
+        self,
+        fold: Fold,
+        facts: Facts,
+        evaluator: Evaluator,
+        constraints: Mapping[str, Mapping[str, Placement]],
+        nodes: Mapping[str, Mapping[str, str]],
+        ties: LayerTies,
+        memory_limit: float | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.ties = ties
+        usable = float(evaluator.cluster.device(0).usable_bytes)
+        self.memory_bytes = usable if memory_limit is None else min(usable, memory_limit)
+        self.fold, self.facts, self.evaluator = fold, facts, evaluator
+        self.constraints, self.nodes, self.report = constraints, nodes, report
+        self.inputs = batch_inputs(fold.graph, None)
+        self.rows = batch_rows(fold.graph)
+        self._solved: dict[tuple[int, int], Layouts] = {}
+        self._batch: Assignment | None = None
+        self._problems: dict[tuple[int, int], tuple[Options, CallPrices]] = {}
+
+    def get(self, tp: int, layout: int) -> Layouts:
+        """Return the layouts for `tp` ranks, of the variant `layout`.
+
+        `FASTEST`; `LEAN` weighs memory against time; `MIXED` also shards the batch; for `LEANEST`
+        memory is nearly all that counts.
+        """
+        key = (tp, layout)
+        if key not in self._solved:
+            self._solved[key] = self._solve(tp, layout)
+        return self._solved[key]
+
+    def with_rows(self, rows: int) -> LayoutCache:
+        """Return the same layouts for a batch of fewer rows."""
+        return _SmallerBatch(self, rows)
+
+    def _solve(self, tp: int, layout: int) -> Layouts:
+        self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed", ", leanest")[layout])
+        key = (tp, layout if layout in (MIXED, LEANEST) else FASTEST)
+        if key not in self._problems:
+            self._problems[key] = self._problem(*key)
+        options, prices = self._problems[key]
+        if layout in WEIGHTS:
+            cost = WEIGHTS[layout] * self.get(tp, FASTEST).solution.cost_s
+            options = options.weighing(cost / self.memory_bytes)
+        solution = solve_options(options, prices, time_limit_s=TIME_LIMIT_S)
+        return self._layouts(solution, self._tensor(tp))
+
+    def _problem(self, tp: int, layout: int) -> tuple[Options, CallPrices]:
+        """What nodes may do on `tp` ranks, and what it costs.
+
+        In the leanest layouts parameters may be stored otherwise than they are used.
+        """
+        mixed = layout == MIXED
+        tensor, cluster = self._tensor(tp), self.evaluator.cluster
+        dp = max(1, min(cluster.num_ranks // tp, self.rows))
+        group = Group(
+            mesh=Mesh(axes=(("dp", dp), *tensor)),
+            ranks=tuple(range(min(dp * tp, cluster.num_ranks))),
+        )
+        task = self._task(tensor, dp if mixed else self._parts(dp))
+        task = replace(task, move_parameters=layout == LEANEST)
+        graph = self.fold.graph
+        prices = CallPrices(
+            graph,
+            self.facts,
+            task,
+            group,
+            cluster.device(0),
+            self.evaluator.clock,
+            num_microbatches=1.0 if mixed else TYPICAL_MICROBATCHES,
+        )
+        return Options(graph, self.facts, task), prices
+
+    def _layouts(self, solution: LayoutSolution, tensor: tuple[tuple[str, int], ...]) -> Layouts:
+        names = [axis for axis, _ in tensor]
+        roles = {a.axis: "parameters" if a.axis in names else "batch" for a in solution.assignments}
+        works = Works(self.fold, self.facts, solution.assignments, roles)
+        return Layouts(works=works, solution=solution, axes=tensor)
+
+    def _tensor(self, tp: int) -> tuple[tuple[str, int], ...]:
+        """The tensor-parallel mesh axes."""
+        sizes = tensor_axes(self.fold.graph, self.facts, tp) if tp > 1 else ()
+        return tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
+
+    def _task(self, tensor: tuple[tuple[str, int], ...], parts: int) -> LayoutTask:
+        """The problem of a rank that has one of `parts` of the batch."""
+        cuts = self._cuts()
+        axes = [LayoutAxis(name=name, ranks=n) for name, n in tensor]
+        if cuts:
+            axes.insert(0, LayoutAxis(name="dp", ranks=parts, role="batch", inputs=cuts))
+        names = tuple(axis.name for axis in axes)
+        return LayoutTask(
+            axes=tuple(axes),
+            parameters={
+                value: {a: p for a, p in placements.items() if a in names}
+                for value, placements in self.constraints.items()
+            },
+            nodes=self._choices(cuts, parts, names) if cuts else {},
+            copies=self.ties.copies,
+            moves=self.ties.moves,
+            alike=self.ties.alike,
+        )
+
+    def _parts(self, dp: int) -> int:
+        """Of how many parts of the batch layouts are solved for one.
+
+        A row that is long itself, as a text, is enough; else a typical micro-batch is taken.
+        """
+        shapes = [self.fold.graph.values[i.value].shape for i in self.fold.graph.inputs]
+        longest = max((prod(shape[1:]) for shape in shapes if shape), default=1)
+        if longest >= LONG_ROW:
+            return self.rows
+        return min(self.rows, dp * TYPICAL_MICROBATCHES)
+
+    def _choices(
+        self, cuts: Mapping[str, Placement], parts: int, names: tuple[str, ...]
+    ) -> dict[str, dict[str, str]]:
+        """What the user fixed; on "dp" every node takes the batch cut where it has one.
+
+        Nothing else on that axis is cheaper: parameters are whole on it, so its only other choice
+        is to do the same work on every rank.
+        """
+        if self._batch is None:
+            task = Task(axis="dp", ranks=parts, inputs=cuts)
+            graph, facts = self.fold.graph, self.facts
+            (self._batch,) = cut_tables(graph, facts, (assign(graph, facts, task),), {})
+        found = {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
+        for name, choices in self.nodes.items():
+            found.setdefault(name, {}).update({a: c for a, c in choices.items() if a in names})
+        return found
+
+    def _cuts(self) -> dict[str, Placement]:
+        found: dict[str, Placement] = {}
+        for source in self.fold.graph.inputs:
+            dim = self.inputs.get(source.name)
+            if dim is not None:
+                size = self.fold.graph.values[source.value].shape[dim]
+                found[source.value] = Shard(dim, ((1, size, 1),))
+        return found
+
+
+class _SmallerBatch(LayoutCache):
+    """The layouts of another cache, for fewer rows."""
+
+    def __init__(self, full: LayoutCache, rows: int) -> None:
+        super().__init__(
+            full.fold,
+            full.facts,
+            full.evaluator,
+            full.constraints,
+            full.nodes,
+            full.ties,
+            full.memory_bytes,
+            full.report,
+        )
+        self.full, self.rows = full, rows
+
+    def get(self, tp: int, layout: int) -> Layouts:
+        key = (tp, layout)
+        if key not in self._solved:
+            layouts = self.full.get(tp, layout)
+            self._solved[key] = replace(layouts, works=_FewerRows(layouts.works, self.rows))
+        return self._solved[key]
+
+
+class _FewerRows(Works):
+    """The work of a rank for a batch of fewer rows: the same for as many rows of it."""
+
+    def __init__(self, full: Works, rows: int) -> None:
+        super().__init__(full.fold, full.facts, full.assignments, full.roles)
+        self.full, self.rows = full, rows if full.batch else full.rows
+
+    def at(self, rows: float, *, exact: bool = False) -> Work:
+        return self.full.at(rows, exact=exact)
+
+
+EXPOSED = 0.3  # the part of gradient synchronization that backward does not hide, as a guess
+
+
+class CallPrices:
+    """Seconds of one micro-batch on one rank.
+
+    `task` has the mesh by which shapes follow: its batch axis stands for data parallelism and
+    micro-batches together. `group` are the ranks that talk. What is paid once a step counts
+    `1 / num_microbatches`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        facts: Facts,
+        task: LayoutTask,
+        group: Group,
+        device: Device,
+        clock: Clock,
+        num_microbatches: float = 1.0,
+    ) -> None:
+        self.graph, self.facts, self.device, self.clock = graph, facts, device, clock
+        self.group, self.num_microbatches = group, num_microbatches
+        self.names = task.names
+        self.sizes = task.sizes
+        self.coordinate = {axis.name: (0, axis.ranks) for axis in task.axes}
+        self.parameters = {p.value: p for p in graph.parameters}
+        self.by_name = {p.name: p for p in graph.parameters}
+        self.whole = {i.value for i in graph.inputs} | {b.value for b in graph.buffers}
+        self.whole |= {c.value for c in graph.constants}
+        self._kinds: dict[str, Signature] = {}
+        self._costs: dict[tuple[Signature, tuple[Candidate, ...]], CallCost] = {}
+
+    def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
+        """Forward and backward of a node on its local shapes."""
+        cost = self._cost(node, choice)
+        seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
+        for talk in (*cost.talks, *cost.talks_backward):
+            seconds += self.clock.talk(talk.op, self.group, talk.axes, talk.num_bytes)
+        return seconds
+
+    def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
+        """Communication of forward, and with `grad` of backward."""
+        seconds = 0.0
+        for move in plan_moves(self._layout(held), self._layout(needed), self.sizes, grad):
+            entry = REDISTRIBUTIONS[move.fn]
+            before, after = self._bytes(value, move.before), self._bytes(value, move.layout)
+            size = entry.num_bytes(before, after)
+            for op in (entry.forward.collective, entry.backward.collective if grad else ""):
+                if op and value not in self.whole:
+                    seconds += self.clock.talk(op, self.group, move.axes, size)
+        return seconds
+
+    def hold(self, parameter: str, stored: Placements) -> float:
+        """Synchronizing the gradient, and the optimizer's work, per micro-batch."""
+        found = self._parameter(parameter)
+        layout = self._layout(stored)
+        sync = tuple(
+            a
+            for a, p in layout.axes
+            if isinstance(p, Replicate) and p.differs and self.sizes[a] > 1
+        )
+        size = self._bytes(found.value, layout)
+        if not found.requires_grad:
+            return 0.0
+        seconds = EXPOSED * self.clock.talk("all_reduce", self.group, sync, size)
+        numel = size / self.graph.values[found.value].dtype.itemsize
+        update = self.clock.update(self.device, numel, numel, 1)
+        if update is None:
+            update = adamw.fused_seconds(numel, self.device, calls=0)
+        return (seconds + update) / self.num_microbatches
+
+    def stored_bytes(self, parameter: str, stored: Placements) -> float:
+        """A parameter with its gradient and optimizer state."""
+        found = self._parameter(parameter)
+        kind = self.graph.values[found.value].dtype.itemsize
+        size = self._bytes(found.value, self._layout(stored))
+        return size + (adamw.STATE_BYTES * size / kind if found.requires_grad else 0.0)
+
+    def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
+        """What a node keeps for backward."""
+        cost = self._cost(node, choice)
+        return float(sum(s.num_bytes for s in cost.saved if s.operand is None))
+
+    def _parameter(self, name: str) -> Parameter:
+        return self.by_name.get(name) or self.parameters[name]
+
+    def _layouts(
+        self, node: Node, choice: tuple[Candidate, ...]
+    ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        needs = tuple(
+            self._layout(tuple(c.operands[i] for c in choice)) for i in range(len(node.inputs))
+        )
+        gives = tuple(
+            self._layout(tuple(c.results[i] for c in choice)) for i in range(len(node.outputs))
+        )
+        return needs, gives
+
+    def _layout(self, placements: Placements) -> Layout:
+        return Layout(tuple(zip(self.names, placements, strict=True)))
+
+    def _bytes(self, value: str, layout: Layout) -> float:
+        kind = self.graph.values[value]
+        return float(prod(local_shape(layout, kind.shape, self.coordinate)) * kind.dtype.itemsize)
+
+    def _cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
+        """The cost of a node's call on its local shapes, once for equal nodes of all layers."""
+        if node.name not in self._kinds:
+            self._kinds[node.name] = self._kind(node)
+        key = (self._kinds[node.name], choice)
+        if key not in self._costs:
+            self._costs[key] = self._find_cost(node, choice)
+        return self._costs[key]
+
+    def _kind(self, node: Node) -> Signature:
+        """The node's call on whole values."""
+        grads, values = self._grads(node), self.graph.values
+        return call_signature(
+            node.op,
+            node.args,
+            node.kwargs,
+            [values[n] for n in node.inputs],
+            grads,
+            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
+            results=[values[n] for n in node.outputs],
+            autocast=node.autocast,
+            function=self.graph.functions.get(node.op),
+        )
+
+    def _grads(self, node: Node) -> frozenset[int]:
+        """The operands that get a gradient."""
+        grads = self.facts.carries_grad
+        trained = node.grad_enabled and any(o in grads for o in node.outputs)
+        return frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads)
+
+    def _find_cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
+        needs, gives = self._layouts(node, choice)
+        call = local_call(
+            node,
+            self.facts,
+            self.graph.values,
+            [(axis, c.choice) for axis, c in zip(self.names, choice, strict=True)],
+            needs,
+            gives,
+            self.coordinate,
+        )
+        return call_cost(
+            call.fn,
+            call.args,
+            call.kwargs,
+            [self._local(n, layout) for n, layout in zip(node.inputs, needs, strict=True)],
+            self._grads(node),
+            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
+            results=[self._local(n, layout) for n, layout in zip(node.outputs, gives, strict=True)],
+            autocast=node.autocast,
+            function=self.graph.functions.get(call.fn),
+            device=self.device.kind,
+        )
+
+    def _local(self, value: str, layout: Layout) -> TensorType:
+        kind = self.graph.values[value]
+        return TensorType(local_shape(layout, kind.shape, self.coordinate), kind.dtype)

@@ -1,0 +1,420 @@
+"""The search: compute a lower bound for every configuration, simulate the promising ones.
+
+A bound is the work of the busiest group of ranks and what must come before and after it; nothing
+that the simulator adds can make a step shorter. So when the best simulated step is at most the next
+bound, no other configuration is better, in simulation. `simplest` then prefers a simpler
+configuration that takes nearly as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from shardwise.ir import Graph
+from shardwise.planner.bounds import Bound, Bounds
+from shardwise.planner.device_groups import Grouping
+from shardwise.planner.layout_cache import LayoutCache, Layouts
+from shardwise.planner.search_space import RECOMPUTES
+from shardwise.planner.stage_balance import Costs, Cutter
+from shardwise.plans import Precision
+from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
+from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.memory import MemoryUse, peak_of
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.times import Group
+
+MAX_SIMULATED = 400
+MAX_CHECKED = 4_000  # configurations whose memory is computed, once there is one that fits
+RUNNERS_UP = 5
+REFINED = 2  # configurations whose parameters outside of blocks are tried at other zero levels
+MIN_REFINED_GAIN = 0.005  # fraction of the step for which a plan gets a second zero level
+SIMPLER_SLACK = 0.01  # fraction of the step that a simpler plan may take longer
+MAX_SIMPLER = 24  # simpler configurations whose memory and step are computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A simulated configuration."""
+
+    config: ParallelConfig
+    setting: Setting
+    estimate: Estimate
+    layouts: Layouts
+
+    @property
+    def sort_key(self) -> tuple[float, str]:
+        return self.estimate.step_time_s, str(self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOutcome:
+    """What a search found, best first."""
+
+    feasible: tuple[Candidate, ...]
+    bounds: tuple[Bound, ...]  # of all configurations that were checked
+    next_bound_s: float  # of the first configuration that was not simulated
+    num_configs: int
+    local_search: LocalSearchSummary | None = None
+
+    @property
+    def best(self) -> Candidate:
+        return self.feasible[0]
+
+    @property
+    def step_time_s(self) -> float:
+        """The step time of the best configuration, infinite where none fits."""
+        return self.best.estimate.step_time_s if self.feasible else float("inf")
+
+    @property
+    def limited_by_memory(self) -> bool:
+        """Whether a configuration that does not fit might be faster than the best that does."""
+        return any(b.memory > 1 and b.seconds < self.step_time_s for b in self.bounds)
+
+    @property
+    def gap(self) -> float:
+        """How much faster, as a fraction of the step, one that was not simulated could be."""
+        return max(0.0, 1 - self.next_bound_s / self.step_time_s)
+
+
+class Search:
+    """Bounds and simulations of one model on one cluster."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        cache: LayoutCache,
+        evaluator: Evaluator,
+        groupings: Callable[[int], Sequence[Grouping]],
+        precision: Precision,
+        memory_limit: float | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.graph, self.cache, self.evaluator = graph, cache, evaluator
+        self.groupings, self.precision, self.report = groupings, precision, report
+        self.memory_limit = memory_limit
+        self.fold = evaluator.fold
+        self.cutter = Cutter(graph)
+        self.outside, self.count = self._outside(graph), len(graph.parameters)
+        self._cuts: dict[object, tuple[int, ...]] = {}
+        self.bounds = Bounds(cache, evaluator, self.setting, memory_limit)
+        self._simulated: dict[ParallelConfig, Candidate] = {}
+        self._fullness: dict[ParallelConfig, float] = {}
+        self._grouped: dict[object, tuple[Group, ...]] = {}
+
+    def with_cache(self, cache: LayoutCache) -> Search:
+        """Return the same search with other layouts."""
+        return self._changed(cache, self.evaluator, self.groupings)
+
+    def with_evaluator(
+        self, evaluator: Evaluator, groupings: Callable[[int], Sequence[Grouping]]
+    ) -> Search:
+        """Return the same search on another cluster."""
+        return self._changed(self.cache, evaluator, groupings)
+
+    def _changed(
+        self,
+        cache: LayoutCache,
+        evaluator: Evaluator,
+        groupings: Callable[[int], Sequence[Grouping]],
+    ) -> Search:
+        return Search(
+            self.graph,
+            cache,
+            evaluator,
+            groupings,
+            self.precision,
+            self.memory_limit,
+            self.report,
+        )
+
+    def run(
+        self,
+        configs: Iterable[ParallelConfig],
+        *,
+        below: float = float("inf"),
+        enough: int = RUNNERS_UP,
+        max_simulated: int = MAX_SIMULATED,
+    ) -> SearchOutcome:
+        """Simulate configurations in the order of their bounds until none is below the best.
+
+        Configurations that differ only in zero level and offload share a time bound, and get their
+        own, with one on memory, when their turn comes. Memory is computed first: what does not fit
+        is not simulated. Steps of `below` seconds are known already; `enough` are simulated in any
+        case, at most `max_simulated` in all.
+        """
+        families: dict[ParallelConfig, list[ParallelConfig]] = {}
+        for config in configs:
+            for grouping in range(len(self.groupings(config.pp))):
+                chosen = replace(config, grouping=grouping)
+                families.setdefault(replace(chosen, zero=0, offload=()), []).append(chosen)
+        heap: list[tuple[float, str, ParallelConfig | Bound]] = []
+        for family in families:
+            core = self.bounds.core(family)
+            if core is not None:
+                heap.append((core.seconds, f"{family}", family))
+        heapify(heap)
+        self.report(f"{sum(map(len, families.values()))} configurations")
+        return self._explore(heap, families, below, enough, max_simulated)
+
+    def _explore(
+        self,
+        heap: list[tuple[float, str, ParallelConfig | Bound]],
+        families: Mapping[ParallelConfig, list[ParallelConfig]],
+        best: float,
+        wanted: int,
+        max_simulated: int,
+    ) -> SearchOutcome:
+        feasible: list[Candidate] = []
+        bounds: list[Bound] = []
+        next_bound, checked = float("inf"), 0
+        while heap:
+            seconds, _, item = heappop(heap)
+            enough = len(feasible) >= wanted
+            spent = len(feasible) >= max_simulated or (feasible and checked >= MAX_CHECKED)
+            if (seconds >= best and enough) or spent:
+                next_bound = seconds
+                break
+            if isinstance(item, ParallelConfig):
+                shared = self.bounds.shares(item)
+                for config in families[item]:
+                    if not shared and config.zero != families[item][0].zero:
+                        continue  # nothing is shared, so all zero levels are the same
+                    bound = self.bounds.bound(config)
+                    heappush(heap, (bound.seconds, f" {config}", bound))
+                continue
+            if item.memory <= 1.0:
+                checked += 1
+                item = replace(item, memory=self.fullness(item.config))
+            bounds.append(item)
+            if item.memory > 1.0:
+                continue
+            feasible.append(self.simulate(item.config))
+            best = min(best, feasible[-1].estimate.step_time_s)
+            if len(feasible) % 20 == 0:
+                self.report(f"simulated {len(feasible)} configurations")
+        feasible.sort(key=lambda c: c.sort_key)
+        while feasible:  # the memory of every group is checked for the best one alone
+            feasible[0] = self.simulate(feasible[0].config, all_groups=True)
+            if feasible[0].estimate.fits:
+                break
+            full = feasible.pop(0)
+            bounds.append(
+                Bound(
+                    config=full.config,
+                    seconds=full.estimate.step_time_s,
+                    memory=full.estimate.peak.fullness,
+                )
+            )
+        return SearchOutcome(
+            feasible=tuple(feasible),
+            bounds=tuple(bounds),
+            next_bound_s=next_bound,
+            num_configs=sum(map(len, families.values())),
+        )
+
+    def knows(self, config: ParallelConfig) -> bool:
+        """Return whether a configuration has been simulated."""
+        return config in self._simulated
+
+    def may_beat(self, config: ParallelConfig, seconds: float) -> bool:
+        """Return whether the work of a configuration takes less than `seconds`."""
+        core = self.bounds.core(replace(config, zero=0, outer=None, offload=()))
+        return core is not None and core.seconds < seconds
+
+    def may_fit(self, config: ParallelConfig, seconds: float) -> bool:
+        """Return whether a configuration may beat `seconds` and fit in memory, by its bounds."""
+        return self.may_beat(config, seconds) and self.bounds.bound(config).memory <= 1.0
+
+    def _outside(self, graph: Graph) -> tuple[str, ...]:
+        """The parameters that no block uses: embeddings, a head."""
+        inside = {
+            name
+            for node, block in zip(graph.nodes, self.fold.blocks, strict=True)
+            if block
+            for name in node.inputs
+        }
+        return tuple(p.name for p in graph.parameters if p.value not in inside)
+
+    def refined(self, outcome: SearchOutcome, levels: Sequence[int]) -> SearchOutcome:
+        """Try the best configurations with another zero level outside of blocks."""
+        trials = []
+        for candidate in outcome.feasible[:REFINED]:
+            config = candidate.config
+            if config.dp * config.tp > 1 and 0 < len(self.outside) < self.count:
+                trials += [replace(config, outer=z) for z in levels if z != config.zero]
+        better = [self.simulate(config, all_groups=True) for config in trials]
+        best = outcome.step_time_s * (1 - MIN_REFINED_GAIN) if outcome.feasible else 0.0
+        better = [c for c in better if c.estimate.fits and c.estimate.step_time_s < best]
+        if not better:
+            return outcome
+        ranked = sorted((*better, *outcome.feasible), key=lambda c: c.sort_key)
+        return replace(outcome, feasible=tuple(ranked))
+
+    def simulate(self, config: ParallelConfig, *, all_groups: bool = False) -> Candidate:
+        """Simulate a step; `all_groups` computes the memory of all groups of ranks."""
+        if all_groups or config not in self._simulated:
+            layouts = self.cache.get(config.tp, config.layout)
+            setting = replace(self.setting(config, layouts), schedule=self._schedule(config))
+            watched = None if all_groups else self._fullest_groups(config)
+            estimate = self.evaluator.estimate(layouts.works, setting, watched)
+            self._simulated[config] = Candidate(
+                config=config,
+                setting=setting,
+                estimate=replace(estimate, memory=self._limited(estimate.memory)),
+                layouts=layouts,
+            )
+        return self._simulated[config]
+
+    def fullness(self, config: ParallelConfig) -> float:
+        """Return the memory of the fullest rank, as a fraction of what it has."""
+        if config not in self._fullness:
+            layouts = self.cache.get(config.tp, config.layout)
+            setting = replace(self.setting(config, layouts), schedule=self._schedule(config))
+            uses = self.evaluator.memory(layouts.works, setting, self._fullest_groups(config))
+            self._fullness[config] = peak_of(self._limited(uses)).fullness
+        return self._fullness[config]
+
+    def setting(self, config: ParallelConfig, layouts: Layouts) -> Setting:
+        """Return how a step runs, without its schedule: most are never simulated."""
+        groups = self._groups(config, layouts)
+        return Setting(
+            groups=groups,
+            cuts=self._stage_cuts(config, layouts, groups),
+            placement=self._placement(config),
+            num_microbatches=config.num_microbatches,
+            zero=config.zero,
+            zeros={} if config.outer is None else dict.fromkeys(self.outside, config.outer),
+            recompute=config.recompute,
+            offload=config.offload,
+            precision=self.precision,
+        )
+
+    def _fullest_groups(self, config: ParallelConfig) -> set[int] | None:
+        """The groups that may be the fullest: mostly the first or the last."""
+        return {0, 1, config.pp - 1} if len(self.evaluator.devices) == 1 else None
+
+    def _limited(self, uses: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
+        limit = self.memory_limit
+        if limit is None:
+            return uses
+        return tuple(replace(use, limit_bytes=min(use.limit_bytes, limit)) for use in uses)
+
+    # ------------------------------------------------------------ parts of a setting
+
+    def _groups(self, config: ParallelConfig, layouts: Layouts) -> tuple[Group, ...]:
+        key = (config.pp, config.grouping, layouts.axes)
+        if key not in self._grouped:
+            grouping = self.groupings(config.pp)[config.grouping]
+            self._grouped[key] = grouping.groups(config.tp, layouts.axes)
+        return self._grouped[key]
+
+    def _stage_cuts(
+        self, config: ParallelConfig, layouts: Layouts, groups: tuple[Group, ...]
+    ) -> tuple[int, ...]:
+        """The first nodes of stages: as given, or with equal work on every group."""
+        if config.stages == 1 or config.cuts:
+            return config.cuts or (0,)
+        v_shaped = schedule_kind(config.schedule).is_v_shaped
+        key = (id(layouts), config.stages, config.pp, config.grouping, v_shaped)
+        if key not in self._cuts:
+            speeds = self.groupings(config.pp)[config.grouping].speeds
+            setting = Setting(
+                groups=groups, cuts=(0,), placement=(0,), num_microbatches=config.num_microbatches
+            )
+            layers = self.bounds.layers(layouts, setting, 0)
+            work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
+            crossing = self.fold.spread(layers.work.crossing)
+            costs = Costs(work, crossing, self._seconds_per_byte(groups))
+            speed_of = [speeds[group] for group in self._placement(config)]
+            self._cuts[key] = self.cutter.cut(costs, speed_of)
+        return self._cuts[key]
+
+    def _schedule(self, config: ParallelConfig) -> Schedule | None:
+        """The order of actions, where there is more than one of a kind."""
+        if config.pp == config.num_microbatches == 1:
+            return None
+        return self._named_schedule(config, config.num_microbatches)
+
+    def _placement(self, config: ParallelConfig) -> tuple[int, ...]:
+        """The group of every stage, which is the same for any number of micro-batches."""
+        return self._named_schedule(config, 1).placement
+
+    def _named_schedule(self, config: ParallelConfig, num_microbatches: int) -> Schedule:
+        name = config.schedule or DEFAULT_SCHEDULE
+        return self.evaluator.schedule(name, config.pp, num_microbatches, config.stages)
+
+    def _seconds_per_byte(self, groups: Sequence[Group]) -> float:
+        """The time of a byte to the next stage."""
+        if len(groups) < 2:
+            return 0.0
+        pairs = np.array([[groups[0].ranks[0], groups[1].ranks[0]]])
+        model = self.evaluator.clock.collective("send", pairs)
+        return (model.seconds(2.0e6) - model.seconds(1.0e6)) / 1.0e6
+
+
+# ------------------------------------------------------------ simplicity
+
+
+def simplicity(config: ParallelConfig) -> tuple[object, ...]:
+    """Return a key by which simpler configurations sort first."""
+    recompute = RECOMPUTES.index(config.recompute) if config.recompute in RECOMPUTES else 3
+    return (
+        len(config.offload),
+        config.pp > 1,
+        sum(size > 1 for size in (config.dp, config.tp, config.pp)),
+        config.tp > 1,
+        config.virtual > 1,
+        config.schedule not in ("", DEFAULT_SCHEDULE),
+        config.num_microbatches > 1,
+        recompute,
+        config.outer is not None,
+        config.layout > 0,
+        bool(config.cuts),
+        config.zero,
+        config.num_microbatches,
+        config.pp,
+        config.tp,
+        config.grouping,
+    )
+
+
+def simplest(
+    search: Search, outcome: SearchOutcome, configs: Iterable[ParallelConfig]
+) -> SearchOutcome:
+    """Put the simplest configuration that takes at most `SIMPLER_SLACK` longer first.
+
+    Predictions are not exact to the percent, and a simpler plan is easier to read and to debug.
+    """
+    if not outcome.feasible:
+        return outcome
+    best = outcome.best
+    limit = best.estimate.step_time_s * (1 + SIMPLER_SLACK)
+    known = {candidate.config for candidate in outcome.feasible}
+    every = {
+        replace(config, grouping=grouping)
+        for config in configs
+        for grouping in range(len(search.groupings(config.pp)))
+    }
+    simpler = [c for c in known | every if simplicity(c) < simplicity(best.config)]
+    tried = 0
+    for config in sorted(simpler, key=lambda c: (simplicity(c), str(c))):
+        if tried == MAX_SIMPLER:
+            break
+        if config not in known:
+            if not search.may_fit(config, limit):
+                continue
+            tried += 1
+            if search.fullness(config) > 1.0:
+                continue
+        if search.simulate(config).estimate.step_time_s > limit:
+            continue
+        chosen = search.simulate(config, all_groups=True)
+        if chosen.estimate.fits:
+            others = (c for c in outcome.feasible if c.config != config)
+            return replace(outcome, feasible=(chosen, *others))
+    return outcome

@@ -1,0 +1,291 @@
+"""The search space: parallel configurations, the user's options and constraints, and its limits.
+
+`configs` enumerates all configurations that use every rank, in a fixed order. Constraints on
+parameters become placements by value and mesh axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
+from shardwise.ir import Graph
+from shardwise.plans.execution import OFFLOADS
+from shardwise.plans.search_result import ParallelConfig
+from shardwise.schedules import SCHEDULES, default_schedule, schedule_kind
+from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
+
+RECOMPUTES = ("none", "selective", "full")
+MAX_STAGES = 128
+MAX_STEP = 3  # ratio of neighbouring micro-batch counts above which others are tried between
+MAX_MICROBATCH_COUNTS = 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLimits:
+    """Bounds of the search space: dp at most the batch's rows, stages at most the modules, virtual
+    stages only at block boundaries, tp within a node.
+    """
+
+    ranks: int
+    rows: int  # 1 where the batch cannot be sharded
+    num_microbatches: int
+    stages: int
+    virtual_stages: int  # in total, where a group has several
+    tensor_ranks: int
+    min_tensor_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserOptions:
+    """What the user decided; None leaves it to the planner."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    virtual_stages: int | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    offload: tuple[str, ...] | None = None
+
+    @staticmethod
+    def of(options: dict[str, object]) -> UserOptions:
+        """Return the options of keyword arguments, checked."""
+        offload = options.get("offload")
+        if isinstance(offload, str):
+            options = {**options, "offload": (offload,)}
+        elif offload is not None:
+            options = {**options, "offload": tuple(offload)}  # type: ignore[arg-type]
+        found = UserOptions(**options)  # type: ignore[arg-type]
+        found.check()
+        return found
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not left to the planner."""
+        return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
+
+    def check(self) -> None:
+        """Raise `PlanError` for a value that the option cannot have."""
+        for name in ("dp", "tp", "pp", "virtual_stages", "num_microbatches"):
+            value = getattr(self, name)
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not is_int or value < 1):
+                raise PlanError(f"{name}={value!r}", hint="an integer of at least 1")
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero!r}", hint="0, 1, 2 or 3")
+        known = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTES}
+        for name, values in known.items():
+            value = getattr(self, name)
+            if value is not None and value not in values:
+                near = did_you_mean(str(value), values)
+                raise PlanError(f"{name}={value!r}{near}", hint=", ".join(values))
+        for what in self.offload or ():
+            if what not in OFFLOADS:
+                raise PlanError(
+                    f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
+                )
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def configs(
+    limits: SearchLimits, options: UserOptions, *, offloads: bool = False
+) -> Iterator[ParallelConfig]:
+    """Yield all configurations; with `offloads` those that keep something in host memory."""
+    for dp, tp, pp in meshes(limits, options):
+        for virtual, schedule in _schedules(pp, limits.virtual_stages, options):
+            for count in _microbatches(limits, dp, options):
+                if virtual > 1 and schedule_kind(schedule).runs_in_rounds and count < pp:
+                    continue
+                config = ParallelConfig(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    virtual=virtual,
+                    schedule=schedule,
+                    num_microbatches=count,
+                )
+                yield from _savings(config, options, offloads)
+
+
+def meshes(limits: SearchLimits, options: UserOptions) -> Iterator[tuple[int, int, int]]:
+    """Yield all (dp, tp, pp) that use every rank."""
+    num_ranks = limits.ranks
+    for pp in divisors(num_ranks):
+        if (options.pp or pp) != pp or pp > min(limits.stages, MAX_STAGES):
+            continue
+        for tp in divisors(num_ranks // pp):
+            dp = num_ranks // pp // tp
+            if (options.tp or tp) != tp or (options.dp or dp) != dp:
+                continue
+            if (options.tp is None and tp > limits.tensor_ranks) or tp < limits.min_tensor_ranks:
+                continue
+            if dp > 1 and dp > limits.rows:
+                continue
+            yield dp, tp, pp
+
+
+def _schedules(pp: int, max_stages: int, options: UserOptions) -> list[tuple[int, str]]:
+    if pp == 1:
+        return [(1, "")]
+    pairs = [
+        (virtual, kind.name)
+        for kind in SCHEDULES.values()
+        for virtual in kind.searched_stages_per_group
+        if virtual == 1 or pp * virtual <= max_stages
+    ]
+    if options.schedule is not None:
+        name = SCHEDULES[options.schedule].searched_as or options.schedule
+        known = [pair for pair in pairs if pair[1] == name]
+        default = SCHEDULES[name].default_stages_per_group
+        pairs = known or [(options.virtual_stages or default, name)]
+    if options.virtual_stages is not None:
+        pairs = [pair for pair in pairs if pair[0] == options.virtual_stages] or [
+            (options.virtual_stages, default_schedule(options.virtual_stages, 1))
+        ]
+    return pairs
+
+
+def _microbatches(limits: SearchLimits, dp: int, options: UserOptions) -> list[int]:
+    """Counts that give every rank the same number of rows; any count where none does."""
+    rows = limits.rows
+    if options.num_microbatches is not None:
+        return [options.num_microbatches] if options.num_microbatches * dp <= rows else []
+    each = rows // dp
+    if each < 1:
+        return []
+    counts = [c for c in divisors(each) if rows % (dp * c) == 0] or divisors(each)
+    counts = sorted({*counts, *_between(counts, each)})
+    if len(counts) > MAX_MICROBATCH_COUNTS:
+        keep = len(counts) / MAX_MICROBATCH_COUNTS
+        counts = sorted(
+            {counts[int(i * keep)] for i in range(MAX_MICROBATCH_COUNTS)} | {counts[-1]}
+        )
+    return [count for count in counts if count <= limits.num_microbatches]
+
+
+def _between(counts: list[int], rows: int) -> Iterator[int]:
+    """Counts of uneven micro-batches between even ones that are far apart: 2 and 4 of 7 rows.
+
+    Of counts with the same largest micro-batch, the smallest.
+    """
+    for low, high in pairwise(counts):
+        count = low
+        while high > MAX_STEP * count:
+            count = ceil(rows / ceil(rows / (2 * count)))
+            yield count
+
+
+def _savings(
+    config: ParallelConfig, options: UserOptions, offloads: bool
+) -> Iterator[ParallelConfig]:
+    """The configuration with every way to save memory."""
+    # Tensor-parallel ranks also share parameters: those that they replicate.
+    shared = config.dp * config.tp > 1
+    zeros = [options.zero] if options.zero is not None else ([0, 1, 2, 3] if shared else [0])
+    recomputes = [options.recompute] if options.recompute is not None else list(RECOMPUTES)
+    hosts: list[tuple[str, ...]] = [()]
+    if options.offload is not None:
+        hosts = [options.offload]
+    elif offloads:
+        hosts = [("optimizer",), ("optimizer", "activations")]
+    for zero in zeros:
+        for recompute in recomputes:
+            for offload in hosts:
+                yield replace(config, zero=zero, recompute=recompute, offload=offload)
+
+
+TENSOR_AXES = ("tp", "tp1")
+SHOWN = 3  # names of parameters in a hint
+
+Constraints = dict[str, dict[str, Placement]]  # by value and mesh axis
+
+
+def fixed_parameters(graph: Graph, constraints: Mapping[str, Any]) -> Constraints:
+    """Return the placements that the user's constraints ask for, by value and mesh axis."""
+    if not isinstance(constraints, Mapping):
+        raise PlanError(
+            f"constraints={constraints!r} should map globs to shardings",
+            hint='constraints={"lm_head.*": "0"}',
+        )
+    found: Constraints = {}
+    for glob, wanted in constraints.items():
+        cuts = wanted if isinstance(wanted, Mapping) else {"tp": wanted}
+        cuts = cuts.get("layout", cuts)
+        for axis in cuts:
+            if axis not in TENSOR_AXES:
+                near = did_you_mean(str(axis), TENSOR_AXES)
+                raise PlanError(
+                    f"constraint {glob!r}: no mesh axis {axis!r} shards parameters{near}",
+                    hint='{"tp": "0"}, or "0" alone',
+                )
+        for name, value in _matched(graph, str(glob)):
+            shape = graph.values[value].shape
+            for axis, cut in cuts.items():
+                placement = _placement(str(cut), shape, f"constraint {glob!r} on {name}")
+                found.setdefault(value, {})[axis] = placement
+    return found
+
+
+def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
+    """Names and values of the parameters; a tied one also has its other names."""
+    matched = [
+        (p.name, p.value)
+        for p in graph.parameters
+        if any(fnmatchcase(name, glob) for name in (p.name, *p.aliases))
+    ]
+    if not matched:
+        names = [name for p in graph.parameters for name in (p.name, *p.aliases)]
+        near = get_close_matches(glob.replace("*", ""), names, n=SHOWN, cutoff=0.0)
+        raise PlanError(
+            f"constraint {glob!r} matches none of the {len(names)} parameters",
+            hint=", ".join(near),
+        )
+    return matched
+
+
+def _placement(cut: str, shape: tuple[int, ...], what: str) -> Placement:
+    try:
+        return REPLICATE if cut == "whole" else parse_shard(cut, shape)
+    except RuleError as error:
+        hint = error.hint or '"0" shards the first dim, "whole" none'
+        raise PlanError(f"{what}: {error.message}", hint=hint) from None
+
+
+def as_texts(constraints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constraints as a plan's file has them."""
+    return {
+        str(glob): {axis: str(cut) for axis, cut in wanted.get("layout", wanted).items()}
+        if isinstance(wanted, Mapping)
+        else str(wanted)
+        for glob, wanted in constraints.items()
+    }
+
+
+def min_tensor_ranks(constraints: Constraints, options: UserOptions, num_ranks: int) -> int:
+    """Return 2 where constraints shard parameters, else 1; raise where there is only one rank."""
+    if all(p == REPLICATE for axes in constraints.values() for p in axes.values()):
+        return 1
+    others = (options.dp or 1) * (options.pp or 1)
+    if options.tp == 1 or others >= num_ranks:
+        given = {name: n for name in ("dp", "tp", "pp") if (n := getattr(options, name))}
+        sizes = ", ".join(f"{name}={n}" for name, n in given.items()) or "one rank"
+        free = f"leave {', '.join(given)} to the planner" if num_ranks > 1 else "more ranks"
+        raise InfeasiblePlan(
+            f"constraints shard parameters over tensor-parallel ranks; {sizes} of {num_ranks} "
+            "leaves none to shard them over",
+            hint=f"{free}, or no constraints",
+        )
+    return 2

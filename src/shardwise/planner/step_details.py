@@ -1,0 +1,347 @@
+"""Details of a simulated step for reports: traffic on every link, and memory over time.
+
+All details are derived from a `SimulatedStep`. Equal links are one row, with the bytes of the
+busiest; bytes follow from the algorithm that the cost model takes for each message. Memory curves
+are for groups with few actions, whose curve would otherwise be two values: each has the simulated
+peak of its action; in between, activations and gradients come and go with the units that own them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster import Mesh
+from shardwise.cluster.names import expand
+from shardwise.cost.collectives import CollectiveModel, crossing_bytes
+from shardwise.cost.traffic import PHASES
+from shardwise.ir import Graph
+from shardwise.plans.search_result import LinkTraffic, MemoryCurve
+from shardwise.schedules.levels import levels_of
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.fold import Fold
+from shardwise.simulation.memory import MemoryUse
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.stages import Layers, StageCost
+from shardwise.simulation.step import pairs
+from shardwise.simulation.times import Group
+from shardwise.simulation.work import FORWARD, Floats
+from shardwise.simulation.works import Works
+
+SAVED = {"none": "saved", "selective": "saved_selective"}
+TIMES = ("forward", "backward", "forward_talk", "backward_talk", "again")
+PURPOSES = {
+    "gather": "parameters",
+    "root": "parameters",
+    "reduce": "gradients",
+    "update": "new parameters",
+}
+FEW_ACTIONS = 8  # of a group; with more, a value for each action is enough
+MAX_MOMENTS = 64  # of an action
+DIGITS = 8
+
+Moments = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: columns are computed on first use
+class SimulatedStep:
+    """One simulated step; `graph` has a node at every position of the evaluator's fold."""
+
+    graph: Graph
+    works: Mapping[Mesh, Works] | Works
+    setting: Setting
+    evaluator: Evaluator
+    estimate: Estimate
+
+    @property
+    def fold(self) -> Fold:
+        return self.evaluator.fold
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The positions at which stages begin, and the end."""
+        return (*self.setting.cuts, self.fold.size)
+
+    def works_of(self, group: int) -> Works:
+        """The work of a group's ranks."""
+        if isinstance(self.works, Works):
+            return self.works
+        return self.works[self.setting.groups[group].mesh]
+
+    @cached_property
+    def layers(self) -> tuple[Layers, ...]:
+        """Of every stage: what its slowest kind of rank does, as `Evaluator` chooses it."""
+        found = []
+        for stage in self.estimate.stages:
+            first, end = self.span(stage)
+            classes = self.evaluator.group_layers(self.works, self.setting, stage.group)
+            found.append(
+                max(
+                    classes,
+                    key=lambda c: c.total("forward", first, end) + c.total("backward", first, end),
+                )
+            )
+        return tuple(found)
+
+    def span(self, stage: StageCost) -> tuple[int, int]:
+        """The positions of a stage."""
+        return self.bounds[stage.index], self.bounds[stage.index + 1]
+
+    @cached_property
+    def columns(self) -> dict[str, Floats]:
+        """Seconds of a micro-batch and saved bytes at every position, on a rank of its stage."""
+        found = {name: np.zeros(self.fold.size) for name in (*TIMES, "saved")}
+        saved = SAVED.get(str(self.setting.recompute), "saved_full")
+        for stage, layers in zip(self.estimate.stages, self.layers, strict=True):
+            first, end = self.span(stage)
+            for name in TIMES:
+                found[name][first:end] = np.diff(layers.sums[name])[first:end]
+            found["saved"][first:end] = self.fold.spread(getattr(layers.work, saved))[first:end]
+        return found
+
+    @cached_property
+    def stage_of(self) -> np.ndarray:
+        """The stage of every position."""
+        sizes = np.diff(np.array(self.bounds))
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+
+# ------------------------------------------------------------ traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Equal collectives of a step: purpose, ranks (a row per group), size and number."""
+
+    purpose: str
+    op: str
+    rows: NDArray[np.int64]
+    num_bytes: float
+    times: float
+
+
+def link_traffic(step: SimulatedStep) -> tuple[LinkTraffic, ...]:
+    """Return the bytes over every kind of link, by purpose."""
+    cluster, clock = step.evaluator.cluster, step.evaluator.clock
+    moved: dict[str, Floats] = {}
+    known: dict[object, Floats] = {}
+    for message in messages(step):
+        if message.rows.shape[-1] < 2 or not message.num_bytes * message.times:
+            continue
+        algorithm = _algorithm(clock.collective(message.op, message.rows), message.num_bytes)
+        key = (message.op, message.rows.tobytes(), message.rows.shape, algorithm)
+        if key not in known:
+            known[key] = crossing_bytes(cluster, message.op, message.rows, algorithm)
+        total = moved.setdefault(message.purpose, np.zeros_like(cluster.topology.capacity))
+        total += known[key] * (message.num_bytes * message.times)
+    return tuple(_link_rows(step, moved))
+
+
+def _algorithm(model: CollectiveModel, num_bytes: float) -> str:
+    """The library's fastest: trees that were solved for these links carry about as much."""
+    known = [line for line in model.lines if line.algorithm in PHASES]
+    return min(known, key=lambda line: line.seconds(num_bytes)).algorithm
+
+
+def messages(step: SimulatedStep) -> Iterator[Message]:
+    """Yield all messages of a step."""
+    groups, stages = step.setting.groups, step.estimate.stages
+    for stage, layers in zip(stages, step.layers, strict=True):
+        group = groups[stage.group]
+        yield from _between_nodes(step, stage, layers, group)
+        yield from _of_parameters(step, stage, layers, group)
+        if stage.index + 1 < len(stages) and stage.send_bytes:
+            there = groups[stages[stage.index + 1].group]
+            if there is not group:
+                rows = pairs(group.array, there.array)
+                times = float(step.setting.num_microbatches)
+                for ends in (rows, rows[:, ::-1]):
+                    yield Message("between stages", "send", ends, stage.send_bytes, times)
+
+
+def _between_nodes(
+    step: SimulatedStep, stage: StageCost, layers: Layers, group: Group
+) -> Iterator[Message]:
+    """Yield collectives that nodes wait for; forward's once more where backward recomputes it."""
+    first, end = step.span(stage)
+    index = step.fold.index[first:end]
+    count = np.bincount(index, minlength=len(step.fold.graph.nodes) + 1)
+    repeated = step.columns["again"][first:end] > 0
+    again = np.bincount(index[repeated], minlength=len(count))
+    found: dict[tuple[str, tuple[str, ...], float], float] = defaultdict(float)
+    for talk in layers.work.talks:
+        times = count[talk.node] + (again[talk.node] if talk.phase == FORWARD else 0)
+        found[talk.op, talk.axes, talk.num_bytes] += float(times)
+    for (op, axes, num_bytes), times in found.items():
+        rows = group.along(axes)
+        yield Message("activations", op, rows, num_bytes, times * step.setting.num_microbatches)
+
+
+def _of_parameters(
+    step: SimulatedStep, stage: StageCost, layers: Layers, group: Group
+) -> Iterator[Message]:
+    """Yield messages of parameters, gathered for every forward and backward with zero 3."""
+    for kind in layers.sent(*step.span(stage), step.setting):
+        often = 2.0 * step.setting.num_microbatches if kind.purpose == "gather" else 1.0
+        rows = group.along(kind.axes)
+        equal: dict[float, float] = defaultdict(float)
+        for size, count in zip(kind.num_bytes.tolist(), kind.messages.tolist(), strict=True):
+            if count:
+                equal[size / count] += count
+        for size, count in equal.items():
+            yield Message(PURPOSES[kind.purpose], kind.op, rows, size, count * often)
+
+
+def _link_rows(step: SimulatedStep, moved: dict[str, Floats]) -> Iterator[LinkTraffic]:
+    """One row for all equal links."""
+    topology = step.evaluator.cluster.topology
+    total = sum(moved.values(), np.zeros_like(topology.capacity))
+    busy = total / topology.capacity
+    time = step.estimate.step_time_s
+    equal: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    for resource, key in enumerate(_link_kinds(step)):
+        equal.setdefault(key, []).append(resource)
+    for (kind, name, nodes), members in equal.items():
+        worst = max(members, key=lambda r: busy[r])
+        capacity = float(topology.capacity[worst])
+        yield LinkTraffic(
+            name=name,
+            kind=kind,
+            nodes=nodes,
+            count=len(members),
+            busiest=topology.label(worst),
+            bytes_per_s=capacity if np.isfinite(capacity) else None,
+            traffic_bytes=float(total[worst]),
+            total_bytes=float(total[members].sum()),
+            busy_s=float(busy[worst]),
+            share=float(busy[worst]) / time if time else 0.0,
+            what={k: float(v[worst]) for k, v in moved.items() if v[worst]},
+        )
+
+
+def _link_kinds(step: SimulatedStep) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield the kind of every resource, a name that equal ones share, and their nodes."""
+    cluster = step.evaluator.cluster
+    topology = cluster.topology
+    entries = [node for node in cluster.nodes for _ in range(node.copies)]
+    for resource in range(len(topology.capacity)):
+        if resource < 2 * topology.num_ranks:
+            node = entries[int(topology.node[resource % topology.num_ranks])].name
+            yield "inside", f"links of devices, {node}", (node,)
+            continue
+        kind, _, rest = topology.label(resource).partition(" ")
+        name = rest if kind == "bus" else rest.rpartition(" ")[0]  # without its direction
+        if kind in ("nic", "bus"):
+            machine = name.rpartition(".")[0] if kind == "nic" else name
+            node = next((e.name for e in cluster.nodes if machine in _names(e.name)), machine)
+            if kind == "nic":
+                yield "between", f"network cards, {node}", (node,)
+            else:
+                yield "inside", f"bus, {node}", (node,)
+        elif kind == "switch":
+            base = next((s for s in cluster.network.switches if _is_of(name, s.name)), None)
+            nodes = base.nodes if base is not None else ()
+            yield "switch", f"switch {base.name if base else name}", tuple(nodes)
+        else:
+            trunk = next((t for t in cluster.network.trunks if t.name == name), None)
+            ends = () if trunk is None else (*trunk.between[0], *trunk.between[1])
+            yield "trunk", f"trunk {name}", tuple(ends)
+
+
+def _is_of(name: str, switch: str) -> bool:
+    """Whether a resource is one of a switch's: `leaf.3` is one of `leaf`."""
+    number = name.removeprefix(f"{switch}.")
+    return name == switch or (number != name and number.isdigit())
+
+
+@cache
+def _names(pattern: str) -> frozenset[str]:
+    return frozenset(expand(pattern))
+
+
+# ------------------------------------------------------------ memory over time
+
+
+def memory_curves(step: SimulatedStep) -> Iterator[MemoryCurve]:
+    """Yield the memory over time of every group with few actions."""
+    actions = step.estimate.timeline.schedule.actions
+    for use in step.estimate.memory:
+        if 0 < len(actions[use.group]) <= FEW_ACTIONS:
+            moments = list(_Curve(step, use).moments())
+            yield MemoryCurve(
+                group=use.group,
+                times=tuple(float(f"{time:.{DIGITS}g}") for time, _ in moments),
+                bytes=tuple(float(round(size)) for _, size in moments),
+            )
+
+
+class _Curve:
+    """One group's memory while it runs its list."""
+
+    def __init__(self, step: SimulatedStep, use: MemoryUse) -> None:
+        self.step, self.use = step, use
+        self.timeline = step.estimate.timeline
+        self.stages = {s.index: s for s in step.estimate.stages if s.group == use.group}
+        self.saved, self.gradients = 0.0, 0.0
+        self.done: set[int] = set()  # stages with gradients of parameters
+        self.numel = {s: self._numel(stage) for s, stage in self.stages.items()}
+        self.total = sum(float(n.sum()) for n in self.numel.values()) or 1.0
+
+    def moments(self) -> Iterator[tuple[float, float]]:
+        mine = np.flatnonzero(levels_of(self.timeline.schedule).group == self.use.group).tolist()
+        peaks = [size for _, size in self.use.over_time]
+        for at, action, peak in zip(
+            mine, self.timeline.schedule.actions[self.use.group], peaks, strict=True
+        ):
+            start, end = float(self.timeline.starts[at]), float(self.timeline.ends[at])
+            shape = list(self._shape(action.kind, self.stages[action.stage], start, end))
+            above = peak - max(size for _, size in shape)
+            yield from ((time, max(0.0, size + above)) for time, size in _downsampled(shape))
+        if self.use.when == "optimizer":
+            yield float(self.timeline.ends[mine].max()), self.use.peak_bytes
+
+    def _shape(self, kind: str, stage: StageCost, start: float, end: float) -> Iterator[Any]:
+        """Yield when each unit begins, and the bytes then, up to a constant."""
+        units = [u for u in stage.units if u.end > u.first]
+        saved = [float(self.step.columns["saved"][u.first : u.end].sum()) for u in units]
+        spent = [u.forward if kind == "F" else u.backward for u in units]
+        order = list(range(len(units)))
+        if kind != "F":
+            order.reverse()
+        scale = (end - start) / (sum(spent) or 1.0)
+        now, total = start, self.use.parts["gradients"]
+        first = stage.index not in self.done
+        for at in order:
+            if kind == "F":
+                self.saved += saved[at]
+            elif kind in "BI":
+                yield now, self.saved + self.gradients  # before the unit's own are free
+                self.saved -= saved[at]
+            if kind in "BW" and first:
+                self.gradients += total * self.numel[stage.index][at] / self.total
+            yield now, self.saved + self.gradients
+            now += spent[at] * scale
+        if kind in "BW":
+            self.done.add(stage.index)
+        yield now, self.saved + self.gradients
+
+    def _numel(self, stage: StageCost) -> Any:
+        """Trained elements of every unit."""
+        shares = self.step.layers[stage.index].parameters(self.step.setting).values()
+        units = [u for u in stage.units if u.end > u.first]
+        return np.array(
+            [sum(float(s.numel[u.end] - s.numel[u.first]) for s in shares) for u in units]
+        )
+
+
+def _downsampled(moments: Moments) -> Moments:
+    """At most `MAX_MOMENTS`, each the highest of those that are joined."""
+    step = -(-len(moments) // MAX_MOMENTS)
+    parts = [moments[at : at + step] for at in range(0, len(moments), step)]
+    return [(part[0][0], max(size for _, size in part)) for part in parts]

@@ -1,0 +1,415 @@
+"""What-if analysis: change the cluster, its size or the user's options, and simulate again.
+
+`relaxations` are the changes from which a searched plan would gain; `sensitivity` adds how its step
+would change on other clusters. Both give typed `WhatIf` rows, all of them simulated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil, floor, log10
+
+from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.cluster.cluster import ClusterNode
+from shardwise.cluster.links import Link, Network
+from shardwise.errors import ClusterError
+from shardwise.planner.search import Candidate, Search, SearchOutcome
+from shardwise.planner.search_space import UserOptions
+from shardwise.planner.step_details import SimulatedStep
+from shardwise.plans.search_result import WhatIf
+from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.memory import peak_of
+from shardwise.simulation.setting import Setting
+from shardwise.simulation.times import Group
+from shardwise.simulation.works import Works
+
+GIB = 2**30
+MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # fractions of a device's memory
+LESS_MEMORY = (0.75, 0.5)
+MAX_FITTING = 4  # faster configurations that are compared, for each amount of memory
+MAX_SIMULATED = 12  # of them, those that the search did not simulate
+MIN_GAIN = 0.001  # fraction of the step below which a gain is not reported
+LINK_SPEEDS = {0.5: "links half as fast", 2.0: "links twice as fast"}
+DEVICE_SPEEDS = {1.1: "devices that compute 10% faster", 2.0: "devices that compute twice as fast"}
+CLUSTER_SIZES = {Fraction(1, 2): "half", Fraction(2): "twice"}
+BATCH_AXIS = "dp"
+REPLAN = "another plan is needed: shardwise plan with that cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """The same search with fewer restrictions."""
+
+    options: Callable[[UserOptions], SearchOutcome]
+    constraints: Callable[[], SearchOutcome] | None  # None where the user gave no constraints
+
+
+# ------------------------------------------------------------ rows
+
+
+def relaxations(
+    outcome: SearchOutcome,
+    search: Search,
+    step: SimulatedStep,
+    options: UserOptions,
+    rerun: Rerun,
+) -> tuple[WhatIf, ...]:
+    """Return what more memory, free options, faster links and faster devices would gain."""
+    time = outcome.best.estimate.step_time_s
+    given = ", ".join(options.given)
+    freed = [(given, "options", rerun.options(UserOptions()))] if given else []
+    if rerun.constraints is not None:
+        freed.append(("constraints", "constraints", rerun.constraints()))
+    return (
+        *_more_memory(outcome, search),
+        *(
+            _faster(f"{name} left to the planner", kind, other.best, time)
+            for name, kind, other in freed
+            if other.feasible and other.best.estimate.step_time_s < time * (1 - MIN_GAIN)
+        ),
+        *_other_speeds(step, time, links=(2.0,), devices=(1.1,)),
+    )
+
+
+def sensitivity(
+    step: SimulatedStep, relaxed: Sequence[WhatIf], memory_limit: float | None = None
+) -> tuple[WhatIf, ...]:
+    """Return how the step would change on other clusters; rows of `relaxed` are taken over."""
+    time = _library_time(step)
+    known = [row for row in relaxed if row.kind not in ("options", "constraints")]
+    links = tuple(LINK_SPEEDS) if step.evaluator.cluster.num_ranks > 1 else ()
+    simulated = {(row.kind, row.value) for row in known}
+    links = tuple(f for f in links if ("bandwidth", f) not in simulated)
+    devices = tuple(f for f in DEVICE_SPEEDS if ("compute", f) not in simulated)
+    return (
+        *(row for row in known if row.kind == "memory"),
+        *_less_memory(step.estimate),
+        *(row for row in known if row.kind != "memory"),
+        *_other_speeds(step, time, links, devices),
+        *_other_sizes(step, time, memory_limit),
+    )
+
+
+def _faster(
+    change: str, kind: str, candidate: Candidate, time: float, value: float | None = None
+) -> WhatIf:
+    seconds = candidate.estimate.step_time_s
+    return WhatIf(
+        kind=kind,
+        change=change,
+        value=value,
+        step_time_s=seconds,
+        ratio=seconds / time,
+        note=f"with the plan {candidate.config}",
+        plan=str(candidate.config),
+    )
+
+
+def _more_memory(outcome: SearchOutcome, search: Search) -> Iterator[WhatIf]:
+    best = outcome.best.estimate
+    time, limit = best.step_time_s, peak_of(best.memory).limit_bytes
+    shortest = time * (1 - MIN_GAIN)
+    for share in MORE_MEMORY:
+        candidate = _fastest_with_memory(outcome, search, 1 + share, shortest)
+        if candidate is not None:
+            shortest = candidate.estimate.step_time_s
+            extra = rounded_up((peak_of(candidate.estimate.memory).peak_bytes - limit) / GIB)
+            yield _faster(f"{extra:g} GiB more per device", "memory", candidate, time, extra)
+
+
+def rounded_up(gib: float) -> float:
+    """Round up to as few digits as are enough.
+
+    >>> rounded_up(10.72), rounded_up(0.1403), rounded_up(0.0031)
+    (10.8, 0.15, 0.0031)
+    """
+    places: int = 1 if gib >= 1 else 1 - floor(log10(gib))
+    return round(ceil(gib * 10.0**places - 1e-9) / 10.0**places, places)
+
+
+def _fastest_with_memory(
+    outcome: SearchOutcome, search: Search, memory: float, shortest: float
+) -> Candidate | None:
+    """The fastest configuration below `shortest` that fits in `memory` times a device's memory."""
+    fitting = simulated = 0
+    best: Candidate | None = None
+    for bound in outcome.bounds:
+        if bound.seconds >= shortest or fitting >= MAX_FITTING or simulated >= MAX_SIMULATED:
+            break
+        if bound.memory > memory:
+            continue
+        simulated += not search.knows(bound.config)
+        candidate = search.simulate(bound.config)
+        if not 1.0 < _fullness(candidate) <= memory:
+            continue
+        candidate = search.simulate(bound.config, all_groups=True)
+        if _fullness(candidate) > memory:
+            continue
+        fitting += 1
+        if candidate.estimate.step_time_s < shortest:
+            best, shortest = candidate, candidate.estimate.step_time_s
+    return best
+
+
+def _fullness(candidate: Candidate) -> float:
+    """Memory of the fullest rank as a fraction of its device's."""
+    peak = peak_of(candidate.estimate.memory)
+    return peak.peak_bytes / peak.limit_bytes
+
+
+def _less_memory(estimate: Estimate) -> Iterator[WhatIf]:
+    """Whether the plan would still fit; that needs no simulation."""
+    peak = peak_of(estimate.memory)
+    for part in LESS_MEMORY:
+        limit = peak.limit_bytes * part
+        fits = peak.peak_bytes <= limit
+        needs = f"{gib_text(peak.peak_bytes)} of {gib_text(limit)}"
+        yield WhatIf(
+            kind="memory",
+            change=f"{part:.0%} of the memory per device",
+            value=part,
+            step_time_s=estimate.step_time_s if fits else None,
+            ratio=1.0 if fits else None,
+            feasible=fits,
+            note=f"takes {needs}" if fits else f"needs {needs}; {REPLAN}",
+        )
+
+
+def _library_time(step: SimulatedStep) -> float:
+    """The step with the library's collectives: none are solved for a changed cluster."""
+    clock = step.evaluator.clock
+    if clock.choose is None:
+        return step.estimate.step_time_s
+    evaluator = Evaluator(step.fold, clock.cluster, clock.table)
+    return evaluator.estimate(step.works, step.setting, {0}).step_time_s
+
+
+def _other_speeds(
+    step: SimulatedStep, time: float, links: Sequence[float], devices: Sequence[float]
+) -> Iterator[WhatIf]:
+    """The same plan with links and devices of other speeds; ratios are relative to `time`."""
+    cluster, table = step.evaluator.cluster, step.evaluator.clock.table
+    changes = [("bandwidth", LINK_SPEEDS[f], f, faster_links(cluster, f)) for f in links]
+    if table is None:  # measured times are those of the devices they were measured on
+        changes += [("compute", DEVICE_SPEEDS[f], f, faster_devices(cluster, f)) for f in devices]
+    for kind, change, factor, other in changes:
+        estimate = Evaluator(step.fold, other, table).estimate(step.works, step.setting, {0})
+        yield WhatIf(
+            kind=kind,
+            change=change,
+            value=factor,
+            step_time_s=estimate.step_time_s,
+            ratio=estimate.step_time_s / time,
+        )
+
+
+def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -> Iterator[WhatIf]:
+    """The same batch on more or fewer devices: data-parallel ranks are added or removed."""
+    ranks = step.evaluator.cluster.num_ranks
+    for factor, word in CLUSTER_SIZES.items():
+        if (ranks * factor).denominator == 1:
+            row = WhatIf(
+                kind="devices",
+                change=f"{word} the devices, {int(ranks * factor):,}",
+                value=float(factor),
+                feasible=False,
+                note=REPLAN,
+            )
+            yield _scaled(row, step, factor, time, memory_limit)
+
+
+def _scaled(
+    row: WhatIf, step: SimulatedStep, factor: Fraction, time: float, memory_limit: float | None
+) -> WhatIf:
+    """The row with the step of the scaled plan, or with the reason that there is none."""
+    cluster = scale_cluster(step.evaluator.cluster, factor)
+    scaled = _scale_data_parallel(step, factor)
+    if cluster is None or scaled is None:
+        return row
+    setting, works = scaled
+    dp = int(max(dict(group.mesh.axes)[BATCH_AXIS] for group in setting.groups))
+    count, rows = setting.num_microbatches, step.estimate.rows
+    if dp * count > rows:
+        few = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
+        return replace(row, note=f"{few}; {REPLAN}")
+    evaluator = Evaluator(step.fold, cluster, step.evaluator.clock.table)
+    estimate = evaluator.estimate(works, setting, {0, 1, len(setting.groups) - 1})
+    peak = peak_of(estimate.memory)
+    limit = peak.limit_bytes if memory_limit is None else min(peak.limit_bytes, memory_limit)
+    if peak.peak_bytes > limit:
+        return replace(
+            row, note=f"needs {gib_text(peak.peak_bytes)} of {gib_text(limit)}; {REPLAN}"
+        )
+    return replace(
+        row,
+        step_time_s=estimate.step_time_s,
+        ratio=estimate.step_time_s / time,
+        feasible=True,
+        note=f"the same batch with dp={dp}, {gib_text(peak.peak_bytes)} per device",
+    )
+
+
+def gib_text(size: float) -> str:
+    """Bytes in GiB, with three significant digits below 1 GiB.
+
+    >>> gib_text(3 * 2**20), gib_text(80 * 2**30)
+    ('0.00293 GiB', '80.0 GiB')
+    """
+    amount = size / GIB
+    return f"{amount:.1f} GiB" if abs(amount) >= 1 else f"{amount:.3g} GiB"
+
+
+# ------------------------------------------------------------ changed clusters
+
+
+def faster_devices(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with every device's rates multiplied."""
+
+    def faster(device: Device) -> Device:
+        return replace(device, speed=device.speed * factor)
+
+    nodes = (replace(node, devices=tuple(map(faster, node.devices))) for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def faster_links(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with the bandwidth of every link, NIC, switch and trunk multiplied."""
+
+    def faster(link: Link) -> Link:
+        return replace(
+            link,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor,
+            bus_bytes_per_s=link.bus_bytes_per_s * factor,
+        )
+
+    nodes = []
+    for node in cluster.nodes:
+        nic = node.nic
+        if nic is not None:
+            nic = replace(nic, bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s * factor)
+        nodes.append(replace(node, link=None if node.link is None else faster(node.link), nic=nic))
+    network = replace(
+        cluster.network,
+        domains=tuple(replace(d, link=faster(d.link)) for d in cluster.network.domains),
+        switches=tuple(
+            s
+            if s.uplink_bytes_per_s is None
+            else replace(s, uplink_bytes_per_s=s.uplink_bytes_per_s * factor)
+            for s in cluster.network.switches
+        ),
+        trunks=tuple(
+            replace(t, bandwidth_bytes_per_s=t.bandwidth_bytes_per_s * factor)
+            for t in cluster.network.trunks
+        ),
+    )
+    return replace(cluster, nodes=tuple(nodes), network=network)
+
+
+def scale_cluster(cluster: Cluster, factor: Fraction) -> Cluster | None:
+    """Return a cluster with `factor` times the nodes, or devices where there is no network.
+
+    None where the nodes differ, or where nothing is known about what would connect them.
+    """
+    if len(cluster.nodes) != 1 or cluster.network.trunks:
+        return None
+    (node,) = cluster.nodes
+    copies, devices = node.copies * factor, node.count * factor
+    try:
+        if copies.denominator == 1 and node.nic is not None:
+            stem = re.sub(r"\[.*\]", "", node.name) or "node"
+            name = node.name if copies == 1 and node.copies == 1 else f"{stem}[0-{int(copies) - 1}]"
+            return _rename_node(cluster, node, name)
+        if devices.denominator == 1 and node.copies == 1 and devices >= 1:
+            kinds = node.devices * -(-int(devices) // node.count)
+            return replace(cluster, nodes=(replace(node, devices=kinds[: int(devices)]),))
+    except ClusterError:
+        return None
+    return None
+
+
+def _rename_node(cluster: Cluster, node: ClusterNode, name: str) -> Cluster | None:
+    network = cluster.network
+    named = [domain.nodes for domain in network.domains] + [s.nodes for s in network.switches]
+    if any(nodes != (node.name,) for nodes in named):
+        return None
+    return replace(
+        cluster,
+        nodes=(replace(node, name=name, address="", ssh=None),),
+        network=replace(
+            network,
+            domains=tuple(replace(d, nodes=(name,)) for d in network.domains),
+            switches=tuple(replace(s, nodes=(name,)) for s in network.switches),
+        ),
+    )
+
+
+def copy_cluster(cluster: Cluster, factor: int) -> Cluster | None:
+    """Return the cluster with `factor` copies of all its nodes and of their network.
+
+    A single node without a network has `factor` times the devices instead.
+    """
+    name = f"{factor} x {cluster.name}"
+    if any(node.nic is None for node in cluster.nodes):
+        if cluster.num_nodes > 1 or cluster.nodes[0].link is None:
+            return None
+        (node,) = cluster.nodes
+        return replace(cluster, name=name, nodes=(replace(node, devices=node.devices * factor),))
+    nodes, network = list(cluster.nodes), cluster.network
+    for number in range(1, factor):
+        nodes += [
+            replace(node, name=f"copy{number}-{node.name}", address="", ssh=None)
+            for node in cluster.nodes
+        ]
+        network = _join_network(network, cluster.network, f"copy{number}-")
+    return replace(cluster, name=name, nodes=tuple(nodes), network=network)
+
+
+def _join_network(network: Network, original: Network, prefix: str) -> Network:
+    """Return the network with a copy of the original's domains, switches and trunks."""
+
+    def names(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(prefix + pattern for pattern in patterns)
+
+    domains = (replace(d, nodes=names(d.nodes)) for d in original.domains)
+    switches = (replace(s, name=prefix + s.name, nodes=names(s.nodes)) for s in original.switches)
+    trunks = (
+        replace(t, name=prefix + t.name, between=(names(t.between[0]), names(t.between[1])))
+        for t in original.trunks
+    )
+    return replace(
+        network,
+        domains=(*network.domains, *domains),
+        switches=(*network.switches, *switches),
+        trunks=(*network.trunks, *trunks),
+    )
+
+
+def _scale_data_parallel(
+    step: SimulatedStep, factor: Fraction
+) -> tuple[Setting, Mapping[Mesh, Works] | Works] | None:
+    """The setting with `factor` times the data-parallel ranks in every group, and its works."""
+    groups, works = [], {}
+    offset = 0
+    for number, group in enumerate(step.setting.groups):
+        mesh = _scale_mesh(group.mesh, factor)
+        first = group.ranks[0]
+        consecutive = group.ranks == tuple(range(first, first + len(group.ranks)))
+        if mesh is None or not consecutive or BATCH_AXIS not in step.works_of(number).batch:
+            return None
+        groups.append(Group(mesh=mesh, ranks=tuple(range(offset, offset + mesh.size))))
+        offset += mesh.size
+        works[mesh] = step.works_of(number)
+    setting = replace(step.setting, groups=tuple(groups))
+    return setting, step.works if isinstance(step.works, Works) else works
+
+
+def _scale_mesh(mesh: Mesh, factor: Fraction) -> Mesh | None:
+    size = dict(mesh.axes).get(BATCH_AXIS, 1)
+    wanted = int(size) * factor
+    if wanted.denominator != 1 or getattr(size, "weights", None):
+        return None
+    others = tuple((axis, n) for axis, n in mesh.axes if axis != BATCH_AXIS)
+    return Mesh(axes=((BATCH_AXIS, int(wanted)), *others))

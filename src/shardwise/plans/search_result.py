@@ -1,0 +1,511 @@
+"""What the planner found out about a plan, as typed values and as JSON in the plan's file.
+
+`SearchResult` holds the figures of the chosen configuration and its runners-up, the durations of
+the simulated step (from which `shardwise.simulation.stored_estimate` lays out the timeline again),
+and the details that reports show without the model: modules, links, what-if rows, generated code.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, Union
+
+from shardwise.errors import PlanError, did_you_mean
+
+LAYOUT_NAMES = ("", "lean layouts", "mixed layouts", "leanest layouts")
+HINT = "make the figures again: shardwise plan MODULE.py:FUNCTION --cluster c.yaml"
+CAUSES = {  # where the time of a step goes, in the order of reports
+    "compute": "computing",
+    "recompute": "recomputing activations",
+    "collectives": "waiting for collectives between nodes of the graph",
+    "parameters": "waiting for parameters to be gathered",
+    "bubble": "waiting for other stages",
+    "gradients": "waiting for gradient reductions",
+    "optimizer": "the optimizer step",
+    "update": "gathering updated parameters",
+}
+MODULE_FIGURES = (
+    "forward_s", "backward_s", "communication_s", "sync_s", "parameters", "model_parameters",
+    "parameter_bytes", "activation_bytes",
+)  # fmt: skip
+MODULE_COLUMNS = ("parent", "name", "path", "kind", "count", "stages", "layout", *MODULE_FIGURES)
+PARAMETER_COLUMNS = (
+    "module", "name", "shape", "dtype", "layout", "zero", "trained", "bytes", "local_bytes",
+)  # fmt: skip
+NODE_COLUMNS = (
+    "module", "name", "op", "layout", "source", "forward_s", "backward_s", "communication_s",
+    "activation_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """One point of the search space: how ranks are divided and how a step runs."""
+
+    dp: int
+    tp: int
+    pp: int
+    virtual: int = 1
+    schedule: str = ""
+    num_microbatches: int = 1
+    zero: int = 0
+    outer: int | None = None  # zero level of parameters outside of blocks, where it differs
+    recompute: str = "none"
+    offload: tuple[str, ...] = ()
+    layout: int = 0  # which of the layouts solved for `tp`: see `LayoutCache.get`
+    grouping: int = 0  # which order of unequal devices
+    cuts: tuple[int, ...] = ()  # first nodes of stages, where they are not balanced by `Cutter`
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+    def __str__(self) -> str:
+        parts = [f"dp={self.dp}", f"tp={self.tp}", f"pp={self.pp}"]
+        if self.pp > 1:
+            parts.append(self.schedule + (f" x{self.virtual}" if self.virtual > 1 else ""))
+        if self.num_microbatches > 1:
+            parts.append(f"{self.num_microbatches} micro-batches")
+        if self.dp > 1 or self.zero:
+            other = f" (outside of blocks {self.outer})" if self.outer is not None else ""
+            parts.append(f"zero {self.zero}{other}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.offload:
+            parts.append(f"offload {'+'.join(self.offload)}")
+        if self.layout:
+            parts.append(LAYOUT_NAMES[self.layout])
+        if self.cuts:
+            parts.append(f"stages from nodes {', '.join(map(str, self.cuts))}")
+        if self.grouping:
+            parts.append(f"device order {self.grouping}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSummary:
+    """The cluster a plan was simulated on; `price_per_hour` is that of all its devices."""
+
+    name: str
+    fingerprint: str
+    num_ranks: int
+    price_per_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """Samples of a batch, and its tokens where an input is a matrix of integers."""
+
+    rows: int
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigures:
+    """Peak memory of one rank of a group; `over_time_gib` has the peak of every interval."""
+
+    group: int
+    peak_bytes: float
+    limit_bytes: float
+    parts: Mapping[str, float]
+    when: str
+    others: Mapping[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0
+    over_time_gib: str = ""
+
+    @property
+    def free_bytes(self) -> float:
+        return self.limit_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedConfig:
+    """A simulated configuration; `config` is None for a plan that no search made."""
+
+    what: str
+    config: ParallelConfig | None = None
+    step_time_s: float
+    bubble_fraction: float
+    causes: Mapping[str, float]
+    memory: MemoryFigures
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchGap:
+    """How much faster, as a fraction of the step, an optimal plan could be."""
+
+    layouts: float  # with other layouts, by the prices of a typical micro-batch
+    search: float  # with a configuration that was not simulated
+    points: int
+    simulated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSearchSummary:
+    """What the local search after the main search tried: other stage boundaries."""
+
+    simulated: int  # configurations
+    gain: float  # as a fraction of the step
+    complete: bool  # whether everything that could be faster was tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What limits the plan: a cause of time, the memory, or what the user fixed."""
+
+    what: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """A change of the cluster or of the options, and the step time that would follow.
+
+    `ratio` is relative to the plan's own step; `plan` names another configuration where the change
+    makes that one the fastest.
+    """
+
+    kind: str
+    change: str
+    value: float | None = None
+    step_time_s: float | None = None
+    ratio: float | None = None
+    feasible: bool = True
+    note: str = ""
+    plan: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFigures:
+    """Time and bytes of a layer on one rank, for a step; `last` names the last of equal layers."""
+
+    name: str
+    stage: int
+    count: int = 1
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    parameters: float
+    state_bytes: float
+    activation_bytes: float
+    last: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutDevices:
+    """Devices of the cluster that the plan does not use, because the step is shorter without."""
+
+    cluster: str
+    fingerprint: str
+    num_ranks: int
+    used: str
+    idle: str
+    devices: str
+    step_time_s: float | None = None  # on all devices; None where no plan fits on them
+
+
+# ------------------------------------------------------------ the simulated step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """Seconds of one kind of action of a stage, the same for all its micro-batches."""
+
+    kind: str  # "F", "B", "I" or "W"
+    stage: int
+    last: bool = False  # whether the action completes the gradients of its stage
+    seconds: float
+    waiting: float = 0.0  # of it, waiting for parameters (zero 3)
+    left: float = 0.0  # gradient reductions that remain when it ends
+    collectives: float = 0.0
+    recompute: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """A stage's group, its passes for one micro-batch, and its message to the next stage."""
+
+    group: int
+    forward_s: float
+    backward_s: float
+    send_s: float = 0.0
+    send_link_s: float = 0.0  # of `send_s`, the seconds in which no other message can leave
+    send_bytes: float = 0.0
+    numel: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTimes:
+    """What a group of ranks does once a step, before its first and after its last action."""
+
+    root_gather_s: float = 0.0
+    optimizer_s: float = 0.0
+    update_gather_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedTransfer:
+    """Seconds in which two groups exchange the gradients, or the values, of tied parameters."""
+
+    owner: int
+    replica: int
+    send_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """All durations of a simulated step; with the plan's schedule they are its timeline."""
+
+    passes: tuple[PassTimes, ...]
+    stages: tuple[StageTimes, ...]
+    groups: tuple[GroupTimes, ...]
+    tied: tuple[TiedTransfer, ...] = ()
+
+
+# ------------------------------------------------------------ details for reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTree:
+    """The tree of modules in preorder, its parameters and nodes, as columns of equal length."""
+
+    rows: Mapping[str, tuple[Any, ...]]
+    parameters: tuple[tuple[Any, ...], ...]
+    nodes: Mapping[str, tuple[Any, ...]]
+    layouts: tuple[str, ...]
+    ops: tuple[str, ...]
+    sources: tuple[tuple[str, ...], ...]
+
+    def verify(self, where: str) -> None:
+        """Raise unless all columns are there, of one length, and refer to what exists."""
+        for name, columns, wanted in (
+            ("rows", self.rows, MODULE_COLUMNS),
+            ("nodes", self.nodes, NODE_COLUMNS),
+        ):
+            missing = [column for column in wanted if column not in columns]
+            if missing:
+                raise _damaged(f"column {missing[0]!r} is missing", f"{where}.{name}")
+            lengths = {len(columns[column]) for column in wanted}
+            if len(lengths) > 1:
+                raise _damaged(f"columns of lengths {sorted(lengths)}", f"{where}.{name}")
+        for at, row in enumerate(self.parameters):
+            if len(row) != len(PARAMETER_COLUMNS):
+                raise _damaged(f"{len(row)} columns", f"{where}.parameters[{at}]")
+        size = len(self.rows["name"])
+        for name, numbers, end in (
+            ("rows.parent", self.rows["parent"], size),
+            ("rows.layout", self.rows["layout"], len(self.layouts)),
+            ("nodes.module", self.nodes["module"], size),
+            ("nodes.layout", self.nodes["layout"], len(self.layouts)),
+            ("nodes.op", self.nodes["op"], len(self.ops)),
+            ("nodes.source", self.nodes["source"], len(self.sources)),
+            ("parameters", [row[0] for row in self.parameters], size),
+        ):
+            wrong = [n for n in numbers if not isinstance(n, int) or not -1 <= n < end]
+            if wrong:
+                raise _damaged(f"{wrong[0]!r} refers to nothing", f"{where}.{name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCurve:
+    """Memory of a group over a step of few actions, unit by unit."""
+
+    group: int
+    times: tuple[float, ...]
+    bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTraffic:
+    """Bytes over equal links in a step; `traffic_bytes` and `busy_s` are of the busiest one."""
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    count: int
+    busiest: str
+    bytes_per_s: float | None  # None: not limited
+    traffic_bytes: float
+    total_bytes: float
+    busy_s: float
+    share: float
+    what: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedFile:
+    """A generated source file and the ranks that run it."""
+
+    name: str
+    ranks: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedCode:
+    """The generated files, and the text of every line of the user's that they mention."""
+
+    files: tuple[GeneratedFile, ...]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDetails:
+    """What reports show beyond the search; `code_missing` says why there is no `code`."""
+
+    cluster: Mapping[str, Any] | None = None  # as `Cluster.from_yaml` reads it
+    modules: ModuleTree | None = None
+    memory: tuple[MemoryCurve, ...] = ()
+    links: tuple[LinkTraffic, ...] = ()
+    what_if: tuple[WhatIf, ...] | None = None
+    code: GeneratedCode | None = None
+    code_missing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The figures of a plan: its simulated step, its runners-up and why it was chosen.
+
+    `digest` identifies the decisions that the figures belong to. A plan that was simulated without
+    a search has no `gap` and no runners-up.
+    """
+
+    cluster: ClusterSummary
+    batch: BatchSize
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # what the user decided
+    best: SimulatedConfig
+    runners_up: tuple[SimulatedConfig, ...] = ()
+    gap: SearchGap | None = None
+    local_search: LocalSearchSummary | None = None
+    binding: Binding
+    relaxations: tuple[WhatIf, ...] = ()
+    layers: tuple[LayerFigures, ...] = ()
+    step: StepTimes
+    memory: tuple[MemoryFigures, ...]  # of every group
+    left_out: LeftOutDevices | None = None
+    digest: str = ""
+    details: PlanDetails = field(default_factory=PlanDetails)
+
+    def verify(self, num_stages: int, num_groups: int) -> None:
+        """Raise unless the figures are those of a plan with so many stages and groups of ranks."""
+        for name, count, wanted in (
+            ("step.stages", len(self.step.stages), num_stages),
+            ("step.groups", len(self.step.groups), num_groups),
+            ("memory", len(self.memory), num_groups),
+        ):
+            if count != wanted:
+                raise _damaged(f"{count} entries for a plan with {wanted}", f"search.{name}")
+        for at, stage in enumerate(self.step.stages):
+            if not 0 <= stage.group < num_groups:
+                raise _damaged(f"group {stage.group} of {num_groups}", f"search.step.stages[{at}]")
+        for which, config in (("best", self.best), *(("runners_up", r) for r in self.runners_up)):
+            if not config.step_time_s > 0 or set(config.causes) != set(CAUSES):
+                raise _damaged("no step time, or not all of its causes", f"search.{which}")
+        if self.batch.rows < 1:
+            raise _damaged(f"a batch of {self.batch.rows} rows", "search.batch")
+        if self.details.modules is not None:
+            self.details.modules.verify("search.details.modules")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data, without empty fields."""
+        found: dict[str, Any] = _plain(self)
+        return found
+
+    @staticmethod
+    def from_json(data: Any, where: str = "search") -> SearchResult:
+        """Read what `to_json` wrote; raise a `PlanError` that names the first field that is not."""
+        found: SearchResult = _read(SearchResult, data, where)
+        return found
+
+
+# ------------------------------------------------------------ JSON
+
+
+def _damaged(message: str, where: str) -> PlanError:
+    return PlanError(f"the figures of the plan are damaged: {message}", where=where, hint=HINT)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            f.name: _plain(getattr(value, f.name))
+            for f in fields(value)
+            if _is_required(f) or not _is_omitted(value, f)
+        }
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
+
+
+def _is_omitted(value: Any, each: Field[Any]) -> bool:
+    """Whether a field has its default value; numbers are left out only of long tables."""
+    default = each.default if each.default_factory is MISSING else each.default_factory()
+    short = isinstance(value, PassTimes | StageTimes | GroupTimes)
+    return getattr(value, each.name) == default and (short or not isinstance(default, int | float))
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Return `value` as `kind`: a dataclass, tuple, mapping, optional or plain type."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return _read_any(value, where)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read(args[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _damaged(f"expected a list, found {_shown(value)}", where)
+        return tuple(_read(args[0], item, f"{where}[{at}]") for at, item in enumerate(value))
+    if not isinstance(value, Mapping) and (origin is not None or is_dataclass(kind)):
+        raise _damaged(f"expected an object, found {_shown(value)}", where)
+    if origin is not None:
+        return {str(key): _read(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    if is_dataclass(kind):
+        return _read_fields(kind, value, where)
+    wanted = (int, float) if kind is float else kind
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+        raise _damaged(f"expected {kind.__name__}, found {_shown(value)}", where)
+    if kind is float and not math.isfinite(value):
+        raise _damaged(f"{value} is not finite", where)
+    return float(value) if kind is float else value
+
+
+def _read_any(value: Any, where: str) -> Any:
+    """Freeze lists; what a table or a cluster file holds is checked by those who read it."""
+    if isinstance(value, list | tuple):
+        return tuple(_read_any(item, where) for item in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _damaged(f"{value} is not finite", where)
+    return value
+
+
+def _read_fields(kind: Any, value: Mapping[str, Any], where: str) -> Any:
+    known = _hints(kind)
+    for name in value:
+        if name not in known:
+            raise _damaged(f"unknown field {name!r}{did_you_mean(str(name), known)}", where)
+    for each in fields(kind):
+        if _is_required(each) and each.name not in value:
+            raise _damaged(f"field {each.name!r} is missing", where)
+    return kind(**{n: _read(known[n], v, f"{where}.{n}") for n, v in value.items()})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
