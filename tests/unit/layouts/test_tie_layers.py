@@ -141,12 +141,12 @@ def test_written_plans_cost_what_was_planned(name: str) -> None:
     search = _prepare(graph, cluster, {}, None, Precision.of("bf16"), None, lambda _: None)
     for tp, pp, layout in [(4, 2, 0), (4, 1, 1), (2, 2, 1)]:
         schedule = "1f1b" if pp > 1 else ""
-        point = ParallelConfig(
+        config = ParallelConfig(
             dp=8 // tp // pp, tp=tp, pp=pp, num_microbatches=2 // (8 // tp // pp), zero=0,
             recompute="selective", layout=layout, schedule=schedule,
         )  # fmt: skip
-        found = search.simulate(point)
-        plan = write_plan(graph, search.fold, found, {}, Precision.of("bf16"))
+        found = search.simulate(config)
+        plan = write_plan(graph, search.fold, found, Precision.of("bf16"))
         again = sw.simulate(graph, plan, cluster)
         assert again.step_time_s == pytest.approx(found.estimate.step_time_s, rel=1e-6)
         assert again.peak.peak_bytes == pytest.approx(found.estimate.peak.peak_bytes, rel=1e-6)
