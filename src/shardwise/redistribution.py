@@ -18,7 +18,7 @@ g(S) = S, g(P) = R, g(R) = R and g(R*) = P, so each forward fixes its backward:
     once            R* -> P    keep on the first    | keep on the first
 
 To add one: add its entry here, its function to `runtime/redistribute.py` (with new primitives in
-`runtime/primitives.py`), and say in `program/moves.py` when to use it. Verification, cost model,
+`runtime/primitives.py`), and say in `layouts/moves.py` when to use it. Verification, cost model,
 simulator and layout search read this table.
 """
 

@@ -6,36 +6,12 @@ Enters: what JSON gave. Leaves: dicts of known fields of their types, or an erro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from shardwise.errors import PlanError, did_you_mean
 
-PLAN_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "version": int,
-    "name": str,
-    "model": str,
-    "fingerprint": str,
-    "mesh": dict,
-    "roles": dict,
-    "inputs": dict,
-    "parameters": dict,
-    "nodes": dict,
-    "units": list,
-    "stages": list,
-    "schedule": (str, list),
-    "num_microbatches": int,
-    "per_microbatch": bool,
-    "recompute": (str, list),
-    "precision": dict,
-    "offload": list,
-    "collectives": list,
-    "rng": str,
-    "seed": int,
-    "notes": list,
-    "search": dict,
-}
 MAX_NAME = 500  # characters
-REQUIRED = ("version", "name", "model", "fingerprint", "mesh", "roles")
 ENTRY_FIELDS: dict[str, type | tuple[type, ...]] = {"layout": dict, "zero": int}
 
 
@@ -70,12 +46,31 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def listed(value: Any) -> Any:
-    """Tuples as lists again, for JSON."""
-    return [listed(item) for item in value] if isinstance(value, tuple) else value
+def json_value(value: Any) -> Any:
+    """Return a field's value as JSON has it."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: json_value(item) for key, item in value.items()}
+    return [json_value(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def check_items(fields: Mapping[str, Any], where: str) -> None:
+def json_types(hint: Any) -> tuple[type, ...]:
+    """Return the types of JSON values that a field with this type hint may have.
+
+    >>> json_types(str | tuple[str, ...])
+    (<class 'str'>, <class 'list'>)
+    """
+    if isinstance(hint, UnionType):
+        return tuple(kind for part in get_args(hint) for kind in json_types(part))
+    if hint in (str, int, bool, float):
+        return (hint,)
+    if hint is NoneType:
+        return ()
+    return (list,) if get_origin(hint) is tuple else (dict,)
+
+
+def check_items(fields: Mapping[str, Any], where: str, text_lists: Iterable[str]) -> None:
     """What the lists and objects of a plan hold: text, dims of inputs, choices of nodes."""
     for key in ("name", "model", "fingerprint"):
         text = fields[key]
@@ -91,7 +86,7 @@ def check_items(fields: Mapping[str, Any], where: str) -> None:
                 where=where,
                 hint='"1f1b", or [["0F0", "0B0"]]: a list for each group of ranks',
             )
-    for key in ("units", "notes", "offload", "recompute"):
+    for key in text_lists:
         for item in fields.get(key, ()):
             if not isinstance(item, str):
                 raise PlanError(

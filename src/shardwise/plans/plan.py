@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
@@ -31,10 +31,9 @@ from shardwise.plans.execution import (
 )
 from shardwise.plans.fields import (
     ENTRY_FIELDS,
-    PLAN_FIELDS,
-    REQUIRED,
     check_items,
-    listed,
+    json_types,
+    json_value,
     read_fields,
 )
 from shardwise.plans.files import plan_file_text
@@ -46,6 +45,7 @@ FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
 RNG_MODES = ("exact", "fast")
 MAX_MICROBATCHES = 1 << 16
+OMITTED_IF_EMPTY = ("collectives", "search")  # from plan files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,11 @@ class ParameterEntry:
 
     layout: Mapping[str, str] = field(default_factory=dict)
     zero: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is set, as JSON values."""
+        layout: dict[str, Any] = {"layout": dict(self.layout)} if self.layout else {}
+        return layout | ({"zero": self.zero} if self.zero is not None else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,31 +252,13 @@ class Plan:
     # ------------------------------------------------------------ files and text
 
     def to_json(self) -> dict[str, Any]:
-        chosen = [choice.to_json() for choice in self.collectives]
-        return {
-            "version": self.version,
-            "name": self.name,
-            "model": self.model,
-            "fingerprint": self.fingerprint,
-            "mesh": self.mesh.to_json(),
-            "roles": dict(self.roles),
-            "inputs": dict(self.inputs),
-            "parameters": {k: _entry_json(v) for k, v in self.parameters.items()},
-            "nodes": {k: dict(v) for k, v in self.nodes.items()},
-            "units": list(self.units),
-            "stages": [stage.to_json() for stage in self.stages],
-            "schedule": listed(self.schedule),
-            "num_microbatches": self.num_microbatches,
-            "per_microbatch": self.per_microbatch,
-            "recompute": listed(self.recompute),
-            "precision": self.precision.to_json(),
-            "offload": list(self.offload),
-            **({"collectives": chosen} if chosen else {}),
-            "rng": self.rng,
-            "seed": self.seed,
-            "notes": list(self.notes),
-            **({"search": self.search.to_json()} if self.search is not None else {}),
-        }
+        """Return the plan as JSON values, its fields in the order of this class."""
+        data: dict[str, Any] = {"version": self.version}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value or item.name not in OMITTED_IF_EMPTY:
+                data[item.name] = json_value(value)
+        return data
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; its folder is made if it is not there."""
@@ -286,27 +273,25 @@ class Plan:
     @staticmethod
     def from_json(data: Any, where: str = "plan") -> Plan:
         """Return the plan that `to_json` gave, or an edited one."""
-        fields = read_fields(data, PLAN_FIELDS, where, REQUIRED)
-        check_items(fields, where)
+        given = read_fields(data, _JSON_TYPES, where, _REQUIRED)
+        check_items(given, where, _TEXT_LISTS)
         parameters = {
             glob: _entry(entry, f"{where}: parameters[{glob!r}]")
-            for glob, entry in fields.get("parameters", {}).items()
+            for glob, entry in given.get("parameters", {}).items()
         }
         try:
             made = {
-                "mesh": Mesh.from_json(fields["mesh"]),
+                "mesh": Mesh.from_json(given["mesh"]),
                 "parameters": parameters,
                 "stages": tuple(
                     Stage.from_json(stage, f"{where}: stages[{i}]")
-                    for i, stage in enumerate(fields.get("stages", ()))
+                    for i, stage in enumerate(given.get("stages", ()))
                 ),
-                "precision": Precision.from_json(
-                    fields.get("precision", {}), f"{where}: precision"
-                ),
-                "collectives": read_choices(fields.get("collectives", ())),
+                "precision": Precision.from_json(given.get("precision", {}), f"{where}: precision"),
+                "collectives": read_choices(given.get("collectives", ())),
                 "search": SearchResult.from_json(data["search"]) if data.get("search") else None,
             }
-            plan = Plan(**{**fields, **made})
+            plan = Plan(**{**given, **made})
             check_ranks(plan.collectives, plan.num_ranks)
             return plan
         except PlanError as error:
@@ -330,6 +315,16 @@ class Plan:
         return plan_html(self)
 
 
+# What a plan file may hold follows from the fields of `Plan`.
+_HINTS = get_type_hints(Plan)
+_JSON_TYPES = {name: json_types(hint) for name, hint in _HINTS.items()}
+_TEXT_LISTS = [name for name, h in _HINTS.items() if tuple[str, ...] in (h, *get_args(h))]
+_REQUIRED = (
+    "version",
+    *(f.name for f in fields(Plan) if f.default is MISSING and f.default_factory is MISSING),
+)
+
+
 def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
     """Return the entry without cuts on mesh axes that a stage does not have."""
     cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
@@ -342,15 +337,6 @@ def _entry(data: Any, where: str) -> ParameterEntry:
         if not isinstance(cut, str):
             raise PlanError(f"layout of axis {axis!r} should be text, found {cut!r}", where=where)
     return ParameterEntry(**fields)
-
-
-def _entry_json(entry: ParameterEntry) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    if entry.layout:
-        data["layout"] = dict(entry.layout)
-    if entry.zero is not None:
-        data["zero"] = entry.zero
-    return data
 
 
 def _check(plan: Plan) -> None:

@@ -7,11 +7,38 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 
 from shardwise.messages.ranks import format_ranks
 from shardwise.plans.plan import Plan
 
 WIDTH = 100
+SHOWN = frozenset(  # fields with lines of their own, or that are not decisions; others are generic
+    [
+        "name",
+        "model",
+        "fingerprint",
+        "mesh",
+        "roles",
+        "inputs",
+        "parameters",
+        "nodes",
+        "units",
+        "stages",
+        "schedule",
+        "num_microbatches",
+        "per_microbatch",
+        "recompute",
+        "precision",
+        "offload",
+        "collectives",
+        "rng",
+        "seed",
+        "notes",
+        "search",
+        "version",
+    ]
+)
 ZERO = {
     None: "",
     0: "all-reduce",
@@ -88,6 +115,10 @@ def _execution(plan: Plan) -> list[str]:
     types = [f"{k} {v}" if v is not True else k for k, v in plan.precision.to_json().items()]
     lines += [f"precision {', '.join(types)}".replace("_", " ")] if types else []
     lines += [f"offload {', '.join(plan.offload)}"] if plan.offload else []
+    for item in fields(plan):
+        value = getattr(plan, item.name)
+        if item.name not in SHOWN and value != item.default:
+            lines.append(f"{item.name.replace('_', ' ')} {value}")
     return [f"  {line}" for line in lines]
 
 

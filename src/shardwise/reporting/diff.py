@@ -7,14 +7,16 @@ figures, seconds by cause, bytes by part and traffic by link, of both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 from shardwise.messages.choice import format_groups
 from shardwise.messages.ranks import format_ranks
 from shardwise.plans import ParameterEntry, Plan
 from shardwise.plans.search_result import CAUSES
+from shardwise.plans.text import SHOWN
 from shardwise.simulation import Estimate, stored_estimate
 
 Pair = tuple[Any, Any]
@@ -162,7 +164,7 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
     def pair(text: Any) -> tuple[str, str]:
         return str(text(both[0])), str(text(both[1]))
 
-    return {
+    named = {
         "model": pair(lambda p: p.model),
         "cluster": pair(_cluster),
         "ranks": pair(lambda p: p.num_ranks),
@@ -181,6 +183,8 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
         "units": pair(lambda p: _listed(p.units) or "none"),
         "random numbers": pair(lambda p: f"{p.rng}, seed {p.seed}"),
     }  # fmt: skip
+    others = [f.name for f in fields(Plan) if f.name not in SHOWN]
+    return named | {name.replace("_", " "): pair(attrgetter(name)) for name in others}
 
 
 def _cluster(plan: Plan) -> str:
