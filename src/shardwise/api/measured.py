@@ -9,11 +9,6 @@ same time as ranks would run here. A GPU is measured by one.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -27,9 +22,8 @@ from shardwise.cost.timing import BUDGET_S
 from shardwise.errors import RankError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.processes import run_workers
 from shardwise.simulation.simulate import plan_calls, simulate
-
-_TAIL = 6  # lines of a failed process's last words
 
 
 def measure_plan(
@@ -58,7 +52,8 @@ def measure_plan(
             if ground is not None and device.kind == "cpu":
                 tables = ground.measure(job, ranks)
             else:
-                tables = _in_processes(job, ranks)
+                results = run_workers("shardwise.cost.calls", [job] * ranks, MEASURING_S)
+                tables = [OpTable.from_json(text) for text in results]
             found.merge(_compared(_joined(tables), wanted, device))
     return found
 
@@ -106,12 +101,6 @@ def _job(
     }
 
 
-def _in_processes(job: dict[str, Any], processes: int) -> list[OpTable]:
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(_worker(job)) for _ in range(processes)]
-        return [_answer(worker, rank) for rank, worker in enumerate(workers)]
-
-
 def _compared(joined: OpTable, calls: Sequence[Signature], device: Device) -> OpTable:
     """With what is computed for the same calls, and notes on those that were not measured."""
     for call in calls:
@@ -126,42 +115,6 @@ def _compared(joined: OpTable, calls: Sequence[Signature], device: Device) -> Op
             kernels_seconds(cost.backward, device) * device.speed,
         )
     return joined
-
-
-@contextlib.contextmanager
-def _worker(job: dict[str, Any]) -> Any:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cost.calls"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(job) + "\n")
-    process.stdin.flush()
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answer(process: subprocess.Popen[str], rank: int) -> OpTable:
-    try:
-        said, errors = process.communicate(timeout=MEASURING_S)
-    except subprocess.TimeoutExpired:
-        raise RankError(f"process {rank} measured no calls within {MEASURING_S:g} s") from None
-    if process.returncode:
-        words = "\n    ".join(errors.splitlines()[-_TAIL:])
-        raise RankError(
-            f"process {rank} ended with code {process.returncode} while it measured calls: {words}",
-            hint="shardwise doctor",
-        )
-    answer = json.loads(said.splitlines()[-1])
-    return OpTable.from_json(answer["table"])
 
 
 def _joined(tables: Sequence[OpTable]) -> OpTable:

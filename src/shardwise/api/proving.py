@@ -1,7 +1,7 @@
 """Where plans of one model are rehearsed and tried: `proving_ground`.
 
 Enters: a graph and a cluster, before anything is computed with them. Leaves: a
-`ProvingGround`, whose plans run in forks of the process as it was (`forks.standby`).
+`ProvingGround`, whose plans run in forks of the process as it was (`processes.fork_server`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.api.forks import TIMEOUT_S, Ask, standby, together
 from shardwise.api.rehearsal import Rehearsal, rehearse
 from shardwise.api.trials import try_plans
 from shardwise.cluster import Cluster
@@ -19,6 +18,7 @@ from shardwise.cost import OpTable
 from shardwise.cost.calls import measure_job
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.processes import TIMEOUT_S, Ask, fork_ranks, fork_server
 
 MEASURING_S = 600.0  # the most that the calls of one plan may take
 
@@ -69,12 +69,12 @@ def proving_ground(graph: Graph, cluster: Cluster) -> Iterator[ProvingGround]:
         yield ProvingGround(graph, cluster)
         return
     serve = ProvingGround(graph, cluster).serve
-    with standby(serve, timeout_s=MEASURING_S + TIMEOUT_S) as ask:
+    with fork_server(serve, timeout_s=MEASURING_S + TIMEOUT_S) as ask:
         yield ProvingGround(graph, cluster, ask)
 
 
 def _measured(job: dict[str, Any], ranks: int) -> list[OpTable]:
-    found = together(lambda *_: measure_job(job).to_json(), ranks, timeout_s=MEASURING_S)
+    found = fork_ranks(lambda *_: measure_job(job).to_json(), ranks, timeout_s=MEASURING_S)
     return [OpTable.from_json(table) for table in found]
 
 

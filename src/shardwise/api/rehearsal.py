@@ -23,11 +23,11 @@ from torch import Tensor
 
 from shardwise.api.alone import SingleRank
 from shardwise.api.compiled import compile
-from shardwise.api.forks import together
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
 from shardwise.ir import Graph, TensorType
 from shardwise.plans import Plan
+from shardwise.processes import fork_ranks
 from shardwise.runtime import UninitializedTransport
 from shardwise.runtime.offload import grow_segments
 from shardwise.runtime.optimizer import optimizer
@@ -59,7 +59,7 @@ def rehearse(graph: Graph, plan: Plan, cluster: Cluster) -> Rehearsal:
         )
 
     if kind == "cpu":
-        found = together(steps, len(cluster.nodes[0].devices))
+        found = fork_ranks(steps, len(cluster.nodes[0].devices))
     else:
         found = [_here(steps, torch.device(kind))]
     training, update = ([_at_speed(s[i], cluster, r) for r, s in enumerate(found)] for i in (0, 1))

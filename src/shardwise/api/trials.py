@@ -28,12 +28,12 @@ import torch.distributed as dist
 from shardwise import runtime as rt
 from shardwise.api.alone import SingleRank
 from shardwise.api.compiled import PipelineProgram, Program, compile
-from shardwise.api.forks import TIMEOUT_S, together
 from shardwise.api.parallel import derive_for
 from shardwise.api.rehearsal import batch_of, fill
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph
 from shardwise.plans import Plan
+from shardwise.processes import TIMEOUT_S, fork_ranks
 from shardwise.runtime.optimizer import optimizer
 
 WARM_UPS = 2  # rounds
@@ -80,7 +80,7 @@ def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[flo
             meet()
             return _race([_Tried(program, rank) for program in programs])
 
-        return together(race, cluster.num_ranks, timeout_s=TRIAL_S)[0]
+        return fork_ranks(race, cluster.num_ranks, timeout_s=TRIAL_S)[0]
 
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -135,7 +135,7 @@ def measure_job(job: Mapping[str, Any]) -> OpTable:
 def main() -> None:
     """Measure what stdin asks for."""
     table = measure_job(json.loads(sys.stdin.readline()))
-    sys.stdout.write(json.dumps({"table": table.to_json()}) + "\n")
+    sys.stdout.write(json.dumps({"result": table.to_json()}) + "\n")
 
 
 if __name__ == "__main__":

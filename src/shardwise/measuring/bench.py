@@ -25,10 +25,10 @@ from shardwise.dtypes import DTYPES
 from shardwise.errors import ClusterError, RankError
 from shardwise.measuring.compare import Task, Times, compare
 from shardwise.measuring.hosts import emulated, run_all
-from shardwise.measuring.processes import (
+from shardwise.processes import (
     is_abandoned,
     owned,
-    run_processes,
+    run_commands,
     terminated_as_interrupt,
 )
 
@@ -147,7 +147,7 @@ def on_this_machine(bench: Bench) -> list[Row]:
     """In processes of this machine, whatever the network says."""
     return _in_processes(
         bench,
-        lambda commands, environment: run_processes(
+        lambda commands, environment: run_commands(
             commands,
             what="this machine",
             timeout_s=bench.timeout_s,

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from shardwise.collectives import Network
 from shardwise.errors import LaunchError
 from shardwise.measuring.namespaces import Layout, layout
-from shardwise.measuring.processes import (
+from shardwise.processes import (
     is_abandoned,
     owned,
-    run_processes,
+    run_commands,
     terminated_as_interrupt,
 )
 
@@ -53,7 +53,7 @@ def run_all(
     environment: dict[str, str],
 ) -> None:
     """A command in the namespace of each rank; all are over, or dead, when this returns."""
-    run_processes(
+    run_commands(
         [
             ["ip", "netns", "exec", host, *command]
             for host, command in zip(plan.hosts, commands, strict=True)

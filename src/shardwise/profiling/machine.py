@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from shardwise.cluster import Cluster, ClusterNode
 from shardwise.cluster.cluster import machine_memory_bytes
 from shardwise.errors import ClusterError
-from shardwise.profiling.processes import run_ranks
+from shardwise.processes import run_workers
 
 BUDGET_S, QUICK_BUDGET_S = 0.1, 0.03  # per measured size
 TIMEOUT_S = 300.0
@@ -53,7 +54,20 @@ def profile(
         "gap_s": GAP_S,
     }
     jobs = [shared | {"rank": rank, "repeats": repeats[rank]} for rank in range(ranks)]
-    results = run_ranks(jobs, timeout_s, progress)
+    hint = "shardwise profile --quick, or fewer --ranks"
+    defaults = {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # see `shardwise doctor`
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    results = run_workers(
+        "shardwise.profiling.worker",
+        jobs,
+        timeout_s,
+        progress,
+        environment=environment,
+        hint=hint,
+    )
     progress("two models, trained")
     return as_training(assemble(results, kind), report)
 

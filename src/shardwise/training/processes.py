@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankError, did_you_mean
+from shardwise.processes import run_until_exit
 from shardwise.runtime.rendezvous import host_store, init_process_group
 
 __all__ = ["World", "choose_device", "process_group", "start_ranks"]
-
-GRACE_S = 20.0  # after a rank failed, for the others to name it
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +89,10 @@ def _join(device: str, timeout_s: float) -> None:
 
 
 def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `python -m shardwise.cli ARGUMENTS` in several processes here; their exit code.
+    """Run `python -m shardwise.cli ARGUMENTS` as several ranks here; return their exit code.
 
-    The ranks meet at a store that this process hosts, as torchrun's agent does, so that it is there
-    whichever rank dies. A signal is passed on to all. After a rank fails, the others have some
-    seconds to say what they saw of it.
+    The ranks meet at a store that this process hosts, as torchrun's agent does, so that it survives
+    whichever rank dies.
     """
     store = host_store("127.0.0.1")
     shared = {
@@ -114,47 +106,5 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
         ),
     }
     command = [sys.executable, "-m", "shardwise.cli", *arguments]
-    started: list[subprocess.Popen[bytes]] = []
-    with _passing_signals_to(started):
-        try:
-            for rank in range(ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                started.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))
-            return _exit_code(started)
-        finally:
-            for process in started:
-                if process.poll() is None:
-                    process.kill()
-
-
-def _exit_code(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    """That of the first rank that failed, or 0 once all have ended."""
-    failed, deadline = 0, math.inf
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in started]
-        if not failed and any(codes):
-            failed = next(code for code in codes if code)
-            deadline = time.monotonic() + GRACE_S
-        if None not in codes:
-            break
-        time.sleep(_POLL_S)
-    return failed if failed >= 0 else 128 - failed
-
-
-@contextlib.contextmanager
-def _passing_signals_to(started: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT are for the ranks, who save their state and end."""
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in started:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_until_exit(command, own)

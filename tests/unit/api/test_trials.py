@@ -13,12 +13,12 @@ import pytest
 
 import shardwise as sw
 from shardwise.api import trials, tuning
-from shardwise.api.forks import standby, together
 from shardwise.api.proving import ProvingGround, proving_ground
 from shardwise.api.trials import can_try, fitting, try_plans
 from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
+from shardwise.processes import fork_ranks, fork_server
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from tests.support import training
 from tests.support.clusters import measured
@@ -137,7 +137,7 @@ def test_a_late_answer_is_not_that_to_the_next_question() -> None:
         time.sleep(1.0 if question == "late" else 0.0)
         return question
 
-    with standby(serve, timeout_s=0.2) as ask:
+    with fork_server(serve, timeout_s=0.2) as ask:
         with pytest.raises(RankError, match="no answer within"):
             ask("late")
         time.sleep(1.0)
@@ -150,7 +150,7 @@ def test_a_fork_that_died_is_an_error_of_ranks_again_and_again() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return question
 
-    with standby(serve, timeout_s=20.0) as ask:
+    with fork_server(serve, timeout_s=20.0) as ask:
         for said in ("died", "has ended"):
             with pytest.raises(RankError, match=said):
                 ask("anything")
@@ -162,7 +162,7 @@ def test_no_rank_outlives_the_fork_that_made_it(tmp_path: Path) -> None:
         (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
         time.sleep(60)
 
-    with standby(lambda question: together(work, 2), timeout_s=0.1) as ask:
+    with fork_server(lambda question: fork_ranks(work, 2), timeout_s=0.1) as ask:
         with pytest.raises(RankError, match="no answer within"):
             ask("anything")
         until = time.monotonic() + 20
@@ -192,7 +192,7 @@ def test_the_rank_that_failed_is_named(meets: bool) -> None:
         return rank
 
     with pytest.raises(RankError, match="rank 2 cannot run here: ValueError: no such thing"):
-        together(work, 3, timeout_s=20.0)
+        fork_ranks(work, 3, timeout_s=20.0)
 
 
 def test_ranks_that_take_too_long_are_named() -> None:
@@ -201,7 +201,7 @@ def test_ranks_that_take_too_long_are_named() -> None:
             meet()
 
     with pytest.raises(RankError, match=r"rank 0 did not end within 0\.2 s"):
-        together(work, 2, timeout_s=0.2)
+        fork_ranks(work, 2, timeout_s=0.2)
 
 
 @pytest.fixture

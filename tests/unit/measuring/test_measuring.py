@@ -19,7 +19,7 @@ from shardwise.launch.node import descendants
 from shardwise.measuring import bench, hosts
 from shardwise.measuring.bench import Bench, chosen, on_emulated_hosts, table
 from shardwise.measuring.namespaces import layout, ways
-from shardwise.measuring.processes import is_abandoned, owned
+from shardwise.processes import is_abandoned, owned
 from tests.support.clusters import uneven
 
 MBIT = 125e3

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ClusterError, RankError
+from shardwise.processes import run_workers
 from shardwise.profiling import profile
-from shardwise.profiling.processes import run_ranks
 
+WORKER = "shardwise.profiling.worker"
 JOB: dict[str, Any] = {"rank": 0, "ranks": 1, "device": "cpu", "threads": 1}
 
 
 def test_a_rank_that_fails_is_named() -> None:
     with pytest.raises(RankError, match=r"rank 0 of 1 ended with code 1") as caught:
-        run_ranks([JOB], 60, lambda what: None)
+        run_workers(WORKER, [JOB], 60)
     assert "KeyError" in str(caught.value)
 
 
@@ -30,7 +31,7 @@ def test_ranks_that_take_too_long_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(subprocess, "Popen", remember)
     with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 gave no result within 0.01 s"):
-        run_ranks([JOB, JOB | {"rank": 1}], 0.01, lambda what: None)
+        run_workers(WORKER, [JOB, JOB | {"rank": 1}], 0.01)
     assert [process.poll() is not None for process in started] == [True, True]
 
 
