@@ -32,11 +32,11 @@ from shardwise.planner.stage_balance import balance
 from shardwise.plans import Precision
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.simulate import works_of
 from shardwise.simulation.times import Group
-from shardwise.simulation.works import Works, batch_rows
+from shardwise.simulation.works import WorkloadModel, batch_rows
 
 PRECISION = "bf16"
 OUTPUT = Path("benchmarks/results/quality.json")
@@ -115,7 +115,9 @@ class Grid:
         self.graph, self.cluster = graph, cluster
         self.facts = analyze(graph)
         self.rows = batch_rows(graph)
-        self._layouts: dict[int, tuple[Evaluator, Works, tuple[tuple[str, int], ...]] | None] = {}
+        self._layouts: dict[
+            int, tuple[Evaluator, WorkloadModel, tuple[tuple[str, int], ...]] | None
+        ] = {}
         self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def seconds(self, config: Config) -> float | None:
@@ -134,7 +136,7 @@ class Grid:
         if stages > 1 or count > 1:
             name = "1f1b" if config.virtual_stages == 1 else "interleaved"
             schedule = evaluator.schedule(name, config.pp, count, stages)
-        setting = Setting(
+        setting = ExecutionConfig(
             groups=groups,
             cuts=self._cut(stages, size),
             placement=schedule.placement if schedule else (0,),
@@ -147,7 +149,9 @@ class Grid:
         estimate = evaluator.estimate(works, setting)
         return estimate.step_time_s if estimate.fits else None
 
-    def _layout(self, tp: int) -> tuple[Evaluator, Works, tuple[tuple[str, int], ...]] | None:
+    def _layout(
+        self, tp: int
+    ) -> tuple[Evaluator, WorkloadModel, tuple[tuple[str, int], ...]] | None:
         if tp not in self._layouts:
             dp = 2 if self.rows > 1 else 1
             few = Cluster.preset("h100", nodes=1, devices_per_node=dp * tp)
@@ -204,7 +208,7 @@ def search_grid(graph: Graph, cluster: Cluster) -> tuple[Config | None, float, i
     """Return the best configuration, its step, how many there are and how many fit."""
     grid = Grid(graph, cluster)
     node = max(n.count for n in cluster.nodes)
-    blocks = len({b for b in Fold.of(graph).blocks if b}) or 1
+    blocks = len({b for b in FoldedGraph.of(graph).blocks if b}) or 1
     best, best_s, total, fitting = None, float("inf"), 0, 0
     for config in configurations(cluster.num_ranks, grid.rows, node, blocks):
         total += 1

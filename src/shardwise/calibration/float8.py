@@ -1,6 +1,6 @@
 """What a stack that computes products in float8 does differently.
 
-Enters: the `Work` of a model in bfloat16. Leaves: the same with the products of its layers in
+Enters: the `Workload` of a model in bfloat16. Leaves: the same with the products of its layers in
 float8, as Transformer Engine has them on Hopper: every operand is converted, and copied once more
 with its columns as rows, for the gradient of the weight. Norms write float8 themselves, and what
 is gathered is converted before. The last product and all sums stay wide.
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from shardwise.cost.kernels import MEMORY, Kernel
 from shardwise.ir import Graph
-from shardwise.simulation.work import FORWARD, WEIGHT, Launch, Talk, Work
+from shardwise.simulation.work import FORWARD, WEIGHT, Launch, NodeCollective, Workload
 
 FLOAT8 = "float8_e4m3fn"
 # Of an element: read in bfloat16 and written twice; or read in float8 and written once.
@@ -29,13 +29,13 @@ class Float8:
         self.gathered = gathered  # columns of gradients that are gathered, if any are
         self.norms = {node.name for node in graph.nodes if "norm" in node.op}
 
-    def change(self, work: Work) -> Work:
+    def change(self, work: Workload) -> Workload:
         """Return the work in float8."""
         converted: set[str] = set()
         return replace(
             work,
             launches=tuple(new for old in work.launches for new in self._launches(old, converted)),
-            talks=tuple(_talk(talk) for talk in work.talks),
+            collectives=tuple(_talk(talk) for talk in work.collectives),
         )
 
     def _launches(self, launch: Launch, converted: set[str]) -> Iterator[Launch]:
@@ -78,6 +78,6 @@ def _conversion(product: Kernel, num_bytes: int) -> Kernel:
     )
 
 
-def _talk(talk: Talk) -> Talk:
+def _talk(talk: NodeCollective) -> NodeCollective:
     """Operands travel in float8; sums in the type of the model."""
     return replace(talk, num_bytes=talk.num_bytes / 2) if talk.op == "all_gather" else talk

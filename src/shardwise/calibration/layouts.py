@@ -1,10 +1,9 @@
-"""A row's model under a row's layout, ready to be timed.
+"""A published row's model with its layouts and execution config, ready to be timed.
 
-Enters: a `Row`. Leaves: `Prepared`: the model as a `Fold`, what a rank does (`Works`), and the
-`Setting` of its step. Two layers are captured and stand for all; the work of a micro-batch is
-linear in its rows, so that one capture serves every batch size.
+Two layers are captured and stand for all; the workload of a micro-batch is linear in its rows, so
+that one capture serves every batch size.
 
-Context parallelism is a finer cut of the batch: with balanced rings a rank computes, for every
+Context parallelism is a finer split of the batch: with balanced rings a rank computes, for every
 layer, what a fraction 1/cp of the rows costs; its exchange of keys hides behind attention.
 """
 
@@ -25,8 +24,8 @@ from shardwise.ir import Graph
 from shardwise.planner import strategies
 from shardwise.plans import Precision, resolve
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.simulation import Fold, Group, Setting, Works
-from shardwise.simulation.work import FORWARD, Work
+from shardwise.simulation import ExecutionConfig, FoldedGraph, Group, WorkloadModel
+from shardwise.simulation.work import FORWARD, Workload
 
 CAPTURED_LAYERS = 2
 # Sizes of a micro-batch between which work is linear: primes, so that no product of them with a
@@ -41,18 +40,18 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 class Prepared:
     """What an `Evaluator` needs of a row."""
 
-    fold: Fold
-    works: Works
-    setting: Setting
+    fold: FoldedGraph
+    works: WorkloadModel
+    setting: ExecutionConfig
 
 
-class RowWorks(Works):
+class RowWorks(WorkloadModel):
     """The work of a few layers for micro-batches of any size, even of a part of a row."""
 
     keeps_shards = False  # of what is gathered for products, as Megatron does with cut sequences
     float8: Float8 | None = None  # how products change
 
-    def at(self, rows: float, *, exact: bool = False) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Workload:
         """Return the work of `rows`; exact sizes are on the line, too."""
         low, high = (self._lowered(self.rows // each) for each in ROWS)
         work = low.between(high, rows)
@@ -60,12 +59,12 @@ class RowWorks(Works):
             work = self._in_shards(work)
         return self.float8.change(work) if self.float8 is not None else work
 
-    def _in_shards(self, work: Work) -> Work:
+    def _in_shards(self, work: Workload) -> Workload:
         """With operands gathered again in backward, behind its products, instead of kept."""
         ranks = {a.axis: a.ranks for a in self.assignments}
         names = ("saved", "saved_selective", "held", "held_selective")
         kept = {name: getattr(work, name).copy() for name in names}
-        for talk in work.talks:
+        for talk in work.collectives:
             if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:
                 rest = talk.num_bytes * (1 - 1 / math.prod(ranks[a] for a in talk.axes))
                 for array in kept.values():
@@ -73,14 +72,14 @@ class RowWorks(Works):
         return replace(work, **kept)
 
 
-class Pieces(Works):
+class Pieces(WorkloadModel):
     """The same for a model of many layers and a batch of `rows`, counted in parts of a row."""
 
-    def __init__(self, few: Works, fold: Fold, *, rows: int, parts: int) -> None:
+    def __init__(self, few: WorkloadModel, fold: FoldedGraph, *, rows: int, parts: int) -> None:
         self.few, self.fold, self.parts = few, fold, parts
         self.batch, self.rows = few.batch, rows * parts
 
-    def at(self, rows: float, *, exact: bool = False) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Workload:
         """Return the work of `rows` parts of a row."""
         return self.few.at(rows / self.parts)
 
@@ -89,7 +88,7 @@ def prepare(row: Row, *, num_microbatches: int) -> Prepared:
     """Return a step of the row's model with so many of its micro-batches."""
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
     few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
-    fold = Fold.repeated(few.fold.graph, row.layers)
+    fold = FoldedGraph.repeated(few.fold.graph, row.layers)
     works = Pieces(few, fold, rows=num_microbatches * row.dp * row.micro_batch, parts=row.cp)
     return Prepared(fold=fold, works=works, setting=_setting(row, fold, axes, num_microbatches))
 
@@ -97,7 +96,7 @@ def prepare(row: Row, *, num_microbatches: int) -> Prepared:
 @lru_cache(maxsize=256)
 def _works(
     shape: Shape, seq_len: int, dtype: str, tp: int, cuts_sequence: bool
-) -> tuple[Works, tuple[tuple[str, int], ...]]:
+) -> tuple[WorkloadModel, tuple[tuple[str, int], ...]]:
     """Return the work of a few layers, and the mesh axes that tensor parallelism takes."""
     float8 = dtype == "float8"
     graph, facts = _graph(shape, seq_len, "bfloat16" if float8 else dtype)
@@ -107,7 +106,7 @@ def _works(
         axes = [axis for axis in plan.mesh.names if axis != "dp"]
         plan = plan.with_(nodes={place: dict.fromkeys(axes, "cut d1") for place in _BETWEEN})
     solved = resolve(graph, plan, facts)
-    fold = Fold.repeated(graph, shape.layers)
+    fold = FoldedGraph.repeated(graph, shape.layers)
     works = RowWorks(fold, facts, solved.assignments, dict(plan.roles))
     works.keeps_shards = cuts_sequence
     if float8:
@@ -134,14 +133,16 @@ def _cuts_sequence(row: Row, shape: Shape) -> bool:
     return row.tp > 1 and modern and row.seq_len % row.tp == 0
 
 
-def _setting(row: Row, fold: Fold, axes: tuple[tuple[str, int], ...], count: int) -> Setting:
+def _setting(
+    row: Row, fold: FoldedGraph, axes: tuple[tuple[str, int], ...], count: int
+) -> ExecutionConfig:
     mesh = Mesh(axes=(("dp", row.dp * row.cp), *axes))
     size = mesh.size
     groups = tuple(
         Group(mesh=mesh, ranks=tuple(range(at * size, (at + 1) * size))) for at in range(row.pp)
     )
     stages = row.pp * row.vpp
-    return Setting(
+    return ExecutionConfig(
         groups=groups,
         cuts=_cuts(fold, row.layers, stages),
         placement=tuple(stage % row.pp for stage in range(stages)),
@@ -171,7 +172,7 @@ def _zero(row: Row) -> int:
     return row.sharding.level
 
 
-def _cuts(fold: Fold, layers: int, stages: int) -> tuple[int, ...]:
+def _cuts(fold: FoldedGraph, layers: int, stages: int) -> tuple[int, ...]:
     """Where stages of equally many layers begin; the last and first have one less where needed."""
     starts: dict[str, int] = {}
     for at, block in enumerate(fold.blocks):

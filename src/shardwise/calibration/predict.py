@@ -26,7 +26,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.formatting import GIB
 from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.step import pairs
-from shardwise.simulation.times import Clock
+from shardwise.simulation.times import ClusterCosts
 
 _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
 # NVIDIA's distributed optimizer keeps what a bfloat16 parameter lacks of its float32 main one,
@@ -132,7 +132,7 @@ def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
     )
     shape = replace(shape_of(row), layers=-(-row.layers // row.pp))
     shard = shape.num_parameters / row.tp / inner * DTYPES[row.compute_dtype].num_bytes
-    summing = Clock(cluster).talk("all_reduce", group, ("outer",), shard)
+    summing = ClusterCosts(cluster).collective_seconds("all_reduce", group, ("outer",), shard)
     seconds += row.num_microbatches * summing * cluster.nodes[0].device.overlap_loss
     nodes = (ranks, row.gpus)
     first, last = (waiting(max(1, n // cluster.nodes[0].count)) for n in nodes)
@@ -156,13 +156,13 @@ def _sends_s(cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
 
     The simulation lets the next stage wait for them, but no stage compute slower meanwhile.
     """
-    clock, groups = Clock(cluster), prepared.setting.groups
+    costs, groups = ClusterCosts(cluster), prepared.setting.groups
     found = [0.0] * len(groups)
     for stage, after in pairwise(estimate.stages):
         if stage.group == after.group:
             continue
         ranks = pairs(groups[stage.group].array, groups[after.group].array)
-        seconds = clock.collective("send", ranks).seconds(stage.send_bytes)
+        seconds = costs.collective("send", ranks).seconds(stage.send_bytes)
         for group in (stage.group, after.group):  # its output one way, the gradient back
             found[group] += seconds
     return max(found)
@@ -191,7 +191,7 @@ def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: 
     mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
     group = Group(mesh=mesh, ranks=whole.ranks)
     num_bytes = _numel(estimate) * DTYPES[row.compute_dtype].num_bytes
-    gather = Clock(cluster).talk("all_gather", group, ("inner",), num_bytes)
+    gather = ClusterCosts(cluster).collective_seconds("all_gather", group, ("inner",), num_bytes)
     return gather - estimate.timeline.causes["optimizer"] * (1 - 1 / size)
 
 

@@ -1,7 +1,7 @@
 """Costs of local computation and of communication, in seconds and bytes."""
 
 from shardwise.cost.collectives import CollectiveModel, collective_model
-from shardwise.cost.kernels import CallCost, Kernel, Saved, Talk
+from shardwise.cost.kernels import CallCost, CollectiveCall, Kernel, Saved
 from shardwise.cost.rates import kernel_seconds, kernels_seconds
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import CallTime, OpTable, call_seconds
@@ -11,12 +11,12 @@ from shardwise.cost.trial import call_cost, cost_of
 __all__ = [
     "CallCost",
     "CallTime",
+    "CollectiveCall",
     "CollectiveModel",
     "Kernel",
     "OpTable",
     "Saved",
     "Signature",
-    "Talk",
     "call_cost",
     "call_seconds",
     "call_signature",

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardwise.arrays import Ints
 from shardwise.cluster import Cluster, Curve, Factor
 from shardwise.cluster.links import ONE, OPERATIONS, factor_of
-from shardwise.cost.traffic import PHASES, Phase, Setting
+from shardwise.cost.traffic import PHASES, Phase, RankGroups
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.messages.choice import CollectiveChoice
 
@@ -144,7 +144,7 @@ def collective_model(
         line = Line(algorithm="none", latency_s=0.0, s_per_byte=0.0)
         return CollectiveModel(operation=operation, group_size=1, lines=(line,), launch_s=0.0)
     kind = cluster.device(int(ranks[0, 0])).kind
-    setting = Setting(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    setting = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
     factor = _factor(cluster, setting)
     lines = tuple(_line(setting, name, factor) for name in ALGORITHMS[kind][operation])
     return CollectiveModel(
@@ -179,7 +179,7 @@ def _checked(cluster: Cluster, operation: str, groups: object) -> Ints:
     return np.sort(ranks, axis=1)
 
 
-def _line(setting: Setting, name: str, factor: Factor) -> Line:
+def _line(setting: RankGroups, name: str, factor: Factor) -> Line:
     """The line of one algorithm: the sum of its phases, times what was measured beyond them."""
     latency_s = s_per_byte = longest = 0.0
     bottleneck = ""
@@ -214,7 +214,7 @@ def crossing_bytes(
     """Bytes over every resource of the topology, for each byte of the collective's value."""
     ranks = _checked(cluster, operation, groups)
     kind = cluster.device(int(ranks[0, 0])).kind
-    setting = Setting(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    setting = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
     resources = cluster.topology.capacity.size
     total = np.zeros(resources)
     for phase in PHASES[algorithm](setting):
@@ -222,7 +222,7 @@ def crossing_bytes(
     return total
 
 
-def _factor(cluster: Cluster, setting: Setting) -> Factor:
+def _factor(cluster: Cluster, setting: RankGroups) -> Factor:
     """The network's factor for groups over several islands, else that of their slowest link."""
     operation, size = setting.operation, setting.size
     if setting.is_far:

@@ -48,7 +48,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class CollectiveCall:
     """A collective inside a local call, with the bytes that each rank gives, on these mesh axes."""
 
     op: str
@@ -70,8 +70,8 @@ class CallCost:
     backward: tuple[Kernel, ...] = ()
     weight: tuple[Kernel, ...] = ()
     saved: tuple[Saved, ...] = ()
-    talks: tuple[Talk, ...] = ()
-    talks_backward: tuple[Talk, ...] = ()
+    collectives: tuple[CollectiveCall, ...] = ()
+    backward_collectives: tuple[CollectiveCall, ...] = ()
     forward_temporary_bytes: int = 0
     backward_temporary_bytes: int = 0
     results: tuple[TensorType, ...] = ()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise import runtime as rt
-from shardwise.cost.kernels import Talk
+from shardwise.cost.kernels import CollectiveCall
 from shardwise.cost.signature import Signature
 from shardwise.ir import TensorType
 from shardwise.runtime.mesh import Axis
@@ -30,7 +30,7 @@ from shardwise.shares import Shares
 
 
 def runtime_function(
-    signature: Signature, device: str, collectives: list[Talk]
+    signature: Signature, device: str, collectives: list[CollectiveCall]
 ) -> Callable[..., Any]:
     """Return a function of local tensors that runs the `rt.*` operator of `signature`.
 
@@ -73,7 +73,7 @@ class _CountingTransport:
 
     rank, world_size = 0, 2
 
-    def __init__(self, axes: tuple[str, ...], collectives: list[Talk]) -> None:
+    def __init__(self, axes: tuple[str, ...], collectives: list[CollectiveCall]) -> None:
         self._axes, self._collectives = axes, collectives
 
     def __getattr__(self, operation: str) -> Callable[..., Pending]:
@@ -81,13 +81,15 @@ class _CountingTransport:
 
         def count(flat: Tensor, *args: Any) -> Pending:
             size = flat.numel() * flat.element_size()
-            self._collectives.append(Talk(op=operation, num_bytes=size, axes=self._axes))
+            self._collectives.append(CollectiveCall(op=operation, num_bytes=size, axes=self._axes))
             return cast(Pending, run(flat, *args))
 
         return count
 
 
-def _axis(names: tuple[str, ...], of: Of | None, length: int, collectives: list[Talk]) -> Axis:
+def _axis(
+    names: tuple[str, ...], of: Of | None, length: int, collectives: list[CollectiveCall]
+) -> Axis:
     """Return an axis of two ranks, the first of which holds `length` of a dim split as `of`."""
     transport = cast(Transport, _CountingTransport(names, collectives))
     whole = whole_length(of) if of else 0

@@ -30,7 +30,7 @@ class Phase:
     latency_s: float
 
 
-class Setting:
+class RankGroups:
     """What the algorithms share: sorted groups, and their runs."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Setting:
         return self.flat[a], self.flat[b], 1.0 / pairs[index], index
 
 
-def ring(setting: Setting) -> Iterator[Phase]:
+def ring(setting: RankGroups) -> Iterator[Phase]:
     """Everyone passes shares on to the next; a broadcast or a reduction passes all of it."""
     size = setting.size
     share = setting.passes * (size - 1) / size
@@ -108,7 +108,7 @@ def ring(setting: Setting) -> Iterator[Phase]:
     yield Phase(crossings=crossings, latency_s=float(total.max()) * share)
 
 
-def tree(setting: Setting) -> Iterator[Phase]:
+def tree(setting: RankGroups) -> Iterator[Phase]:
     """Up and down two binary trees over the islands, each with half the bytes, as NCCL does."""
     ways = {"broadcast": ("down",), "reduce": ("up",)}.get(setting.operation, ("up", "down"))
     topology = setting.topology
@@ -131,7 +131,7 @@ def tree(setting: Setting) -> Iterator[Phase]:
     yield Phase(crossings=crossings, latency_s=steps_s)
 
 
-def hierarchical(setting: Setting) -> Iterator[Phase]:
+def hierarchical(setting: RankGroups) -> Iterator[Phase]:
     """Inside each island, across islands with a part for each rank, and inside again."""
     topology = setting.topology
     a, b, run = setting.inner()
@@ -156,7 +156,7 @@ def hierarchical(setting: Setting) -> Iterator[Phase]:
         )
 
 
-def direct(setting: Setting) -> Iterator[Phase]:
+def direct(setting: RankGroups) -> Iterator[Phase]:
     """Everyone sends to everyone; what crosses a switch follows from how many are behind it."""
     if setting.operation == "send":
         columns, latency = setting.topology.crossed(setting.ranks[:, 0], setting.ranks[:, 1])
@@ -190,7 +190,7 @@ def direct(setting: Setting) -> Iterator[Phase]:
     yield Phase(crossings=crossings, latency_s=rounds * _farthest(setting))
 
 
-PHASES: dict[str, Callable[[Setting], Iterator[Phase]]] = {
+PHASES: dict[str, Callable[[RankGroups], Iterator[Phase]]] = {
     "ring": ring,
     "tree": tree,
     "hierarchical": hierarchical,
@@ -198,13 +198,13 @@ PHASES: dict[str, Callable[[Setting], Iterator[Phase]]] = {
 }
 
 
-def _leaving(setting: Setting, run: Ints) -> Floats:
+def _leaving(setting: RankGroups, run: Ints) -> Floats:
     """How often an edge around a run is used: not by the ring that leaves the island there."""
     length = setting.length[run]
     return np.where(setting.runs[setting.group[run]] > 1, (length - 1) / length, 1.0)
 
 
-def _trees(setting: Setting) -> list[tuple[Ints, Ints]]:
+def _trees(setting: RankGroups) -> list[tuple[Ints, Ints]]:
     """Runs and their parents, in NCCL's two trees (`trees.cc`); the second is the first mirrored
     or shifted, so that no run has children in both.
     """
@@ -233,7 +233,7 @@ def _counts(group: Ints, where: Ints) -> tuple[Ints, Ints, Ints]:
     return keys % width, keys // width, number
 
 
-def _farthest(setting: Setting) -> float:
+def _farthest(setting: RankGroups) -> float:
     """The largest latency within a group, found from the first ranks of its runs."""
     heads = setting.flat[setting.start]
     origin = setting.flat[setting.start[setting.first_run[setting.group]]]

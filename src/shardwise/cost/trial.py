@@ -25,9 +25,9 @@ from shardwise.cost.autocast import cast
 from shardwise.cost.guess import guessed
 from shardwise.cost.kernels import (
     CallCost,
+    CollectiveCall,
     Kernel,
     Saved,
-    Talk,
     tensors,
     touched_bytes,
 )
@@ -92,7 +92,7 @@ class _Trial:
 
     def run(self) -> CallCost:
         signature, recorder = self.signature, self.recorder
-        collectives: list[Talk] = []
+        collectives: list[CollectiveCall] = []
         function = signature.function or function_of(signature, collectives=collectives)
         function = cast(signature.op, function, signature.autocast)
         supply = iter(self.operands)
@@ -112,8 +112,8 @@ class _Trial:
             backward=tuple(whole.kernels),
             weight=weight,
             saved=saved,
-            talks=tuple(collectives[:in_forward]),
-            talks_backward=tuple(collectives[in_forward:]),
+            collectives=tuple(collectives[:in_forward]),
+            backward_collectives=tuple(collectives[in_forward:]),
             forward_temporary_bytes=forward_peak - kept,
             backward_temporary_bytes=whole.peak,
             results=tuple(TensorType(tuple(t.shape), t.dtype) for t in results),
@@ -216,7 +216,7 @@ def _differentiable(dtype: torch.dtype) -> bool:
 
 
 def function_of(
-    signature: Signature, device: str = "meta", collectives: list[Talk] | None = None
+    signature: Signature, device: str = "meta", collectives: list[CollectiveCall] | None = None
 ) -> Callable[..., Any]:
     """Return what a call runs, which makes its tensors on `device`.
 

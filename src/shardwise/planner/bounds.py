@@ -30,11 +30,11 @@ from shardwise.schedules import schedule_kind
 from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import stage_memory
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.step import pairs
 from shardwise.simulation.sums import PURPOSES
-from shardwise.simulation.times import Clock, Group
+from shardwise.simulation.times import ClusterCosts, Group
 
 Ints = NDArray[np.int64]
 
@@ -54,7 +54,7 @@ class Bound:
 class Core:
     """When the work of each group ends: the same for any zero level and offload."""
 
-    setting: Setting
+    setting: ExecutionConfig
     bounds: Ints
     layers: Sequence[Layers]
     ends: dict[int, float]  # of each group's work, at least
@@ -76,7 +76,7 @@ class Bounds:
         self,
         cache: LayoutCache,
         evaluator: Evaluator,
-        setting: Callable[[ParallelConfig, Layouts], Setting],
+        setting: Callable[[ParallelConfig, Layouts], ExecutionConfig],
         memory_limit: float | None,
     ) -> None:
         self.cache, self.evaluator, self.setting = cache, evaluator, setting
@@ -96,7 +96,7 @@ class Bounds:
             layers, members = core.layers[group], setting.groups[group]
             ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
             traffic = communication_lower_bound(
-                ranges, layers, members, setting, self.evaluator.clock
+                ranges, layers, members, setting, self.evaluator.costs
             )
             end = reduced_at_least(
                 core.ends[group], ranges, layers, config.num_microbatches, traffic
@@ -164,7 +164,7 @@ class Bounds:
             watched={g: mine for g, mine in stages.items() if g in few},
         )
 
-    def _sends(self, setting: Setting, bounds: Ints, layers: Layers) -> np.ndarray:
+    def _sends(self, setting: ExecutionConfig, bounds: Ints, layers: Layers) -> np.ndarray:
         """Seconds of every stage's message to the next one; nothing where stages are many."""
         found = np.zeros(len(setting.cuts))
         if len(setting.groups) > FEW_GROUPS:
@@ -181,7 +181,7 @@ class Bounds:
         """What a message to the next stage takes."""
         key = (id(here), id(there))
         if key not in self._links:
-            model = self.evaluator.clock.collective("send", pairs(here.array, there.array))
+            model = self.evaluator.costs.collective("send", pairs(here.array, there.array))
             self._links[key] = (here, there, model)  # the groups, too: their ids stay theirs
         return self._links[key][2]
 
@@ -203,7 +203,9 @@ class Bounds:
             ]
         )
 
-    def _tail(self, stages: Sequence[int], bounds: Ints, layers: Layers, setting: Setting) -> float:
+    def _tail(
+        self, stages: Sequence[int], bounds: Ints, layers: Layers, setting: ExecutionConfig
+    ) -> float:
         """The optimizer's reading and writing, at least."""
         device = self._device(setting.groups[setting.placement[stages[0]]])
         numel = 0.0
@@ -220,7 +222,7 @@ class Bounds:
         stages: Sequence[int],
         bounds: Ints,
         layers: Layers,
-        setting: Setting,
+        setting: ExecutionConfig,
     ) -> float:
         """The least memory that a group's rank needs, as a part of its device's."""
         members = setting.groups[group]
@@ -247,7 +249,7 @@ class Bounds:
         found: list[Device] = [self.evaluator.devices[kind] for kind in kinds]
         return min(found, key=lambda device: device.usable_bytes)
 
-    def layers(self, layouts: Layouts, setting: Setting, group: int) -> Layers:
+    def layers(self, layouts: Layouts, setting: ExecutionConfig, group: int) -> Layers:
         found = self.evaluator.group_layers(layouts.works, setting, group)
         return max(found, key=lambda layers: layers.sums["backward"][-1])
 
@@ -271,7 +273,11 @@ class ParameterTraffic:
 
 
 def communication_lower_bound(
-    ranges: Sequence[tuple[int, int]], layers: Layers, group: Group, setting: Setting, clock: Clock
+    ranges: Sequence[tuple[int, int]],
+    layers: Layers,
+    group: Group,
+    setting: ExecutionConfig,
+    costs: ClusterCosts,
 ) -> ParameterTraffic:
     """The messages of the stages of positions `ranges`."""
     found: dict[tuple[str, str, tuple[str, ...]], float] = {}
@@ -281,7 +287,7 @@ def communication_lower_bound(
             found[key] = found.get(key, 0.0) + float(kind.num_bytes.sum())
     seconds = dict.fromkeys(PURPOSES, 0.0)
     for (purpose, op, axes), num_bytes in found.items():
-        seconds[purpose] += clock.talk(op, group, axes, num_bytes)
+        seconds[purpose] += costs.collective_seconds(op, group, axes, num_bytes)
     return ParameterTraffic(
         gather=seconds["gather"],
         reduce=seconds["reduce"],

@@ -44,7 +44,7 @@ from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
 from shardwise.simulation.simulate import as_run, check_plan, setting_of, works_of
 from shardwise.simulation.stored import memory_figures
-from shardwise.simulation.sums import Share
+from shardwise.simulation.sums import ParamClass
 
 RUNNERS_UP = 5
 MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a constraint gains if it is binding
@@ -242,7 +242,7 @@ def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
             )
 
 
-def _numel(shares: Iterable[Share], first: int, end: int) -> float:
+def _numel(shares: Iterable[ParamClass], first: int, end: int) -> float:
     return sum(float(share.numel[end] - share.numel[first]) for share in shares)
 
 

@@ -308,7 +308,7 @@ def _more_devices(
         larger = copy_cluster(search.evaluator.cluster, factor)
         if larger is None:
             return
-        evaluator = Evaluator(search.fold, larger, search.evaluator.clock.table)
+        evaluator = Evaluator(search.fold, larger, search.evaluator.costs.table)
         rates = [rate for group in search.groupings(1)[0].rates for rate in group] * factor
         kinds = [int(kind) for kind in evaluator.kind]
         other = search.with_evaluator(

@@ -34,10 +34,10 @@ from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Placement, Replicate, Shard, local_shape
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.times import Clock, Group
-from shardwise.simulation.work import Work
-from shardwise.simulation.works import Works, batch_rows
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.times import ClusterCosts, Group
+from shardwise.simulation.work import Workload
+from shardwise.simulation.works import WorkloadModel, batch_rows
 
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
@@ -50,7 +50,7 @@ WEIGHTS = {LEAN: 0.5, LEANEST: 1e4}  # price of filling the memory, in micro-bat
 class Layouts:
     """Solved layouts, ready to be simulated."""
 
-    works: Works
+    works: WorkloadModel
     solution: LayoutSolution
     axes: tuple[tuple[str, int], ...]  # tensor-parallel mesh axes
 
@@ -60,7 +60,7 @@ class LayoutCache:
 
     def __init__(
         self,
-        fold: Fold,
+        fold: FoldedGraph,
         facts: Facts,
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
@@ -128,7 +128,7 @@ class LayoutCache:
             task,
             group,
             cluster.device(0),
-            self.evaluator.clock,
+            self.evaluator.costs,
             num_microbatches=1.0 if mixed else TYPICAL_MICROBATCHES,
         )
         return Options(graph, self.facts, task), prices
@@ -136,7 +136,7 @@ class LayoutCache:
     def _layouts(self, solution: LayoutSolution, tensor: tuple[tuple[str, int], ...]) -> Layouts:
         names = [axis for axis, _ in tensor]
         roles = {a.axis: "parameters" if a.axis in names else "batch" for a in solution.assignments}
-        works = Works(self.fold, self.facts, solution.assignments, roles)
+        works = WorkloadModel(self.fold, self.facts, solution.assignments, roles)
         return Layouts(works=works, solution=solution, axes=tensor)
 
     def _tensor(self, tp: int) -> tuple[tuple[str, int], ...]:
@@ -225,14 +225,14 @@ class _SmallerBatch(LayoutCache):
         return self._solved[key]
 
 
-class _FewerRows(Works):
+class _FewerRows(WorkloadModel):
     """The work of a rank for a batch of fewer rows: the same for as many rows of it."""
 
-    def __init__(self, full: Works, rows: int) -> None:
+    def __init__(self, full: WorkloadModel, rows: int) -> None:
         super().__init__(full.fold, full.facts, full.assignments, full.roles)
         self.full, self.rows = full, rows if full.batch else full.rows
 
-    def at(self, rows: float, *, exact: bool = False) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Workload:
         return self.full.at(rows, exact=exact)
 
 
@@ -254,10 +254,10 @@ class CallPrices:
         task: LayoutTask,
         group: Group,
         device: Device,
-        clock: Clock,
+        costs: ClusterCosts,
         num_microbatches: float = 1.0,
     ) -> None:
-        self.graph, self.facts, self.device, self.clock = graph, facts, device, clock
+        self.graph, self.facts, self.device, self.costs = graph, facts, device, costs
         self.group, self.num_microbatches = group, num_microbatches
         self.names = task.names
         self.sizes = task.sizes
@@ -273,8 +273,8 @@ class CallPrices:
         """Forward and backward of a node on its local shapes."""
         cost = self._cost(node, choice)
         seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
-        for talk in (*cost.talks, *cost.talks_backward):
-            seconds += self.clock.talk(talk.op, self.group, talk.axes, talk.num_bytes)
+        for talk in (*cost.collectives, *cost.backward_collectives):
+            seconds += self.costs.collective_seconds(talk.op, self.group, talk.axes, talk.num_bytes)
         return seconds
 
     def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
@@ -286,7 +286,7 @@ class CallPrices:
             size = entry.num_bytes(before, after)
             for op in (entry.forward.collective, entry.backward.collective if grad else ""):
                 if op and value not in self.whole:
-                    seconds += self.clock.talk(op, self.group, move.axes, size)
+                    seconds += self.costs.collective_seconds(op, self.group, move.axes, size)
         return seconds
 
     def hold(self, parameter: str, stored: Placements) -> float:
@@ -301,9 +301,9 @@ class CallPrices:
         size = self._bytes(found.value, layout)
         if not found.requires_grad:
             return 0.0
-        seconds = EXPOSED * self.clock.talk("all_reduce", self.group, sync, size)
+        seconds = EXPOSED * self.costs.collective_seconds("all_reduce", self.group, sync, size)
         numel = size / self.graph.values[found.value].dtype.itemsize
-        update = self.clock.update(self.device, numel, numel, 1)
+        update = self.costs.update(self.device, numel, numel, 1)
         if update is None:
             update = adamw.fused_seconds(numel, self.device, calls=0)
         return (seconds + update) / self.num_microbatches

@@ -19,7 +19,7 @@ from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans import Plan
 from shardwise.plans.search_result import MODULE_FIGURES as FIGURES
 from shardwise.plans.search_result import ModuleTree
-from shardwise.simulation.work import Floats, Held
+from shardwise.simulation.work import Floats, LocalParameter
 
 DIGITS = 12
 NODE_DIGITS = 7
@@ -165,7 +165,7 @@ class _Tree:
                     found.setdefault(value, (stage_of[at], names[other]))
         return found
 
-    def _sharers(self, held: Held | None, stage: int, zero: int | None) -> int:
+    def _sharers(self, held: LocalParameter | None, stage: int, zero: int | None) -> int:
         """The ranks that share a parameter's memory: with zero 3, those that sum its gradient."""
         if held is None or zero != 3 or not held.sync:
             return 1

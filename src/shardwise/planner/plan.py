@@ -47,7 +47,7 @@ from shardwise.program.pipeline import check_micro_batches
 from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import Placement
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.fold import FoldedGraph
 from shardwise.simulation.simulate import in_parts
 from shardwise.simulation.times import Group
 
@@ -135,7 +135,7 @@ def plan(
         given = {k: v for k, v in {**fixed.given, **given}.items() if v is not None}
         figures = search_result(outcome, search, fixed, given, rerun, idle)
         made = write_plan(run, search.fold, outcome.best, dtypes)
-        made = with_choices(in_captured_names(made, run, graph), search.evaluator.clock.choose)
+        made = with_choices(in_captured_names(made, run, graph), search.evaluator.costs.choose)
         step = simulated_step(outcome.best, search)
         return with_details(made.with_figures(figures), step, search.memory_limit)
 
@@ -203,7 +203,7 @@ def _prepare(
 ) -> Search:
     tiny = len(graph.nodes) <= TINY_GRAPH
     key = lambda path, nodes: path if tiny else _constraint_key(path, constrained, graph)  # noqa: E731
-    fold = Fold.of(graph, constraint_key=key)
+    fold = FoldedGraph.of(graph, constraint_key=key)
     evaluator = Evaluator(fold, cluster, table, chooser(cluster))
     values = {p.value for p in fold.graph.parameters}
     limit = memory_gib * 2**30 if memory_gib is not None else None
@@ -311,7 +311,7 @@ def _rates(layouts: LayoutCache, evaluator: Evaluator) -> list[float]:
     seconds = []
     for device in evaluator.devices:
         work = works.at(max(1, works.rows // len(evaluator.kind)))
-        times = evaluator.clock.node_times(work, device, one_rank)
+        times = evaluator.costs.node_times(work, device, one_rank)
         seconds.append(float((times.forward + times.backward).sum()))
     return [min(seconds) / seconds[kind] for kind in evaluator.kind]
 

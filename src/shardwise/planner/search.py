@@ -25,7 +25,7 @@ from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.times import Group
 
 MAX_SIMULATED = 400
@@ -42,7 +42,7 @@ class Candidate:
     """A simulated configuration."""
 
     config: ParallelConfig
-    setting: Setting
+    setting: ExecutionConfig
     estimate: Estimate
     layouts: Layouts
 
@@ -279,10 +279,10 @@ class Search:
             self._fullness[config] = peak_of(self._limited(uses)).fullness
         return self._fullness[config]
 
-    def setting(self, config: ParallelConfig, layouts: Layouts) -> Setting:
+    def setting(self, config: ParallelConfig, layouts: Layouts) -> ExecutionConfig:
         """Return how a step runs, without its schedule: most are never simulated."""
         groups = self._groups(config, layouts)
-        return Setting(
+        return ExecutionConfig(
             groups=groups,
             cuts=self._stage_cuts(config, layouts, groups),
             placement=self._placement(config),
@@ -323,7 +323,7 @@ class Search:
         key = (id(layouts), config.stages, config.pp, config.grouping, v_shaped)
         if key not in self._cuts:
             speeds = self.groupings(config.pp)[config.grouping].speeds
-            setting = Setting(
+            setting = ExecutionConfig(
                 groups=groups, cuts=(0,), placement=(0,), num_microbatches=config.num_microbatches
             )
             layers = self.bounds.layers(layouts, setting, 0)
@@ -353,7 +353,7 @@ class Search:
         if len(groups) < 2:
             return 0.0
         pairs = np.array([[groups[0].ranks[0], groups[1].ranks[0]]])
-        model = self.evaluator.clock.collective("send", pairs)
+        model = self.evaluator.costs.collective("send", pairs)
         return (model.seconds(2.0e6) - model.seconds(1.0e6)) / 1.0e6
 
 

@@ -25,14 +25,14 @@ from shardwise.ir import Graph
 from shardwise.plans.search_result import LinkTraffic, MemoryCurve
 from shardwise.schedules.levels import levels_of
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.fold import FoldedGraph
 from shardwise.simulation.memory import MemoryUse
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.stages import Layers, StageCost
 from shardwise.simulation.step import pairs
 from shardwise.simulation.times import Group
 from shardwise.simulation.work import FORWARD, Floats
-from shardwise.simulation.works import Works
+from shardwise.simulation.works import WorkloadModel
 
 SAVED = {"none": "saved", "selective": "saved_selective"}
 TIMES = ("forward", "backward", "forward_talk", "backward_talk", "again")
@@ -54,13 +54,13 @@ class SimulatedStep:
     """One simulated step; `graph` has a node at every position of the evaluator's fold."""
 
     graph: Graph
-    works: Mapping[Mesh, Works] | Works
-    setting: Setting
+    works: Mapping[Mesh, WorkloadModel] | WorkloadModel
+    setting: ExecutionConfig
     evaluator: Evaluator
     estimate: Estimate
 
     @property
-    def fold(self) -> Fold:
+    def fold(self) -> FoldedGraph:
         return self.evaluator.fold
 
     @property
@@ -68,9 +68,9 @@ class SimulatedStep:
         """The positions at which stages begin, and the end."""
         return (*self.setting.cuts, self.fold.size)
 
-    def works_of(self, group: int) -> Works:
+    def works_of(self, group: int) -> WorkloadModel:
         """The work of a group's ranks."""
-        if isinstance(self.works, Works):
+        if isinstance(self.works, WorkloadModel):
             return self.works
         return self.works[self.setting.groups[group].mesh]
 
@@ -128,13 +128,13 @@ class Message:
 
 def link_traffic(step: SimulatedStep) -> tuple[LinkTraffic, ...]:
     """Return the bytes over every kind of link, by purpose."""
-    cluster, clock = step.evaluator.cluster, step.evaluator.clock
+    cluster, costs = step.evaluator.cluster, step.evaluator.costs
     moved: dict[str, Floats] = {}
     known: dict[object, Floats] = {}
     for message in messages(step):
         if message.rows.shape[-1] < 2 or not message.num_bytes * message.times:
             continue
-        algorithm = _algorithm(clock.collective(message.op, message.rows), message.num_bytes)
+        algorithm = _algorithm(costs.collective(message.op, message.rows), message.num_bytes)
         key = (message.op, message.rows.tobytes(), message.rows.shape, algorithm)
         if key not in known:
             known[key] = crossing_bytes(cluster, message.op, message.rows, algorithm)
@@ -175,7 +175,7 @@ def _between_nodes(
     repeated = step.columns["again"][first:end] > 0
     again = np.bincount(index[repeated], minlength=len(count))
     found: dict[tuple[str, tuple[str, ...], float], float] = defaultdict(float)
-    for talk in layers.work.talks:
+    for talk in layers.work.collectives:
         times = count[talk.node] + (again[talk.node] if talk.phase == FORWARD else 0)
         found[talk.op, talk.axes, talk.num_bytes] += float(times)
     for (op, axes, num_bytes), times in found.items():

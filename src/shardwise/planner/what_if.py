@@ -22,9 +22,9 @@ from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans.search_result import WhatIf
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.times import Group
-from shardwise.simulation.works import Works
+from shardwise.simulation.works import WorkloadModel
 
 GIB = 2**30
 MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # fractions of a device's memory
@@ -180,10 +180,10 @@ def _less_memory(estimate: Estimate) -> Iterator[WhatIf]:
 
 def _library_time(step: SimulatedStep) -> float:
     """The step with the library's collectives: none are solved for a changed cluster."""
-    clock = step.evaluator.clock
-    if clock.choose is None:
+    costs = step.evaluator.costs
+    if costs.choose is None:
         return step.estimate.step_time_s
-    evaluator = Evaluator(step.fold, clock.cluster, clock.table)
+    evaluator = Evaluator(step.fold, costs.cluster, costs.table)
     return evaluator.estimate(step.works, step.setting, {0}).step_time_s
 
 
@@ -191,7 +191,7 @@ def _other_speeds(
     step: SimulatedStep, time: float, links: Sequence[float], devices: Sequence[float]
 ) -> Iterator[WhatIf]:
     """The same plan with links and devices of other speeds; ratios are relative to `time`."""
-    cluster, table = step.evaluator.cluster, step.evaluator.clock.table
+    cluster, table = step.evaluator.cluster, step.evaluator.costs.table
     changes = [("bandwidth", LINK_SPEEDS[f], f, faster_links(cluster, f)) for f in links]
     if table is None:  # measured times are those of the devices they were measured on
         changes += [("compute", DEVICE_SPEEDS[f], f, faster_devices(cluster, f)) for f in devices]
@@ -235,7 +235,7 @@ def _scaled(
     if dp * count > rows:
         few = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
         return replace(row, note=f"{few}; {REPLAN}")
-    evaluator = Evaluator(step.fold, cluster, step.evaluator.clock.table)
+    evaluator = Evaluator(step.fold, cluster, step.evaluator.costs.table)
     estimate = evaluator.estimate(works, setting, {0, 1, len(setting.groups) - 1})
     peak = peak_of(estimate.memory)
     limit = peak.limit_bytes if memory_limit is None else min(peak.limit_bytes, memory_limit)
@@ -389,7 +389,7 @@ def _join_network(network: Network, original: Network, prefix: str) -> Network:
 
 def _scale_data_parallel(
     step: SimulatedStep, factor: Fraction
-) -> tuple[Setting, Mapping[Mesh, Works] | Works] | None:
+) -> tuple[ExecutionConfig, Mapping[Mesh, WorkloadModel] | WorkloadModel] | None:
     """The setting with `factor` times the data-parallel ranks in every group, and its works."""
     groups, works = [], {}
     offset = 0
@@ -403,7 +403,7 @@ def _scale_data_parallel(
         offset += mesh.size
         works[mesh] = step.works_of(number)
     setting = replace(step.setting, groups=tuple(groups))
-    return setting, step.works if isinstance(step.works, Works) else works
+    return setting, step.works if isinstance(step.works, WorkloadModel) else works
 
 
 def _scale_mesh(mesh: Mesh, factor: Fraction) -> Mesh | None:

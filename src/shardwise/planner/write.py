@@ -16,12 +16,12 @@ from shardwise.planner.strategies.fields import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
 from shardwise.plans.choices import known_choices
 from shardwise.schedules import DEFAULT_SCHEDULE
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.fold import FoldedGraph
 
 Choices = dict[str, dict[str, str]]
 
 
-def write_plan(graph: Graph, fold: Fold, candidate: Candidate, precision: Precision) -> Plan:
+def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision: Precision) -> Plan:
     """Return the plan of a candidate for the full graph."""
     config, setting = candidate.config, candidate.setting
     nodes, parameters = candidate.layouts.solution.as_choices()
@@ -75,7 +75,11 @@ def in_captured_names(plan: Plan, run: Graph, graph: Graph) -> Plan:
 
 
 def _parameters(
-    graph: Graph, fold: Fold, cuts: Choices, roles: Mapping[str, str], zero: Callable[[str], int]
+    graph: Graph,
+    fold: FoldedGraph,
+    cuts: Choices,
+    roles: Mapping[str, str],
+    zero: Callable[[str], int],
 ) -> dict[str, ParameterEntry]:
     """The entry of every parameter: that of the one which stands for it."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
@@ -96,7 +100,7 @@ def _parameters(
 
 
 def _nodes(
-    graph: Graph, fold: Fold, choices: Choices, roles: Mapping[str, str]
+    graph: Graph, fold: FoldedGraph, choices: Choices, roles: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
     """The choice of every node on axes that cut parameters, by place, with globs."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]

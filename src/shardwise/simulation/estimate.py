@@ -1,7 +1,6 @@
-"""The predicted step of a model under a setting: time, memory, and what they are made of.
+"""The predicted step of a model under an execution config: its time, its memory, and their parts.
 
-Enters: `Works` (layouts decided) and a `Setting`. Leaves: `Estimate`. An `Evaluator` remembers what
-several settings of one model share: the planner asks for thousands.
+An `Evaluator` remembers what the configs of one model share: the planner asks for thousands.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from shardwise.cost import OpTable, Signature
 from shardwise.formatting import GIB, seconds
 from shardwise.messages.choice import Chooser
 from shardwise.schedules import Schedule, default_schedule, make
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.fold import FoldedGraph
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.stages import Layers, StageCost, stage_cost, tied_bytes, with_offload
 from shardwise.simulation.step import Timeline, lay_out, step_times
-from shardwise.simulation.sums import Key, Share
-from shardwise.simulation.times import Clock, Group, NodeTimes
-from shardwise.simulation.works import Works
+from shardwise.simulation.sums import Key, ParamClass
+from shardwise.simulation.times import ClusterCosts, Group, NodeTimes
+from shardwise.simulation.works import WorkloadModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +90,12 @@ class Evaluator:
 
     def __init__(
         self,
-        fold: Fold,
+        fold: FoldedGraph,
         cluster: Cluster,
         table: OpTable | None = None,
         choose: Chooser | None = None,
     ) -> None:
-        self.fold, self.cluster, self.clock = fold, cluster, Clock(cluster, table, choose)
+        self.fold, self.cluster, self.costs = fold, cluster, ClusterCosts(cluster, table, choose)
         kinds: dict[Device, int] = {}
         of_nodes = [
             np.tile([kinds.setdefault(d, len(kinds)) for d in node.devices], node.copies)
@@ -108,15 +107,15 @@ class Evaluator:
         self.node = np.repeat(np.arange(len(counts)), counts)
         self._times: dict[object, NodeTimes] = {}
         self._layers: dict[object, Layers] = {}
-        self._shared: dict[object, dict[Key, Share]] = {}
+        self._shared: dict[object, dict[Key, ParamClass]] = {}
         self._schedules: dict[object, Schedule] = {}
         self._signatures: dict[int, tuple[Group, object]] = {}
         self._classed: dict[object, tuple[Group, list[_Class]]] = {}
 
     def estimate(
         self,
-        works: Mapping[Mesh, Works] | Works,
-        setting: Setting,
+        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        setting: ExecutionConfig,
         watched: Collection[int] | None = None,
     ) -> Estimate:
         """The predicted step; `works` by the mesh of a group where groups differ.
@@ -130,10 +129,10 @@ class Evaluator:
         ]
         slowest = [max(mine, key=lambda c: c[0].rows / c[0].device.speed)[0] for mine in found]
         devices = [kind.device for kind in slowest]
-        any_works = works if isinstance(works, Works) else next(iter(works.values()))
+        any_works = works if isinstance(works, WorkloadModel) else next(iter(works.values()))
         tied = tied_bytes([mine[0][1] for mine in found], setting)
         schedule = self._scheduled(setting)
-        times = step_times(stages, setting, schedule, devices, self.clock, tied)
+        times = step_times(stages, setting, schedule, devices, self.costs, tied)
         return Estimate(
             timeline=lay_out(times, schedule),
             memory=self.memory(works, setting, watched),
@@ -144,8 +143,8 @@ class Evaluator:
 
     def memory(
         self,
-        works: Mapping[Mesh, Works] | Works,
-        setting: Setting,
+        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        setting: ExecutionConfig,
         watched: Collection[int] | None = None,
     ) -> tuple[MemoryUse, ...]:
         """What the fullest rank needs, of every group in `watched`, by default of all."""
@@ -165,7 +164,7 @@ class Evaluator:
                 found.append(group_memory(number, stages, schedule, tightest))
         return tuple(found)
 
-    def _scheduled(self, setting: Setting) -> Schedule:
+    def _scheduled(self, setting: ExecutionConfig) -> Schedule:
         """The order of actions: as set, or the usual one."""
         groups, stages = len(setting.groups), len(setting.placement)
         name = default_schedule(stages, groups)
@@ -181,11 +180,14 @@ class Evaluator:
         return self._schedules[key]
 
     def _group(
-        self, works: Mapping[Mesh, Works] | Works, setting: Setting, number: int
+        self,
+        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        setting: ExecutionConfig,
+        number: int,
     ) -> list[_Ranks]:
         """What every class of ranks of a group does, per position: typical, and at most."""
         group = setting.groups[number]
-        mine = works if isinstance(works, Works) else works[group.mesh]
+        mine = works if isinstance(works, WorkloadModel) else works[group.mesh]
         found = []
         for kind in self._classes(group, mine, setting.num_microbatches):
             typical = self._layer(mine, kind.rows, kind.device, group, setting)
@@ -196,21 +198,29 @@ class Evaluator:
         return found
 
     def group_layers(
-        self, works: Mapping[Mesh, Works] | Works, setting: Setting, number: int
+        self,
+        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        setting: ExecutionConfig,
+        number: int,
     ) -> list[Layers]:
         """What every class of ranks of a group does at every position."""
         return [layers for _, layers, _ in self._group(works, setting, number)]
 
     def _layer(
-        self, works: Works, rows: float, device: Device, group: Group, setting: Setting
+        self,
+        works: WorkloadModel,
+        rows: float,
+        device: Device,
+        group: Group,
+        setting: ExecutionConfig,
     ) -> Layers:
         where = self._signature(group)
         key = (id(works), rows, device, where)
         if key in self._times and (key, setting.recompute) in self._layers:
             return self._layers[key, setting.recompute]
-        work = works.at(rows, exact=self.clock.table is not None)
+        work = works.at(rows, exact=self.costs.table is not None)
         if key not in self._times:
-            self._times[key] = self.clock.node_times(work, device, group)
+            self._times[key] = self.costs.node_times(work, device, group)
         if (key, setting.recompute) not in self._layers:
             self._layers[key, setting.recompute] = Layers(
                 self.fold, work, self._times[key], setting, self._shared
@@ -218,11 +228,11 @@ class Evaluator:
         return self._layers[key, setting.recompute]
 
     def calls(
-        self, works: Mapping[Mesh, Works] | Works, setting: Setting
+        self, works: Mapping[Mesh, WorkloadModel] | WorkloadModel, setting: ExecutionConfig
     ) -> Iterator[tuple[Device, Signature]]:
         """Every call of every class of ranks, with the device that runs it."""
         for number, group in enumerate(setting.groups):
-            mine = works if isinstance(works, Works) else works[group.mesh]
+            mine = works if isinstance(works, WorkloadModel) else works[group.mesh]
             bounds = [*setting.cuts, self.fold.size]
             stages = [s for s, g in enumerate(setting.placement) if g == number]
             here = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}
@@ -247,7 +257,7 @@ class Evaluator:
             known = self._signatures[id(group)] = (group, found)
         return known[1]
 
-    def _classes(self, group: Group, works: Works, num_microbatches: int) -> list[_Class]:
+    def _classes(self, group: Group, works: WorkloadModel, num_microbatches: int) -> list[_Class]:
         """The distinct devices and shares among a group's ranks."""
         key = (id(group), *works.batch, works.rows, num_microbatches)
         known = self._classed.get(key)
@@ -255,7 +265,9 @@ class Evaluator:
             known = self._classed[key] = (group, self._find_classes(group, works, num_microbatches))
         return known[1]
 
-    def _find_classes(self, group: Group, works: Works, num_microbatches: int) -> list[_Class]:
+    def _find_classes(
+        self, group: Group, works: WorkloadModel, num_microbatches: int
+    ) -> list[_Class]:
         shares = _shares(group.mesh, works.batch)
         total = float(shares.sum()) or 1.0
         rows = works.rows / num_microbatches
@@ -274,12 +286,12 @@ class Evaluator:
             classes.append(_Class(self.devices[kind], typical, max(typical, most)))
         return classes
 
-    def _cost(self, stage: int, classes: Sequence[_Ranks], setting: Setting) -> StageCost:
+    def _cost(self, stage: int, classes: Sequence[_Ranks], setting: ExecutionConfig) -> StageCost:
         """The cost of a stage on its slowest rank."""
         first, end = self._positions(stage, setting)
         group = setting.groups[setting.placement[stage]]
         costs = [
-            stage_cost(stage, first, end, layers, group, setting, self.clock)
+            stage_cost(stage, first, end, layers, group, setting, self.costs)
             for _, layers, _ in classes
         ]
         at = max(range(len(costs)), key=lambda i: costs[i].forward + costs[i].backward)
@@ -289,7 +301,7 @@ class Evaluator:
         return with_offload(costs[at], offloaded / classes[at][0].device.host_bytes_per_s)
 
     def _memories(
-        self, stage: int, classes: Sequence[_Ranks], setting: Setting
+        self, stage: int, classes: Sequence[_Ranks], setting: ExecutionConfig
     ) -> list[StageMemory]:
         """The memory of a stage on a rank of every class."""
         first, end = self._positions(stage, setting)
@@ -299,7 +311,7 @@ class Evaluator:
             for kind, _, most in classes
         ]
 
-    def _positions(self, stage: int, setting: Setting) -> tuple[int, int]:
+    def _positions(self, stage: int, setting: ExecutionConfig) -> tuple[int, int]:
         last = stage + 1 == len(setting.cuts)
         return setting.cuts[stage], self.fold.size if last else setting.cuts[stage + 1]
 

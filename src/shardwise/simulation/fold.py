@@ -1,7 +1,6 @@
-"""Repeated layers once: a model as the few distinct nodes that it repeats.
+"""A model with its repeated layers folded: the small graph of its distinct nodes.
 
-Enters: a `Graph`, or one of a few layers and how many there are. Leaves: `Fold`. What costs or
-decides something is worked out on the small graph; `order` says which of its nodes stands at
+Costs and decisions are worked out on the small graph; `order` says which of its nodes stands at
 every position of the model.
 """
 
@@ -23,7 +22,7 @@ GONE = -1  # the position of a node that nothing in the small graph stands for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fold:
+class FoldedGraph:
     """A model of `len(order)` nodes, of which `graph` has one or two of every kind of block."""
 
     graph: Graph
@@ -34,12 +33,12 @@ class Fold:
     @staticmethod
     def of(
         graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
-    ) -> Fold:
-        """Fold a whole graph; see `drop_blocks` for `keep` and `constraint_key`."""
+    ) -> FoldedGraph:
+        """FoldedGraph a whole graph; see `drop_blocks` for `keep` and `constraint_key`."""
         small, _, stands = fold_blocks(graph, keep, constraint_key)
         index = {node.name: i for i, node in enumerate(small.nodes)}
         keys = node_keys(graph)
-        return Fold(
+        return FoldedGraph(
             graph=small,
             order=tuple(index.get(stands.get(n.name, n.name), GONE) for n in graph.nodes),
             places=tuple(keys[n.name] for n in graph.nodes),
@@ -47,7 +46,7 @@ class Fold:
         )
 
     @staticmethod
-    def repeated(graph: Graph, layers: int) -> Fold:
+    def repeated(graph: Graph, layers: int) -> FoldedGraph:
         """A model of `layers` blocks, of which `graph` has the first two or more, all alike."""
         blocks = _blocks(graph)
         paths = list(dict.fromkeys(path for path in blocks if path))
@@ -68,7 +67,7 @@ class Fold:
             names += [path] * len(at[model])
             places += [keys[i].replace(model, path, 1) for i in at[model]]
         rest = range(last + 1, len(graph.nodes))
-        return Fold(
+        return FoldedGraph(
             graph=graph,
             order=(*order, *rest),
             places=(*places, *(keys[i] for i in rest)),

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.fold import FoldedGraph
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.work import Floats
 
@@ -82,7 +82,7 @@ class Kept:
         return float(self.layers.whole("entering" + self.mode)[self.first : end].sum())
 
 
-def _blocks(fold: Fold, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+def _blocks(fold: FoldedGraph, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     """For each position where its block begins and ends in this stage; -1 outside of blocks."""
     starts, ends = np.full(end - first, -1), np.full(end - first, -1)
     for name, a, b in fold.runs(first, end):

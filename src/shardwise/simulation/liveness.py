@@ -1,7 +1,7 @@
 """How long every value of a rank's program lives, and the gradients of backward.
 
 Enters: what each step of a program makes, keeps and gives back (`Moment`). Leaves: the arrays of
-memory of a `Work`, one entry per node.
+memory of a `Workload`, one entry per node.
 
 A value that autograd keeps is there from the node that makes it, and in backward until the first
 node that needs it is done: `saved` counts it at the one, `held` at the other; what comes from

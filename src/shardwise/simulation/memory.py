@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
 from shardwise.simulation.budget import Budget
-from shardwise.simulation.passes import PARTS, Need, StageMemory, stage_memory
+from shardwise.simulation.passes import PARTS, PassPeak, StageMemory, stage_memory
 
 __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
 
@@ -195,7 +195,7 @@ class _Held:
             "temporary": self.fixed + need.rest + passing,
         }
 
-    def _backward(self, action: Action, mine: StageMemory) -> Need:
+    def _backward(self, action: Action, mine: StageMemory) -> PassPeak:
         """The need of a backward, by whether gradients are there before, and summed after it."""
         final = self._is_last(action)
         begun = action.stage in self.begun

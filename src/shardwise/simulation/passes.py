@@ -1,13 +1,10 @@
-"""The memory of one stage in a forward or backward of one micro-batch.
-
-Enters: what every position keeps and needs (`Layers`), and how the step runs (`Setting`). Leaves:
-`StageMemory`: what a micro-batch keeps, and the most that each kind of pass needs beside it.
+"""The memory of one stage: what a micro-batch saves, and the peak of each kind of pass beside it.
 
 Gradients of parameters appear in the first backward of a stage, from its last position on. In its
-last one they are summed over ranks (`runtime.grad_sync`): with zero 2 and 3 each becomes the rank's
-piece, while up to `OUTSTANDING_BYTES` are under way. With zero 3 a block's parameters are whole
-while it runs, with those of the next one; those outside of blocks for the whole step
-(`runtime.fsdp`).
+last backward they are summed over ranks (`runtime.grad_sync`): with zero 2 and 3 each becomes the
+rank's shard, while up to `OUTSTANDING_BYTES` are being sent. With zero 3 a block's parameters are
+gathered while it runs, together with those of the next block; those outside of blocks are gathered
+for the whole step (`runtime.fsdp`).
 """
 
 from __future__ import annotations
@@ -21,9 +18,9 @@ import numpy as np
 from shardwise.dtypes import itemsize
 from shardwise.runtime.grad_sync import OUTSTANDING_BYTES
 from shardwise.simulation.kept import kept_in
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.stages import Layers
-from shardwise.simulation.sums import Share
+from shardwise.simulation.sums import ParamClass
 from shardwise.simulation.times import Group
 from shardwise.simulation.work import Floats
 
@@ -32,7 +29,7 @@ KINDS = ("first", "middle", "last", "only")  # backwards of a step; "only" is fi
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class PassPeak:
     """The bytes of a pass at their highest: gradients of parameters, what is kept, and the rest."""
 
     gradients: float = 0.0
@@ -45,7 +42,13 @@ class Need:
 
 
 def stage_memory(
-    first: int, end: int, layers: Layers, group: Group, setting: Setting, *, cuda: bool = True
+    first: int,
+    end: int,
+    layers: Layers,
+    group: Group,
+    setting: ExecutionConfig,
+    *,
+    cuda: bool = True,
 ) -> StageMemory:
     """The memory of the stage of positions `first:end` on a rank; made once for like settings."""
     zeros = (setting.zero, tuple(setting.zeros.items()))
@@ -61,7 +64,7 @@ def stage_memory(
 class _Summed:
     """Parameters of positions `first:end` whose gradients are summed in the same way."""
 
-    share: Share
+    share: ParamClass
     zero: int
     ranks: int
     first: int
@@ -104,7 +107,13 @@ class StageMemory:
     """
 
     def __init__(
-        self, first: int, end: int, layers: Layers, group: Group, setting: Setting, cuda: bool
+        self,
+        first: int,
+        end: int,
+        layers: Layers,
+        group: Group,
+        setting: ExecutionConfig,
+        cuda: bool,
     ) -> None:
         self.first, self.end, self.layers, self.setting = first, end, layers, setting
         self.group, self.cuda = group, cuda
@@ -120,13 +129,13 @@ class StageMemory:
         self.kept = self.activations.total
         work = layers.work
         self.batch = work.inputs_bytes * setting.num_microbatches if cuda else work.batch_bytes
-        self._needs: dict[tuple[str, str], Need] = {}
+        self._needs: dict[tuple[str, str], PassPeak] = {}
         self.offloaded = 0.0  # of a micro-batch, to host memory and back
         if "activations" in setting.offload and cuda:
             self.offloaded = 0.9 * self.kept
             self.kept -= self.offloaded
 
-    def need(self, action: str, kind: str = "") -> Need:
+    def need(self, action: str, kind: str = "") -> PassPeak:
         """The most that an action F, B, I or W needs; `kind` says which backward of a step."""
         if (action, kind) not in self._needs:
             made = {"F": self._forward, "I": self._inputs}
@@ -155,7 +164,7 @@ class StageMemory:
     @cached_property
     def talking(self) -> frozenset[tuple[str, ...]]:
         """The mesh axes along which a rank talks, where that is not with all ranks."""
-        along = {talk.axes for talk in self.layers.work.talks}
+        along = {talk.axes for talk in self.layers.work.collectives}
         along |= {axes for axes, _, _ in self.layers.parameters(self.setting)}
         sizes = dict(self.group.mesh.axes)
         found = {tuple(a for a in sizes if a in axes and sizes[a] > 1) for axes in along}
@@ -281,21 +290,21 @@ class StageMemory:
 
     # --- passes ------------------------------------------------------------------------------
 
-    def _forward(self) -> Need:
+    def _forward(self) -> PassPeak:
         saved, mine = self.cut("saved" + self.mode), self.activations
         kept = np.cumsum(saved) - saved
         rest = self.cut("unsaved" + self.mode) + self.cut("forward_extra") + self._gathered(1)
         entered = mine.entered + min(mine.received, mine.begun)
         return _most(np.zeros_like(kept), kept + entered, rest)
 
-    def _backward(self, kind: str) -> Need:
+    def _backward(self, kind: str) -> PassPeak:
         gradients, mine = self._parameter_gradients(kind), self.activations
         kept, again = mine.backward
         rest = self.cut("gradients") + self.cut("backward_extra") + mine.incoming
         needed = np.maximum(kept + rest, mine.entered + again)
         return _most(gradients, kept, needed - kept + self._gathered(-1))
 
-    def _inputs(self) -> Need:
+    def _inputs(self) -> PassPeak:
         waiting, mine = self.cut("waiting"), self.activations
         later = waiting[::-1].cumsum()[::-1] - waiting
         kept, again = mine.backward
@@ -304,20 +313,20 @@ class StageMemory:
         needed = np.maximum(kept + rest, mine.entered + again)
         return _most(np.zeros_like(later), kept + later, needed - kept)
 
-    def _weight(self, kind: str) -> Need:
+    def _weight(self, kind: str) -> PassPeak:
         gradients = self._parameter_gradients(kind)
         return _most(gradients, np.cumsum(self.cut("waiting")), np.zeros_like(gradients))
 
 
-def _most(gradients: Floats, kept: Floats, rest: Floats) -> Need:
+def _most(gradients: Floats, kept: Floats, rest: Floats) -> PassPeak:
     total = gradients + kept + rest
     if not len(total):
-        return Need()
+        return PassPeak()
     at = int(total.argmax())
-    return Need(float(gradients[at]), float(kept[at]), float(rest[at]))
+    return PassPeak(float(gradients[at]), float(kept[at]), float(rest[at]))
 
 
-def _mode(setting: Setting) -> str:
+def _mode(setting: ExecutionConfig) -> str:
     if setting.recompute == "none":
         return ""
     return "_selective" if setting.recompute == "selective" else "_full"

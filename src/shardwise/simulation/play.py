@@ -14,7 +14,7 @@ from shardwise.simulation.stages import UnitCost
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassTime:
     """Seconds of a forward or backward, of which `waiting` for parameters; what is left then."""
 
     seconds: float
@@ -23,7 +23,9 @@ class Pass:
     talking: float = 0.0  # communication in all, beside what nodes wait for
 
 
-def play_forward(units: Sequence[UnitCost], loss: float = 0.0, shared: bool = False) -> Pass:
+def simulate_forward(
+    units: Sequence[UnitCost], loss: float = 0.0, shared: bool = False
+) -> PassTime:
     """A forward; `loss` is what computing loses of the time in which a message travels.
 
     Where the same cores do both (`shared`), the message takes as much longer.
@@ -31,14 +33,14 @@ def play_forward(units: Sequence[UnitCost], loss: float = 0.0, shared: bool = Fa
     return _play([(u.forward, u.gather, 0.0) for u in units], loss, shared)
 
 
-def play_backward(
+def simulate_backward(
     units: Sequence[UnitCost],
     *,
     reduce: bool,
     weight: bool = True,
     loss: float = 0.0,
     shared: bool = False,
-) -> Pass:
+) -> PassTime:
     """A backward; with `reduce` the last one of a step, without `weight` that of inputs alone."""
     rows = [
         (u.backward - (0.0 if weight else u.weight), u.gather, u.reduce if reduce else 0.0)
@@ -47,18 +49,18 @@ def play_backward(
     return _play(rows, loss, shared)
 
 
-def play_weight(
+def simulate_weight(
     units: Sequence[UnitCost], *, reduce: bool, loss: float = 0.0, shared: bool = False
-) -> Pass:
+) -> PassTime:
     """What is left of a backward: the gradients of parameters."""
     rows = [(u.weight, 0.0, u.reduce if reduce else 0.0) for u in reversed(units)]
     return _play(rows, loss, shared)
 
 
-def _play(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool) -> Pass:
+def _play(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool) -> PassTime:
     """Each row: seconds of computing, of the gather before it, of the sum after it."""
     if not any(gather or reduce for _, gather, reduce in rows):
-        return Pass(sum(compute for compute, _, _ in rows), 0.0)
+        return PassTime(sum(compute for compute, _, _ in rows), 0.0)
     now = wire = waiting = 0.0  # when computing and the wire are free
     here = rows[0][1]  # when the parameters of the next unit have come
     wire = here
@@ -76,4 +78,4 @@ def _play(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool)
         if reduce:
             wire = max(wire, now) + reduce
     talking = sum(gather + reduce for _, gather, reduce in rows)
-    return Pass(now, waiting, max(0.0, wire - now), talking)
+    return PassTime(now, waiting, max(0.0, wire - now), talking)

@@ -1,6 +1,6 @@
 """How a step runs, beside the layouts of its nodes.
 
-Enters: a `Plan`, or a point of the planner's search. Leaves: `Setting`.
+Enters: a `Plan`, or a point of the planner's search. Leaves: `ExecutionConfig`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.simulation.times import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ExecutionConfig:
     """Groups of ranks, the stages that they run, and what is done to save memory.
 
     `cuts` are the positions at which stages begin, the first at 0; `placement` says which group

@@ -21,10 +21,10 @@ from shardwise.program.pipeline import plan_schedule
 from shardwise.program.stages import with_keys
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.times import Group
-from shardwise.simulation.works import Works
+from shardwise.simulation.works import WorkloadModel
 
 BATCH_AXIS = "dp"
 
@@ -70,18 +70,18 @@ def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple
     return {device: tuple(calls) for device, calls in found.items()}
 
 
-def works_of(graph: Graph, plan: Plan) -> tuple[Fold, dict[Mesh, Works]]:
+def works_of(graph: Graph, plan: Plan) -> tuple[FoldedGraph, dict[Mesh, WorkloadModel]]:
     """The folded graph, and the work of a rank of every mesh of the plan."""
     graph = as_run(graph, plan)
-    fold = Fold.of(graph, constraint_key=block_constraints(plan, graph))
+    fold = FoldedGraph.of(graph, constraint_key=block_constraints(plan, graph))
     small = fold_plan(fold, plan, plan.choices(graph))
     facts = analyze(fold.graph)
-    works: dict[Mesh, Works] = {}
+    works: dict[Mesh, WorkloadModel] = {}
     for stage in plan.all_stages:
         if stage.mesh not in works:
             divided = _on_mesh(small, stage.mesh, plan.num_microbatches)
             solved: Resolved = resolve(fold.graph, divided, facts)
-            works[stage.mesh] = Works(fold, facts, solved.assignments, dict(divided.roles))
+            works[stage.mesh] = WorkloadModel(fold, facts, solved.assignments, dict(divided.roles))
     return fold, works
 
 
@@ -101,7 +101,7 @@ def in_parts(graph: Graph) -> Graph:
 def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
     """The plan on a mesh that has an axis of the batch wherever rows are cut.
 
-    `Works` has one axis for the ranks and the micro-batches that divide them.
+    `WorkloadModel` has one axis for the ranks and the micro-batches that divide them.
     """
     found = plan.on_mesh(mesh)
     if num_microbatches == 1 or "batch" in found.roles.values():
@@ -112,7 +112,7 @@ def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
     )
 
 
-def fold_plan(fold: Fold, plan: Plan, choices: Mapping[str, Mapping[str, str]]) -> Plan:
+def fold_plan(fold: FoldedGraph, plan: Plan, choices: Mapping[str, Mapping[str, str]]) -> Plan:
     """The plan's decisions for the small graph; `choices` are those of the whole graph's nodes."""
     small = fold.graph
     names = [n for p in small.parameters for n in (p.name, *p.aliases)]
@@ -130,11 +130,11 @@ def fold_plan(fold: Fold, plan: Plan, choices: Mapping[str, Mapping[str, str]]) 
     )
 
 
-def setting_of(plan: Plan, fold: Fold) -> Setting:
+def setting_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
     """How a plan's step runs."""
     at = {place: index for index, place in enumerate(fold.places)}
     groups = [Group(mesh=_mesh(plan, ranks), ranks=ranks) for ranks in plan.groups]
-    return Setting(
+    return ExecutionConfig(
         groups=tuple(groups),
         cuts=tuple(at[stage.first] if stage.first else 0 for stage in plan.all_stages),
         placement=tuple(plan.groups.index(stage.ranks) for stage in plan.all_stages),

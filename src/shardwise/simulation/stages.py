@@ -1,7 +1,6 @@
-"""The cost of every stage: its units, each with the time of a pass and what it sends.
+"""The cost of every stage: its units, each with the time of a pass and the messages it sends.
 
-Enters: the times of nodes on a group's ranks and a `Setting`. Leaves: `StageCost`. A unit is a run
-of positions in one block: what is gathered, recomputed and synchronized together.
+A unit is a run of positions in one block: what is gathered, recomputed and synchronized together.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.setting import Setting
-from shardwise.simulation.sums import PURPOSES, Key, Sent, Share, before, sent, shares
-from shardwise.simulation.times import Clock, Group, NodeTimes
-from shardwise.simulation.work import Floats, Work
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.setting import ExecutionConfig
+from shardwise.simulation.sums import PURPOSES, Key, ParamClass, Traffic, before, sent, shares
+from shardwise.simulation.times import ClusterCosts, Group, NodeTimes
+from shardwise.simulation.work import Floats, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +95,10 @@ class Layers:
 
     def __init__(
         self,
-        fold: Fold,
-        work: Work,
+        fold: FoldedGraph,
+        work: Workload,
         times: NodeTimes,
-        setting: Setting,
+        setting: ExecutionConfig,
         shared: dict[object, Any] | None = None,
     ) -> None:
         self.fold, self.work, self.device = fold, work, times.device
@@ -118,21 +117,21 @@ class Layers:
         self._shared = {} if shared is None else shared  # of all that have these parameters
         self.passes: dict[object, Any] = {}  # what `passes` remembers
 
-    def parameters(self, setting: Setting) -> dict[Key, Share]:
+    def parameters(self, setting: ExecutionConfig) -> dict[Key, ParamClass]:
         """The trained parameters by how their gradients are summed and shared."""
         key = (id(self.work.parameters), setting.sums)
         if key not in self._shared:
             self._shared[key] = shares(self.fold, self.work, setting)
-        found: dict[Key, Share] = self._shared[key]
+        found: dict[Key, ParamClass] = self._shared[key]
         return found
 
-    def sent(self, first: int, end: int, setting: Setting) -> tuple[Sent, ...]:
+    def sent(self, first: int, end: int, setting: ExecutionConfig) -> tuple[Traffic, ...]:
         """The messages of parameters and gradients of the units among positions `first:end`."""
         key = (id(self.work.parameters), setting.sums, first, end)
         if key not in self._shared:
             runs = self.fold.runs(first, end)
             self._shared[key] = tuple(sent(self.parameters(setting), runs, setting))
-        found: tuple[Sent, ...] = self._shared[key]
+        found: tuple[Traffic, ...] = self._shared[key]
         return found
 
     def whole(self, name: str) -> Floats:
@@ -165,7 +164,7 @@ class Layers:
         return float(sums[end] - sums[first])
 
 
-def _again(fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> Floats:
+def _again(fold: FoldedGraph, work: Workload, times: NodeTimes, setting: ExecutionConfig) -> Floats:
     """What backward computes again, at every position."""
     if setting.recompute == "none":
         return np.zeros(fold.size)
@@ -179,7 +178,7 @@ def _again(fold: Fold, work: Work, times: NodeTimes, setting: Setting) -> Floats
     return fold.spread(times.forward + times.forward_talk) * inside
 
 
-def _repeated(fold: Fold, work: Work) -> NDArray[np.bool_]:
+def _repeated(fold: FoldedGraph, work: Workload) -> NDArray[np.bool_]:
     """The positions of each block up to the last whose result the block's own backward needs.
 
     The second forward ends there (torch's checkpoint stops early): the last product of a block,
@@ -201,11 +200,17 @@ def _under(module: str, glob: str) -> bool:
 
 
 def stage_cost(
-    index: int, first: int, end: int, layers: Layers, group: Group, setting: Setting, clock: Clock
+    index: int,
+    first: int,
+    end: int,
+    layers: Layers,
+    group: Group,
+    setting: ExecutionConfig,
+    costs: ClusterCosts,
 ) -> StageCost:
     """The cost of the stage of positions `first:end`."""
     runs = layers.fold.runs(first, end)
-    seconds = _messages(layers, first, end, group, setting, clock)
+    seconds = _messages(layers, first, end, group, setting, costs)
     units = [
         UnitCost(
             name=name,
@@ -237,11 +242,11 @@ def stage_cost(
         tensors=round(tensors),
         update_gather=sum(seconds["update"]),
         root_gather=sum(seconds["root"]),
-        update_s=clock.update(layers.device, numel, squares / numel if numel else 0.0, tensors),
+        update_s=costs.update(layers.device, numel, squares / numel if numel else 0.0, tensors),
     )
 
 
-def tied_bytes(layers: Sequence[Layers], setting: Setting) -> dict[tuple[int, int], float]:
+def tied_bytes(layers: Sequence[Layers], setting: ExecutionConfig) -> dict[tuple[int, int], float]:
     """What a rank holds of parameters that groups share: by their home, the group whose stage uses
     them first, and the other group. `layers` are those of every group.
     """
@@ -277,7 +282,12 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
 
 
 def _messages(
-    layers: Layers, first: int, end: int, group: Group, setting: Setting, clock: Clock
+    layers: Layers,
+    first: int,
+    end: int,
+    group: Group,
+    setting: ExecutionConfig,
+    costs: ClusterCosts,
 ) -> dict[str, list[float]]:
     """Seconds of every unit's messages, by their purpose."""
     runs = layers.fold.runs(first, end)
@@ -286,6 +296,6 @@ def _messages(
         rows = group.along(kind.axes)
         if rows.shape[-1] < 2:
             continue
-        spent = kind.seconds(clock.collective(kind.op, rows).seconds)
+        spent = kind.seconds(costs.collective(kind.op, rows).seconds)
         found[kind.purpose] = [a + b for a, b in zip(found[kind.purpose], spent, strict=True)]
     return found

@@ -33,10 +33,10 @@ from shardwise.plans.search_result import (
 from shardwise.schedules import Schedule
 from shardwise.schedules.levels import KINDS as ORDER
 from shardwise.schedules.levels import levels_of
-from shardwise.simulation.play import Pass, play_backward, play_forward, play_weight
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.play import PassTime, simulate_backward, simulate_forward, simulate_weight
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.stages import StageCost, UnitCost
-from shardwise.simulation.times import Clock, Span
+from shardwise.simulation.times import ClusterCosts, Span
 from shardwise.simulation.trace import trace_events
 from shardwise.simulation.work import Floats
 
@@ -106,10 +106,10 @@ class Timeline:
 
 def step_times(
     stages: Sequence[StageCost],
-    setting: Setting,
+    setting: ExecutionConfig,
     schedule: Schedule,
     devices: Sequence[Device],
-    clock: Clock,
+    costs: ClusterCosts,
     tied: Mapping[tuple[int, int], float],
 ) -> StepTimes:
     """Return the durations of a step; `devices` are those of the slowest rank of each group.
@@ -117,11 +117,11 @@ def step_times(
     `tied` are the bytes of parameters that two groups share: gradients are sent to the owner, new
     values back, once a step.
     """
-    sends = _sends(stages, setting, clock)
+    sends = _sends(stages, setting, costs)
     transfers = []
     for (owner, replica), num_bytes in tied.items():
         rows = pairs(setting.groups[owner].array, setting.groups[replica].array)
-        seconds = clock.collective("send", rows).seconds(num_bytes)
+        seconds = costs.collective("send", rows).seconds(num_bytes)
         transfers.append(TiedTransfer(owner=owner, replica=replica, send_s=seconds))
     return StepTimes(
         passes=tuple(_passes(stages, schedule, devices)),
@@ -146,14 +146,14 @@ def step_times(
 
 
 def _sends(
-    stages: Sequence[StageCost], setting: Setting, clock: Clock
+    stages: Sequence[StageCost], setting: ExecutionConfig, costs: ClusterCosts
 ) -> list[tuple[float, float]]:
     """Seconds of the message from each stage to the next, in all and on the link alone."""
     found = [(0.0, 0.0)] * len(stages)
     for stage, following in pairwise(stages):
         here, there = setting.groups[stage.group], setting.groups[following.group]
         if here is not there and stage.send_bytes:
-            model = clock.collective("send", pairs(here.array, there.array))
+            model = costs.collective("send", pairs(here.array, there.array))
             seconds = model.seconds(stage.send_bytes)
             found[stage.index] = seconds, seconds - model.seconds(0.0)
     return found
@@ -164,7 +164,7 @@ def _passes(
 ) -> Iterator[PassTimes]:
     """Yield the times of every kind of action of every stage; equal stages are simulated once."""
     levels, count = levels_of(schedule), len(stages)
-    same: dict[object, Pass] = {}
+    same: dict[object, PassTime] = {}
     for key in np.unique((levels.kind * count + levels.stage) * 2 + levels.last).tolist():
         kind, number, last = ORDER[key // 2 // count], key // 2 % count, bool(key % 2)
         stage = stages[number]
@@ -173,11 +173,11 @@ def _passes(
         if figures not in same:
             lost = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
             if kind == "F":
-                same[figures] = play_forward(units, **lost)
+                same[figures] = simulate_forward(units, **lost)
             elif kind == "W":
-                same[figures] = play_weight(units, reduce=last, **lost)
+                same[figures] = simulate_weight(units, reduce=last, **lost)
             else:
-                same[figures] = play_backward(units, reduce=last, weight=kind == "B", **lost)
+                same[figures] = simulate_backward(units, reduce=last, weight=kind == "B", **lost)
         spent = same[figures]
         yield PassTimes(
             kind=kind,
@@ -191,7 +191,9 @@ def _passes(
         )
 
 
-def _group_times(stages: Sequence[StageCost], setting: Setting, device: Device) -> GroupTimes:
+def _group_times(
+    stages: Sequence[StageCost], setting: ExecutionConfig, device: Device
+) -> GroupTimes:
     gather = sum(stage.update_gather for stage in stages)
     if setting.prefetch:  # hidden behind the next forward, as far as that lasts
         gather = max(0.0, gather - sum(stage.forward for stage in stages))
@@ -339,7 +341,7 @@ def _figures(unit: UnitCost) -> tuple[float, ...]:
     return (unit.forward, unit.backward, unit.weight, unit.gather, unit.reduce)
 
 
-def update_seconds(stage: StageCost, setting: Setting, device: Device) -> float:
+def update_seconds(stage: StageCost, setting: ExecutionConfig, device: Device) -> float:
     """Return the time of the optimizer's step.
 
     Where its state is in host memory, it travels to the device and back.

@@ -1,13 +1,13 @@
-"""What parameters and gradients travel in: how many messages, how large, in which unit.
+"""The messages that carry parameters and gradients: how many, how large, and in which unit.
 
-Enters: the parameters that a rank holds and a `Setting`. Leaves: `Share`, the parameters that are
-summed in the same way, and `Sent`, their messages in every unit of a stage, as the runtime's are:
+A `ParamClass` has the parameters that are synchronized alike, and `Traffic` their messages in every
+unit of a stage. As in the runtime:
 
-- a large tensor is a message of its own; others wait for their like until they are many, from the
-  last position on (`runtime.parameters.buckets`);
-- gradients of zero 0 and 1 are summed so. Flat groups (`runtime.store`) are made so, too, with zero
-  3 of the parameters of one unit: with zero 2 and 3 gradients are scattered, with zero 1 to 3
-  parameters gathered by them.
+- a large tensor is a message of its own; small ones share buckets, filled from the last position on
+  (`runtime.parameters.buckets`);
+- gradients of zero 0 and 1 are summed in buckets. Flat groups (`runtime.store`) are formed like
+  buckets, with zero 3 from the parameters of one unit: zero 2 and 3 scatter gradients, and zero 1
+  to 3 gather parameters by group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.runtime.parameters import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.setting import Setting
-from shardwise.simulation.work import Floats, Work
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.setting import ExecutionConfig
+from shardwise.simulation.work import Floats, Workload
 
 Key = tuple[tuple[str, ...], int, int]  # mesh axes of the gradient's sum, zero level, item bytes
 Run = tuple[str, int, int]  # a unit: its name, and the positions that it has
@@ -32,7 +32,7 @@ PURPOSES = ("reduce", "gather", "root", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ParamClass:
     """Trained parameters of one kind, as sums before each position."""
 
     numel: Floats
@@ -50,7 +50,7 @@ class Share:
     )  # fmt: skip
 
 
-def shares(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
+def shares(fold: FoldedGraph, work: Workload, setting: ExecutionConfig) -> dict[Key, ParamClass]:
     """The trained parameters by how their gradients are summed and shared."""
     count = len(fold.graph.nodes)
     found: dict[Key, dict[str, Floats]] = {}
@@ -58,7 +58,7 @@ def shares(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
         if not held.requires_grad:
             continue
         key = (held.sync, setting.level(held.name) if held.sync else 0, held.itemsize)
-        own = found.setdefault(key, {name: np.zeros(count) for name in Share.ARRAYS})
+        own = found.setdefault(key, {name: np.zeros(count) for name in ParamClass.ARRAYS})
         last = max((held.node, *held.others))
         seen = last if fold.copies[last] == fold.copies[held.node] else held.node
         own["numel"][held.node] += held.numel
@@ -73,7 +73,7 @@ def shares(fold: Fold, work: Work, setting: Setting) -> dict[Key, Share]:
         ):
             own[counted if large else others][held.node] += 1 if large else held.numel
     return {
-        key: Share(itemsize=key[2], **{n: before(fold.spread(a)) for n, a in own.items()})
+        key: ParamClass(itemsize=key[2], **{n: before(fold.spread(a)) for n, a in own.items()})
         for key, own in found.items()
     }
 
@@ -84,7 +84,7 @@ def before(values: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Traffic:
     """One kind of message: what of it each unit of a stage sends."""
 
     purpose: str  # of PURPOSES
@@ -103,10 +103,12 @@ class Sent:
         return [known[pair] for pair in pairs]
 
 
-def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> Iterator[Sent]:
+def sent(
+    found: Mapping[Key, ParamClass], runs: Sequence[Run], setting: ExecutionConfig
+) -> Iterator[Traffic]:
     """The messages of a stage with these units."""
     inside = np.array([bool(name) or setting.whole_units for name, _, _ in runs])
-    summed: dict[tuple[tuple[str, ...], int], list[Share]] = {}
+    summed: dict[tuple[tuple[str, ...], int], list[ParamClass]] = {}
     for (axes, zero, itemsize), share in found.items():
         size = setting.wire_size(itemsize)
         if zero < 2:
@@ -116,23 +118,23 @@ def sent(found: Mapping[Key, Share], runs: Sequence[Run], setting: Setting) -> I
         numel, count = _groups(share, runs, setting, by_unit=zero == 3)
         gathered = numel * itemsize
         if zero == 3:
-            yield Sent("gather", "all_gather", axes, gathered * inside, count * inside)
-            yield Sent("root", "all_gather", axes, gathered * ~inside, count * ~inside)
+            yield Traffic("gather", "all_gather", axes, gathered * inside, count * inside)
+            yield Traffic("root", "all_gather", axes, gathered * ~inside, count * ~inside)
         else:
-            yield Sent("update", "all_gather", axes, gathered, count)
+            yield Traffic("update", "all_gather", axes, gathered, count)
         if zero >= 2:
-            yield Sent("reduce", "reduce_scatter", axes, numel * size, count)
+            yield Traffic("reduce", "reduce_scatter", axes, numel * size, count)
     for (axes, size), together in summed.items():
         numel, alone, small = (
             np.sum([_inside(getattr(share, name), runs) for share in together], axis=0)
             for name in ("numel", "alone", "bucketed")
         )
         numel, count = _bucketed(numel, alone, small, runs, size, [range(len(runs))])
-        yield Sent("reduce", "all_reduce", axes, numel * size, count)
+        yield Traffic("reduce", "all_reduce", axes, numel * size, count)
 
 
 def _groups(
-    share: Share, runs: Sequence[Run], setting: Setting, *, by_unit: bool
+    share: ParamClass, runs: Sequence[Run], setting: ExecutionConfig, *, by_unit: bool
 ) -> tuple[Floats, Floats]:
     """Elements and messages of every run in flat groups.
 

@@ -1,8 +1,4 @@
-"""How long the work of every node takes on a rank of the cluster.
-
-Enters: `Work`, a device, and the groups of ranks along mesh axes. Leaves: `NodeTimes`, in seconds,
-for one micro-batch.
-"""
+"""The time that the workload of every node takes on a rank of a cluster, for one micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.messages.choice import Chooser
-from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Work
+from shardwise.simulation.work import BACKWARD, FORWARD, WEIGHT, Floats, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +63,7 @@ class Group:
         return grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
 
 
-class Clock:
+class ClusterCosts:
     """Times on one cluster; collectives are worked out once for every set of groups.
 
     `choose` says which of them go another way than the library's.
@@ -88,7 +84,9 @@ class Clock:
             self._collectives[key] = model.with_choice(choice)
         return self._collectives[key]
 
-    def talk(self, op: str, group: Group, axes: Sequence[str], num_bytes: float) -> float:
+    def collective_seconds(
+        self, op: str, group: Group, axes: Sequence[str], num_bytes: float
+    ) -> float:
         """Seconds of a collective along mesh axes of a group."""
         rows = group.along(axes)
         if rows.shape[-1] < 2 or num_bytes <= 0:
@@ -110,7 +108,7 @@ class Clock:
             return None
         return adamw.operator_seconds(numel, device, piece=piece, tensors=tensors)
 
-    def node_times(self, work: Work, device: Device, group: Group) -> NodeTimes:
+    def node_times(self, work: Workload, device: Device, group: Group) -> NodeTimes:
         """The times of a rank with this device, in this group."""
         count = len(work.saved)
         found = {name: np.zeros(count) for name in NodeTimes.NAMES}
@@ -119,13 +117,13 @@ class Clock:
         else:
             self._look_up(work, device, self.table, found)
         names: Mapping[int, str] = {FORWARD: "forward_talk", BACKWARD: "backward_talk"}
-        for talk in work.talks:
-            found[names[talk.phase]][talk.node] += self.talk(
+        for talk in work.collectives:
+            found[names[talk.phase]][talk.node] += self.collective_seconds(
                 talk.op, group, talk.axes, talk.num_bytes
             )
         return NodeTimes(**found, device=device)
 
-    def _compute(self, work: Work, device: Device, found: Mapping[str, Floats]) -> None:
+    def _compute(self, work: Workload, device: Device, found: Mapping[str, Floats]) -> None:
         for launch in work.launches:
             seconds = kernel_seconds(launch.kernel, device)
             if launch.phase == FORWARD:
@@ -136,7 +134,7 @@ class Clock:
                 found["weight"][launch.node] += seconds if launch.phase == WEIGHT else 0.0
 
     def _look_up(
-        self, work: Work, device: Device, table: OpTable, found: Mapping[str, Floats]
+        self, work: Workload, device: Device, table: OpTable, found: Mapping[str, Floats]
     ) -> None:
         for node, call, product in work.calls:
             seconds = call_seconds(call, device, table)

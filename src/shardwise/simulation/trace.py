@@ -32,7 +32,7 @@ def trace_events(timeline: Timeline, memory: Sequence[MemoryUse] = ()) -> list[E
             for lanes in ({"compute": COMPUTE, "communication": AFTER},)
             for s in timeline.spans
         ),
-        *_talks(timeline),
+        *_collectives(timeline),
         *(event for use in memory for event in _memory(timeline, use)),
     ]
 
@@ -59,7 +59,7 @@ def _span(
     }
 
 
-def _talks(timeline: Timeline) -> Iterator[Event]:
+def _collectives(timeline: Timeline) -> Iterator[Event]:
     """What every action waits for, in one piece where it begins, and the message it sends."""
     at = 0
     for group, actions in enumerate(timeline.schedule.actions):

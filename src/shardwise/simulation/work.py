@@ -1,6 +1,6 @@
 """What one rank does for one micro-batch, node by node, before anything is timed.
 
-Enters: the lowered program of one rank. Leaves: `Work`: kernels, collectives and bytes of every
+Enters: the lowered program of one rank. Leaves: `Workload`: kernels, collectives and bytes of every
 node of the graph. Times follow from a cluster (`times`), memory from liveness (`memory`).
 
 Nearly everything is linear in the rows of a micro-batch: `between` gives the work of any number of
@@ -38,7 +38,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class NodeCollective:
     """A collective over mesh axes that a node waits for."""
 
     node: int
@@ -49,7 +49,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalParameter:
     """A parameter as a rank holds it; `node` is the first that uses it, `others` the rest."""
 
     name: str
@@ -62,14 +62,14 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """Arrays have one entry per node of the small graph, in bytes."""
 
     rows: float
     launches: tuple[Launch, ...]
     calls: tuple[tuple[int, Signature, bool], ...]  # node, call, whether a product: to look up
-    talks: tuple[Talk, ...]
-    parameters: tuple[Held, ...]
+    collectives: tuple[NodeCollective, ...]
+    parameters: tuple[LocalParameter, ...]
     saved: Floats  # made here and kept for backward
     saved_full: Floats  # the same where blocks are recomputed
     saved_selective: Floats  # the same where blocks keep their products only
@@ -110,7 +110,7 @@ class Work:
         """That all kernels read and write."""
         return sum(launch.kernel.bytes for launch in self.launches)
 
-    def between(self, other: Work, rows: float) -> Work:
+    def between(self, other: Workload, rows: float) -> Workload:
         """The work of another number of rows, on the line through this one and `other`."""
         share = (rows - self.rows) / (other.rows - self.rows)
 
@@ -126,24 +126,24 @@ class Work:
                 replace(a, kernel=_between(a.kernel, b.kernel, line))
                 for a, b in zip(self.launches, other.launches, strict=True)
             ),
-            talks=tuple(
+            collectives=tuple(
                 replace(a, num_bytes=line(a.num_bytes, b.num_bytes))
-                for a, b in zip(self.talks, other.talks, strict=True)
+                for a, b in zip(self.collectives, other.collectives, strict=True)
             ),
             **arrays,
         )
 
-    def _array(self, other: Work, name: str, share: float) -> Floats:
+    def _array(self, other: Workload, name: str, share: float) -> Floats:
         mine, theirs = getattr(self, name), getattr(other, name)
         found: Floats = np.maximum(mine + (theirs - mine) * share, 0.0)
         return found
 
-    def alike(self, other: Work) -> bool:
+    def alike(self, other: Workload) -> bool:
         """Whether both have the same kernels and collectives, in other sizes."""
         return [(x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in self.launches] == [
             (x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in other.launches
-        ] and [(t.node, t.op, t.axes) for t in self.talks] == [
-            (t.node, t.op, t.axes) for t in other.talks
+        ] and [(t.node, t.op, t.axes) for t in self.collectives] == [
+            (t.node, t.op, t.axes) for t in other.collectives
         ]
 
 
@@ -152,7 +152,7 @@ def _between(a: Kernel, b: Kernel, line: object) -> Kernel:
     return replace(a, flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes), shape=shape)  # type: ignore[operator]
 
 
-def work_of(program: RankProgram, graph: Graph, blocks: Sequence[str], rows: float) -> Work:
+def work_of(program: RankProgram, graph: Graph, blocks: Sequence[str], rows: float) -> Workload:
     """The work of a rank's program, for a micro-batch of `rows`."""
     return _Reader(program, graph, blocks).read(rows)
 
@@ -171,10 +171,10 @@ class _Reader:
         self.strides: dict[str, tuple[int, ...]] = {}
         self.calls: list[tuple[int, Signature, bool]] = []
         self.launches: list[Launch] = []
-        self.talks: list[Talk] = []
+        self.collectives: list[NodeCollective] = []
         self.notes: dict[str, None] = {}
 
-    def read(self, rows: float) -> Work:
+    def read(self, rows: float) -> Workload:
         at = 0
         for step in self.program.steps:
             at = self.index.get(step.node, at)
@@ -182,11 +182,11 @@ class _Reader:
                 self._move(step, at)
             else:
                 self._call(step, at)
-        return Work(
+        return Workload(
             rows=rows,
             launches=tuple(self.launches),
             calls=tuple(self.calls),
-            talks=tuple(self.talks),
+            collectives=tuple(self.collectives),
             parameters=tuple(self._parameters()),
             inputs_bytes=float(sum(self._bytes(i.value) for i in self.graph.inputs)),
             batch_bytes=float(sum(self._whole_bytes(i.value) for i in self.graph.inputs)),
@@ -216,7 +216,7 @@ class _Reader:
         whole = move.num_bytes(float(self._bytes(source)), float(self._bytes(target)))
         for phase, op in ((FORWARD, move.forward.collective), (BACKWARD, move.backward.collective)):
             if op and (phase == FORWARD or self._has_grad(source)):
-                self.talks.append(Talk(at, phase, op, step.axes, whole))
+                self.collectives.append(NodeCollective(at, phase, op, step.axes, whole))
         gave, back = move.forward.copies, move.backward.copies
         if step.fn in ("rt.shard", "rt.take") and self._is_outermost(step):
             gave = 0  # a part of the whole's memory
@@ -251,8 +251,10 @@ class _Reader:
         roots = [self._use(n, at) for n in step.inputs]
         self._launch(call, cost, at)
         self._define(step, cost, roots, at)
-        for phase, found in ((FORWARD, cost.talks), (BACKWARD, cost.talks_backward)):
-            self.talks += [Talk(at, phase, t.op, t.axes, float(t.num_bytes)) for t in found]
+        for phase, found in ((FORWARD, cost.collectives), (BACKWARD, cost.backward_collectives)):
+            self.collectives += [
+                NodeCollective(at, phase, t.op, t.axes, float(t.num_bytes)) for t in found
+            ]
         self.moments.append(self._moment(step, cost, roots, at))
 
     def _moment(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> Moment:
@@ -355,12 +357,12 @@ class _Reader:
                     last[root] = index
         return last
 
-    def _parameters(self) -> Iterator[Held]:
+    def _parameters(self) -> Iterator[LocalParameter]:
         for storage in self.program.parameters:
             users = sorted(set(self.used.get(storage.value, ())))
             if users:
                 numel = int(np.prod(storage.local_shape, dtype=np.int64))
-                yield Held(
+                yield LocalParameter(
                     name=storage.name,
                     node=users[0],
                     others=tuple(users[1:]),

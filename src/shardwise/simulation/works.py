@@ -1,10 +1,7 @@
-"""The work of a model under one choice of layouts, for micro-batches of any size.
+"""The workload of a model with given layouts, for micro-batches of any number of rows.
 
-Enters: a `Fold` and an assignment of its nodes on every mesh axis. Leaves: `Works`, which gives the
-`Work` of one rank for any number of rows.
-
-Data parallelism and micro-batches cut the batch in the same way, so one mesh axis stands for both:
-as many parts as a micro-batch's rows need.
+The lowered program of a few numbers of rows is read; others are interpolated where the workload is
+linear in the rows.
 """
 
 from __future__ import annotations
@@ -18,26 +15,30 @@ from shardwise.plans import Plan, Resolved, model_fingerprint
 from shardwise.program.lower import lower_place
 from shardwise.sharding.factors import Facts
 from shardwise.shares import Shares, part
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.work import Work, work_of
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.work import Workload, work_of
 
 TOLERANCE = 0.02  # of flops and bytes, up to which work counts as linear in rows
 
 
-class Works:
-    """Work by rows; `assignments` hold for every number of ranks along batch axes."""
+class WorkloadModel:
+    """Workload by rows; `assignments` hold for every number of ranks along batch axes."""
 
     def __init__(
-        self, fold: Fold, facts: Facts, assignments: tuple[Assignment, ...], roles: dict[str, str]
+        self,
+        fold: FoldedGraph,
+        facts: Facts,
+        assignments: tuple[Assignment, ...],
+        roles: dict[str, str],
     ) -> None:
         self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
         self.rows = batch_rows(fold.graph)
-        self._exact: dict[int, Work] = {}  # by parts, even or `Shares`
-        self._between: dict[float, Work] = {}
-        self._line: tuple[Work, Work] | None = None
+        self._exact: dict[int, Workload] = {}  # by parts, even or `Shares`
+        self._between: dict[float, Workload] = {}
+        self._line: tuple[Workload, Workload] | None = None
 
-    def at(self, rows: float, *, exact: bool = False) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Workload:
         """The work of a rank whose micro-batch has `rows` of the batch.
 
         `exact` lowers a program for them, so that every call has its shapes.
@@ -55,7 +56,7 @@ class Works:
             self._between[rows] = low.between(high, rows)
         return self._between[rows]
 
-    def _find_line(self) -> tuple[Work, Work]:
+    def _find_line(self) -> tuple[Workload, Workload]:
         """Two programs of few rows, if a third one is on the line through them."""
         if self.rows < 4:
             one, more = self._lowered(self.rows), self._lowered(1)
@@ -72,7 +73,7 @@ class Works:
         parts = -(-self.rows // rows)
         return parts if -(-self.rows // parts) == rows else Shares.of([rows, self.rows - rows])
 
-    def _lowered(self, parts: int) -> Work:
+    def _lowered(self, parts: int) -> Workload:
         if parts not in self._exact:
             rows = part(self.rows, parts, 0)[1] if self.batch else self.rows
             program = lower_place(self._resolved(parts), 0)
@@ -100,7 +101,7 @@ class Works:
         return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(found))
 
 
-def _on_line(one: Work, two: Work, other: Work) -> bool:
+def _on_line(one: Workload, two: Workload, other: Workload) -> bool:
     """Whether a third program's flops and bytes are on the line through two."""
     line = one.between(two, other.rows)
     return all(
@@ -115,7 +116,7 @@ def batch_rows(graph: Graph) -> int:
     return max(set(sizes), key=lambda s: (sizes.count(s), s), default=1)
 
 
-def _small_blocks(fold: Fold) -> list[str]:
+def _small_blocks(fold: FoldedGraph) -> list[str]:
     """The block of every node of the small graph."""
     blocks = [""] * len(fold.graph.nodes)
     for at, node in enumerate(fold.order):

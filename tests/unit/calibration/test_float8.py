@@ -10,7 +10,7 @@ from shardwise.calibration.float8 import FLOAT8
 from shardwise.calibration.layouts import prepare
 from shardwise.calibration.machines import cluster_of
 from shardwise.calibration.values import Unusable
-from shardwise.simulation.work import Work
+from shardwise.simulation.work import Workload
 from tests.unit.calibration.test_models import ROW
 
 LLAMA = replace(
@@ -26,7 +26,7 @@ LLAMA = replace(
 )
 
 
-def work(dtype: str, tp: int = 1) -> Work:
+def work(dtype: str, tp: int = 1) -> Workload:
     row = replace(LLAMA, dtype=dtype, tp=tp, dp=8 // tp)
     return prepare(row, num_microbatches=2).works.at(1.0)
 
@@ -45,7 +45,7 @@ def test_operands_are_converted_once() -> None:
 
 def test_operands_travel_in_float8() -> None:
     wide, narrow = work("bfloat16", tp=2), work("float8", tp=2)
-    for a, b in zip(wide.talks, narrow.talks, strict=True):
+    for a, b in zip(wide.collectives, narrow.collectives, strict=True):
         assert b.num_bytes == a.num_bytes / (2 if a.op == "all_gather" else 1)
 
 

@@ -158,12 +158,12 @@ def test_what_a_loss_with_cut_classes_says() -> None:
     options = {"reduction": "mean", "class_axis": TP, "classes": 16}
     given = types((X, LABELS), FLOAT)
     found = call_cost("rt.cross_entropy", (A, B), tuple(options.items()), given, frozenset({0}))
-    assert [(t.op, t.num_bytes, t.axes) for t in found.talks] == [
+    assert [(t.op, t.num_bytes, t.axes) for t in found.collectives] == [
         ("all_reduce", ROWS * 4, ("tp",)),
         ("all_reduce", ROWS * 4, ("tp",)),
         ("all_reduce", 4, ("tp",)),
     ]
-    assert [(t.op, t.num_bytes) for t in found.talks_backward] == [("all_reduce", ROWS * 4)]
+    assert [(t.op, t.num_bytes) for t in found.backward_collectives] == [("all_reduce", ROWS * 4)]
 
 
 def test_the_weight_half_says_nothing_again() -> None:
@@ -172,8 +172,8 @@ def test_the_weight_half_says_nothing_again() -> None:
     args = (A, TP, 1, B, C)
     every = frozenset(range(3))
     found = call_cost("rt.layer_norm", args, tuple(options.items()), given, every, every - {0})
-    assert len(found.talks) == 2
-    assert len(found.talks_backward) == 1
+    assert len(found.collectives) == 2
+    assert len(found.backward_collectives) == 1
     assert 0 < len(found.weight) < len(found.backward)
 
 

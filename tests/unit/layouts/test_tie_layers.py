@@ -22,7 +22,7 @@ from shardwise.planner.write import write_plan
 from shardwise.plans import Precision
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.sharding.factors import analyze
-from shardwise.simulation.fold import Fold
+from shardwise.simulation.fold import FoldedGraph
 from tests.support.tiers import thinned
 from tests.unit.layouts.exhaustive import lowered_cost, resolutions
 from tests.unit.layouts.prices import RandomPrices
@@ -182,7 +182,7 @@ def test_agreeing_nodes_are_as_cheap_as_the_best_programs_in_which_they_agree(
 
 def test_every_transition_counts() -> None:
     graph = sw.capture(Chain(6, False), {"x": torch.ones(4, 8)})
-    fold = Fold.of(graph)
+    fold = FoldedGraph.of(graph)
     found = tie_layers(fold, graph)
     linears = [n for n in fold.graph.nodes if n.module.startswith("layers.")]
     assert found.alike == {linears[1].name: linears[0].name}
@@ -193,12 +193,12 @@ def test_every_transition_counts() -> None:
 
 def test_blocks_of_which_none_is_left_out_are_free() -> None:
     graph = sw.capture(Chain(2, False), {"x": torch.ones(4, 8)})
-    assert tie_layers(Fold.of(graph), graph).alike == {}
+    assert tie_layers(FoldedGraph.of(graph), graph).alike == {}
 
 
 def test_nested_blocks_are_of_one_family() -> None:
     graph = nested()
-    fold = Fold.of(graph)
+    fold = FoldedGraph.of(graph)
     roots = roots_of(tie_layers(fold, graph).alike)
     ups = [n.name for n in fold.graph.nodes if n.module.endswith(".up")]
     assert len(ups) == 4

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.plans import resolve
 from shardwise.sharding.factors import analyze
-from shardwise.simulation import Evaluator, Fold, Group, Setting, Works
+from shardwise.simulation import Evaluator, ExecutionConfig, FoldedGraph, Group, WorkloadModel
 from tests.support import zoo
 from tests.support.clusters import cards
 from tests.support.searches import unpolished
@@ -48,25 +48,29 @@ def deep(layers: int, rows: int = 32) -> sw.Graph:
     return sw.capture(model, batch)
 
 
-def whole(graph: sw.Graph, fold: Fold, cluster: sw.Cluster) -> sw.types.Estimate:
+def whole(graph: sw.Graph, fold: FoldedGraph, cluster: sw.Cluster) -> sw.types.Estimate:
     """One rank that runs the whole model."""
     plan = sw.strategies.ddp(fold.graph, sw.Cluster.local(1))
     facts = analyze(fold.graph)
-    works = Works(fold, facts, resolve(fold.graph, plan, facts).assignments, dict(plan.roles))
-    setting = Setting(groups=(Group(mesh=sw.Mesh(), ranks=(0,)),), cuts=(0,), placement=(0,))
+    works = WorkloadModel(
+        fold, facts, resolve(fold.graph, plan, facts).assignments, dict(plan.roles)
+    )
+    setting = ExecutionConfig(
+        groups=(Group(mesh=sw.Mesh(), ranks=(0,)),), cuts=(0,), placement=(0,)
+    )
     return Evaluator(fold, cluster).estimate(works, setting)
 
 
 def test_a_few_layers_stand_for_many() -> None:
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=1)
     full, few = deep(9), deep(2)
-    fold = Fold.of(full)
+    fold = FoldedGraph.of(full)
     assert len(fold.graph.nodes) < len(full.nodes) == fold.size
     assert fold.copies.sum() == fold.size
-    a, b = whole(full, fold, cluster), whole(few, Fold.repeated(few, 9), cluster)
+    a, b = whole(full, fold, cluster), whole(few, FoldedGraph.repeated(few, 9), cluster)
     assert a.step_time_s == pytest.approx(b.step_time_s, rel=1e-9)
     assert a.peak.peak_bytes == pytest.approx(b.peak.peak_bytes, rel=0.01)
-    unfolded = Fold.of(full, keep=[node.name for node in full.nodes])
+    unfolded = FoldedGraph.of(full, keep=[node.name for node in full.nodes])
     assert len(unfolded.graph.nodes) == len(full.nodes)
     c = whole(full, unfolded, cluster)
     assert a.step_time_s == pytest.approx(c.step_time_s, rel=1e-9)
@@ -74,7 +78,7 @@ def test_a_few_layers_stand_for_many() -> None:
 
 
 def test_runs_of_blocks_cover_every_range() -> None:
-    fold = Fold.of(deep(5))
+    fold = FoldedGraph.of(deep(5))
     for first in range(0, fold.size, 3):
         for end in range(first + 1, fold.size + 1, 4):
             runs = fold.runs(first, end)
@@ -123,7 +127,7 @@ def test_a_step_is_what_its_causes_are(schedule: str) -> None:
     sent = [e for e in events if e.get("cat") == "send"]
     assert len(sent) == 2 * 4  # of every micro-batch, in both directions
     inside = sum(e["dur"] for e in events if e.get("tid") == 2 and e["ph"] == "X")
-    assert inside * 1e-6 == pytest.approx(float((timeline.waits + timeline.talks).sum()))
+    assert inside * 1e-6 == pytest.approx(float((timeline.waits + timeline.collectives).sum()))
     assert all(use.fits for use in estimate.memory)
     assert sum(estimate.peak.parts.values()) == pytest.approx(estimate.peak.peak_bytes, rel=1e-6)
 

@@ -25,7 +25,7 @@ import numpy as np
 from shardwise.cluster import Cluster, Device
 from shardwise.ir import Graph
 from shardwise.schedules.levels import levels_of
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.step import pairs
 from tests.unit.planner.search.neighbours import (
     EXACT,
@@ -73,7 +73,7 @@ def quicker(
 
 
 def _quickest(
-    mine: Neighbours, alike: Sequence[Choices], setting: Setting, memory_bytes: float
+    mine: Neighbours, alike: Sequence[Choices], setting: ExecutionConfig, memory_bytes: float
 ) -> tuple[float, str]:
     """The quickest of layouts that only differ in memory, and what it is."""
     best, what = inf, ""
@@ -89,7 +89,7 @@ def _quickest(
     return best, what
 
 
-def check_alike(mine: Neighbours, groups: Sequence[tuple[list[Choices], Setting]]) -> None:
+def check_alike(mine: Neighbours, groups: Sequence[tuple[list[Choices], ExecutionConfig]]) -> None:
     """Two layouts that are said to take the same time do."""
     for alike, setting in groups:
         found = [works for works in map(mine.works, {alike[0], alike[-1]}) if works is not None]
@@ -133,7 +133,7 @@ def _chunks(mine: Neighbours, kind: Kind, seconds: float) -> Iterator[tuple[np.n
 def _groups(
     mine: Neighbours,
     kind: Kind,
-    every: Sequence[Setting],
+    every: Sequence[ExecutionConfig],
     choices: np.ndarray,
     figures: Figures,
     seconds: float,
@@ -165,7 +165,7 @@ def _groups(
     return sorted(groups, key=lambda group: float(group[1].min()))
 
 
-def _bound(least: Least, setting: Setting, memory_bytes: float) -> np.ndarray:
+def _bound(least: Least, setting: ExecutionConfig, memory_bytes: float) -> np.ndarray:
     """Seconds of layouts under a setting, inf where they do not fit."""
     return np.where(least.memory(setting) <= memory_bytes, least.step(setting), inf)
 
@@ -200,7 +200,7 @@ class Least:
         path = self.forward[-1] + self.backward[-1] - self.weight[-1]
         return np.maximum((work + update) / kind.pp, path)
 
-    def step(self, setting: Setting) -> np.ndarray:
+    def step(self, setting: ExecutionConfig) -> np.ndarray:
         """Of one setting."""
         bounds = [*setting.cuts, len(self.forward) - 1]
         places = setting.placement
@@ -228,7 +228,7 @@ class Least:
             found = np.maximum(found, end + tail)
         return found
 
-    def played(self, setting: Setting, layout: int) -> float:
+    def played(self, setting: ExecutionConfig, layout: int) -> float:
         """Of one layout: the schedule's actions in their order, without waiting for parameters."""
         if setting.schedule is None:
             return 0.0
@@ -246,7 +246,7 @@ class Least:
             found = max(found, end + float(self._tail(setting, numel)[0]))
         return found
 
-    def memory(self, setting: Setting) -> np.ndarray:
+    def memory(self, setting: ExecutionConfig) -> np.ndarray:
         """Bytes of the fullest rank: parameters, gradients and two states while it updates them."""
         bounds, places = [*setting.cuts, len(self.forward) - 1], setting.placement
         whole = {0: 4, 1: 2, 2: 1, 3: 0}[setting.zero]
@@ -264,7 +264,7 @@ class Least:
         mine = [stage for stage, place in enumerate(places) if place == group]
         return np.sum([sums[bounds[s + 1]] - sums[bounds[s]] for s in mine], axis=0)
 
-    def _tail(self, setting: Setting, numel: np.ndarray) -> np.ndarray:
+    def _tail(self, setting: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
         """The optimizer, and the way of new parameters."""
         shared = self.kind.dp if setting.zero else 1
         found = self._update(numel / shared)
@@ -272,16 +272,16 @@ class Least:
             found = found + self._talk("all_gather", numel * self.itemsize)
         return found
 
-    def _sums(self, setting: Setting, numel: np.ndarray) -> np.ndarray:
+    def _sums(self, setting: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
         op = "all_reduce" if setting.zero < 2 else "reduce_scatter"
         return self._talk(op, numel * setting.wire_size(self.itemsize))
 
     def _talk(self, op: str, num_bytes: np.ndarray) -> np.ndarray:
         """Of all bytes in one message, over `dp` ranks or over these and others."""
-        group, clock = self.kind.groups[0], self.mine.whole.clock
+        group, costs = self.kind.groups[0], self.mine.whole.costs
         if self.kind.dp == 1:
             return np.zeros(num_bytes.shape)
-        ways = [clock.collective(op, group.along(axes)) for axes in (("dp",), ("dp", "tp"))]
+        ways = [costs.collective(op, group.along(axes)) for axes in (("dp",), ("dp", "tp"))]
         return _each(num_bytes, lambda b: min(way.seconds(b) for way in ways) if b else 0.0)
 
     def _update(self, numel: np.ndarray) -> np.ndarray:
@@ -295,20 +295,20 @@ class Least:
             if device.kind != "cpu":
                 spent = 28.0 * count / device.memory_rate(28.0 * count)
                 return spent + 12 * device.overhead_s
-            found = self.mine.whole.clock.update(device, count, count, 1)
+            found = self.mine.whole.costs.update(device, count, count, 1)
             assert found is not None
             return found
 
         devices = self.mine.whole.devices
         return _each(numel, lambda n: min(seconds(n, d) for d in devices) if n else 0.0)
 
-    def _sends(self, setting: Setting) -> list[float]:
+    def _sends(self, setting: ExecutionConfig) -> list[float]:
         """Of the smallest message from every stage to the next, if there is one."""
         found = []
         for cut, (here, there) in zip(setting.cuts[1:], pairwise(setting.placement), strict=True):
             a, b = setting.groups[here].array, setting.groups[there].array
             sent = here != there and self.crosses[cut]
-            model = self.mine.whole.clock.collective("send", pairs(a, b))
+            model = self.mine.whole.costs.collective("send", pairs(a, b))
             found.append(model.seconds(1) if sent else 0.0)
         return found
 

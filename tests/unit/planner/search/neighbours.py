@@ -11,9 +11,9 @@ parameters if all work at their end differs; so that work and its ends are one n
 family `same` is fixed. Layouts are lowered until every choice of every neighbourhood has been seen
 in one of them, which are some hundreds where layouts are hundreds of thousands.
 
-For a number of rows `Works.at` has the figures of the very program, or of one on a line through two
-others, by whether the whole layout is on such a line. Where that made the figures of any
-neighbourhood differ between two layouts, the least of all these programs' are taken: then they
+For a number of rows `WorkloadModel.at` has the figures of the very program, or of one on a line
+through two others, by whether the whole layout is on such a line. Where that made the figures of
+any neighbourhood differ between two layouts, the least of all these programs' are taken: then they
 are bounds (not `is_exact`).
 """
 
@@ -34,15 +34,15 @@ from shardwise.plans import Plan
 from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import Fold
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.simulate import works_of
 from shardwise.simulation.stages import Layers
-from shardwise.simulation.work import Work
-from shardwise.simulation.works import Works
+from shardwise.simulation.work import Workload
+from shardwise.simulation.works import WorkloadModel
 from tests.unit.planner.search.tried import Kind, plan_of
 
-LINES = ((2, 4), (1, 2), (4, 8))  # rows of programs through which `Works.at` may draw a line
+LINES = ((2, 4), (1, 2), (4, 8))  # rows of programs between which `WorkloadModel.at` interpolates
 EXACT, TINY = 1e-9, 1e-15  # relative, and seconds
 TIMES = ("forward", "backward", "weight")
 TRIALS = 4  # layouts in which a neighbourhood is tried that cannot be lowered
@@ -102,14 +102,14 @@ class Figures:
         return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
-class _Asked(Works):
-    """Works that give the program of the very rows, or one on a line through those of others."""
+class _Asked(WorkloadModel):
+    """A model that gives the program of the very rows, or one on a line through others."""
 
-    def __init__(self, works: Works, line: tuple[int, int] | None) -> None:
+    def __init__(self, works: WorkloadModel, line: tuple[int, int] | None) -> None:
         super().__init__(works.fold, works.facts, works.assignments, works.roles)
         self.works, self.line = works, line
 
-    def at(self, rows: float, *, exact: bool = False) -> Work:
+    def at(self, rows: float, *, exact: bool = False) -> Workload:
         if self.line is None or not self.works.batch:
             return self.works.at(rows, exact=True)
         one, two = (self.works.at(r, exact=True) for r in self.line)
@@ -135,12 +135,12 @@ class Neighbours:
         for i, node in enumerate(graph.nodes):
             for name in node.inputs:
                 self.users.setdefault(name, set()).add(i)
-        self._works: dict[Choices, Works | None] = {}
+        self._works: dict[Choices, WorkloadModel | None] = {}
         self._evaluators: dict[object, Evaluator] = {}
         self._held: dict[object, int] = {}
-        self._stored: dict[Works, tuple[np.ndarray, np.ndarray]] = {}
+        self._stored: dict[WorkloadModel, tuple[np.ndarray, np.ndarray]] = {}
         self._parts: dict[Kind, dict[Key, np.ndarray]] = {}
-        self._asked: dict[Choices, list[Works]] = {}
+        self._asked: dict[Choices, list[WorkloadModel]] = {}
         self.is_exact: dict[Kind, bool] = {}  # whether `parts` are figures, or bounds of them
         self.lowered = 0
 
@@ -162,9 +162,9 @@ class Neighbours:
     @cached_property
     def whole(self) -> Evaluator:
         """Of the cluster's figures: schedules, devices, messages."""
-        return Evaluator(Fold.of(self.graph), self.cluster)
+        return Evaluator(FoldedGraph.of(self.graph), self.cluster)
 
-    def evaluator(self, works: Works) -> Evaluator:
+    def evaluator(self, works: WorkloadModel) -> Evaluator:
         """For layouts that fold alike: layers that choose otherwise are not folded."""
         key = (works.fold.order, tuple(n.name for n in works.fold.graph.nodes))
         if key not in self._evaluators:
@@ -176,7 +176,7 @@ class Neighbours:
         chosen = [row[c] for row, c in zip(self.rows, choices, strict=True)]
         return plan_of(self.graph, chosen if self.tp > 1 else (), self.tp)
 
-    def works(self, choices: Choices) -> Works | None:
+    def works(self, choices: Choices) -> WorkloadModel | None:
         """The work of a layout; None where its choices do not go together."""
         if choices not in self._works:
             self.lowered += 1
@@ -188,9 +188,9 @@ class Neighbours:
             self._works[choices] = found
         return self._works[choices]
 
-    def layers(self, works: Works, kind: Kind) -> list[Layers]:
+    def layers(self, works: WorkloadModel, kind: Kind) -> list[Layers]:
         """What every class of ranks does for a micro-batch."""
-        setting = Setting(
+        setting = ExecutionConfig(
             groups=kind.groups, cuts=(0,), placement=(0,), num_microbatches=kind.num_microbatches
         )
         evaluator = self.evaluator(works)
@@ -292,7 +292,7 @@ class Neighbours:
         assert works is not None
         return self._figures(works, works, kind)
 
-    def _figures(self, works: Works, asked: Works, kind: Kind) -> np.ndarray:
+    def _figures(self, works: WorkloadModel, asked: WorkloadModel, kind: Kind) -> np.ndarray:
         classes = self.layers(asked, kind)
         times = [np.diff(one.sums[name]) for one in classes for name in TIMES]
         if works not in self._stored:  # whatever the rows
@@ -301,7 +301,7 @@ class Neighbours:
 
     def _parameters(self, layers: Layers) -> tuple[np.ndarray, np.ndarray]:
         """Elements that a node is the first to use, and a number for how they are held."""
-        setting = Setting(groups=(), cuts=(0,), placement=(0,))
+        setting = ExecutionConfig(groups=(), cuts=(0,), placement=(0,))
         numel, held = np.zeros(len(self.rows)), [list[object]() for _ in self.rows]
         for (axes, _, itemsize), share in layers.parameters(setting).items():
             numel += np.diff(share.numel)

@@ -24,7 +24,7 @@ from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.simulate import works_of
-from shardwise.simulation.works import Works
+from shardwise.simulation.works import WorkloadModel
 from tests.unit.planner.search.everything import quicker
 from tests.unit.planner.search.tried import divisors, kinds, plan_of, quickest, settings
 
@@ -85,7 +85,7 @@ def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
     """The step time of everything that fits, and what it is."""
     ranks = cluster.num_ranks
     for tp in divisors(ranks):
-        works: list[tuple[str, Evaluator, Works]] = []
+        works: list[tuple[str, Evaluator, WorkloadModel]] = []
         for plan in layouts(graph, tp):
             try:
                 fold, found = works_of(graph, plan)

@@ -1,7 +1,4 @@
-"""What there is to try for a small graph: plans of layouts, and all ways to run their steps.
-
-Enters: a graph of up to 8 nodes, ranks. Leaves: `Kind`s, `Setting`s, `Plan`s, and what each takes.
-"""
+"""Everything to try for a graph of up to 8 nodes: layouts and execution configs, and their time."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from shardwise.plans import ParameterEntry, Plan, model_fingerprint
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.placements import Shard, format_shard
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.setting import Setting
+from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.times import Group
-from shardwise.simulation.works import Works, batch_rows
+from shardwise.simulation.works import WorkloadModel, batch_rows
 
 SCHEDULES = ("1f1b", "zb_h1")
 RECOMPUTES = ("none", "selective", "full")
@@ -59,7 +56,7 @@ def kinds(graph: Graph, ranks: int) -> Iterator[Kind]:
                 yield Kind(dp, tp, pp, count)
 
 
-def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting]:
+def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[ExecutionConfig]:
     """Every way to run a step so divided, without recomputing."""
     places = [i for i in range(1, len(graph.nodes)) if i not in unfit(graph)]
     groups, count, pp = kind.groups, kind.num_microbatches, kind.pp
@@ -68,7 +65,7 @@ def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Setting
         placement = schedule.placement if schedule is not None else (0,)
         for later in combinations(places, stages - 1):
             for zero in (0, 1, 2, 3) if kind.dp * kind.tp > 1 else (0,):
-                yield Setting(
+                yield ExecutionConfig(
                     groups=groups, cuts=(0, *later), placement=placement,
                     schedule=schedule, num_microbatches=count, zero=zero,
                 )  # fmt: skip
@@ -110,7 +107,7 @@ def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
 
 
 def quickest(
-    evaluator: Evaluator, works: Works, setting: Setting, memory_bytes: float = inf
+    evaluator: Evaluator, works: WorkloadModel, setting: ExecutionConfig, memory_bytes: float = inf
 ) -> tuple[float, str]:
     """The step, with activations recomputed only where they do not fit; how they are kept."""
     for recompute in RECOMPUTES:
