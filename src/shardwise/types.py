@@ -18,6 +18,7 @@ from shardwise.frontend.loss import LossFn
 from shardwise.frontend.objective import Model, StepFn
 from shardwise.ir import Buffer, Constant, GradientHook, Input, Node, Parameter, TensorType
 from shardwise.messages import CollectiveChoice
+from shardwise.planner.options import Constraints
 from shardwise.plans import ParameterEntry
 from shardwise.reporting.document import Report
 from shardwise.reporting.recorded import Recording
@@ -41,6 +42,7 @@ __all__ = [
     "CollectiveChoice",
     "Comparison",
     "Constant",
+    "Constraints",
     "Device",
     "DryRun",
     "Estimate",

@@ -25,7 +25,10 @@ TWO = [
 
 
 def several(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
-    return [fit(ShardwiseStrategy(name, **options), **OPTIONS) for name, options in plans]
+    return [
+        fit(ShardwiseStrategy({"name": name, "args": options}), **OPTIONS)
+        for name, options in plans
+    ]
 
 
 @pytest.mark.slow
@@ -37,7 +40,9 @@ def test_two_ranks_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
 
 
 def one_row_left(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
-    return [fit(ShardwiseStrategy(name, **options), rows=25) for name, options in plans]
+    return [
+        fit(ShardwiseStrategy({"name": name, "args": options}), rows=25) for name, options in plans
+    ]
 
 
 @pytest.mark.slow
@@ -68,7 +73,7 @@ def dropping() -> Classifier:
 def stop_and_go(folder: Path, first: str, then: str) -> tuple[Run, Run]:
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     options = {"num_microbatches": 2} if first == "pipeline" else {}
-    strategy = ShardwiseStrategy(first, **options)
+    strategy = ShardwiseStrategy({"name": first, "args": options})
     whole = fit(strategy, dropping, callbacks=[save], enable_checkpointing=True)
     rest = fit(ShardwiseStrategy(then), dropping, ckpt_path=folder / "step=3.ckpt")
     return whole, rest
@@ -142,7 +147,12 @@ class Changes(Callback):  # type: ignore[misc]
 def changing(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
     changes: dict[str, Any] = {"rows": 61, "max_epochs": 1}
     return [
-        fit(ShardwiseStrategy(name, **options), Scaled, callbacks=[Changes()], **changes)
+        fit(
+            ShardwiseStrategy({"name": name, "args": options}),
+            Scaled,
+            callbacks=[Changes()],
+            **changes,
+        )
         for name, options in plans
     ]
 

@@ -95,7 +95,7 @@ class FreezesModule(L.Callback):
 
 def fit(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
     runs = []
-    for strategy in [ShardwiseStrategy(n, **o) for n, o in plans] or ["auto"]:
+    for strategy in [ShardwiseStrategy({"name": n, "args": o}) for n, o in plans] or ["auto"]:
         torch.manual_seed(rank())
         module = Classifier().double()
         module.head.bias.requires_grad_(False)

@@ -187,7 +187,7 @@ def train(
     transformers.utils.logging.disable_progress_bar()
     kind = transformers.Trainer if plan is None else ShardwiseTrainer
     if plan is not None:
-        keywords = {**keywords, "plan": plan, "plan_options": dict(options or {})}
+        keywords = {**keywords, "plan": {"name": plan, "args": options} if options else plan}
     made = keywords.pop("made", None) or MODELS[model]()
     rows = DATA[data or model]()
     with tempfile.TemporaryDirectory() as folder:

@@ -86,7 +86,7 @@ class Wanted:
         min=1e-6,
     ) = None
     constraint: _option(  # type: ignore[valid-type]
-        list[str], "--constraint", "Fix a parameter's cut, with --cluster: 'lm_head.*=0'."
+        list[str], "--constraint", "How to shard parameters: 'lm_head.*=0'."
     ) = field(default_factory=list)
     table: _option(  # type: ignore[valid-type]
         Path | None, "--table", "Measured times of operators.", exists=True, dir_okay=False
@@ -211,7 +211,7 @@ class Wanted:
         import shardwise
         from shardwise.planner.options import option_names
 
-        for option in ("memory_gib", "constraint", "table", "all_devices"):
+        for option in ("memory_gib", "table", "all_devices"):
             if getattr(self, option):
                 raise typer.BadParameter(f"--{_typed(option)}: with --cluster, without --strategy")
         strategy = find_strategy(self.strategy or "ddp")
@@ -241,6 +241,7 @@ class Wanted:
         globs = self.recompute.split(",") if self.recompute else None
         found: dict[str, Any] = {
             "num_microbatches": self.num_microbatches,
+            "constraints": constraints_of(self.constraint) or None,
             "schedule": self.schedule,
             "precision": self.precision,
             "recompute": globs[0] if globs and globs[0] in RECOMPUTE_MODES else globs,

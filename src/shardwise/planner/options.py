@@ -19,16 +19,45 @@ from shardwise.schedules import Schedule
 
 __all__ = [
     "CommonOptions",
+    "Constraints",
     "FixedOptions",
     "PlanOptions",
     "SearchOptions",
     "StageOptions",
+    "constrained_entries",
     "known_options",
     "option_names",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Globs of parameters to a shard over tensor-parallel ranks ("0", "whole"), to shards by mesh axis,
+# or to an entry as plans have them, which may also set a ZeRO level.
+Constraints = Mapping[str, str | Mapping[str, str] | ParameterEntry]
+
+
+def constrained_entries(constraints: Constraints | None) -> dict[str, ParameterEntry]:
+    """Return the entries of a plan that constraints stand for.
+
+    >>> constrained_entries({"head.*": "0"})
+    {'head.*': ParameterEntry(layout={'tp': '0'}, zero=None)}
+    """
+    if not isinstance(constraints or {}, Mapping):
+        raise PlanError(
+            f"constraints={constraints!r} does not map globs of parameters to shards",
+            hint='constraints={"lm_head.*": "0"}',
+        )
+    return {str(glob): _entry(wanted) for glob, wanted in (constraints or {}).items()}
+
+
+def _entry(wanted: Any) -> ParameterEntry:
+    if isinstance(wanted, ParameterEntry):
+        return wanted
+    entry = wanted if isinstance(wanted, Mapping) else {"tp": wanted}
+    if not entry.keys() & {"layout", "zero"}:  # in the form of plan files
+        entry = {"layout": entry}
+    layout = {str(axis): str(shard) for axis, shard in entry.get("layout", {}).items()}
+    return ParameterEntry(layout=layout, zero=entry.get("zero"))
 
 
 class CommonOptions(TypedDict, total=False):
@@ -39,7 +68,7 @@ class CommonOptions(TypedDict, total=False):
     offload: str | Sequence[str]
     per_microbatch: bool
     shares: Mapping[str, Sequence[int]] | None
-    parameters: Mapping[str, ParameterEntry] | None
+    constraints: Constraints | None
     batch_dim: int | None
     rng: str
     seed: int
@@ -76,7 +105,7 @@ class FixedOptions(TypedDict, total=False):
 class SearchOptions(FixedOptions, total=False):
     """Options of a search, for functions that search several times."""
 
-    constraints: Mapping[str, Any] | None
+    constraints: Constraints | None
     memory_gib: float | None
     precision: str | Precision | None
 

@@ -24,11 +24,11 @@ from shardwise.planner.figures import search_result, simulated_step, with_detail
 from shardwise.planner.infeasible import infeasible
 from shardwise.planner.layout_cache import FASTEST, LEAN, LEANEST, MIXED, LayoutCache
 from shardwise.planner.local_search import improved
-from shardwise.planner.options import FixedOptions, known_options
+from shardwise.planner.options import Constraints, FixedOptions, known_options
 from shardwise.planner.progress import Progress
 from shardwise.planner.search import SIMPLER_SLACK, Search, SearchOutcome, simplest
 from shardwise.planner.search_space import (
-    Constraints,
+    FixedPlacements,
     SearchLimits,
     UserOptions,
     as_texts,
@@ -64,7 +64,7 @@ def plan(
     graph: Graph,
     cluster: Cluster,
     *,
-    constraints: Mapping[str, Any] | None = None,
+    constraints: Constraints | None = None,
     memory_gib: float | None = None,
     precision: str | Precision | None = None,
     table: OpTable | None = None,
@@ -84,12 +84,12 @@ def plan(
     """
     fixed = UserOptions.of(dict(options))
     _check_memory(memory_gib)
-    placements = fixed_parameters(graph, constraints or {})
+    placements = fixed_parameters(graph, constraints)
     dtypes = Precision.of(precision)
     check_types(graph, dtypes)
     with Progress("planning", shown=progress) as bar:
 
-        def prepare(run: Graph, constrained: Constraints, devices: Cluster) -> Search:
+        def prepare(run: Graph, constrained: FixedPlacements, devices: Cluster) -> Search:
             return _prepare(run, devices, constrained, memory_gib, dtypes, table, bar.update)
 
         def search_graph(
@@ -131,7 +131,7 @@ def plan(
         )
         if not outcome.feasible:
             raise infeasible(outcome, search, fixed, limits, rerun)
-        given = {"memory_gib": memory_gib, "constraints": as_texts(constraints or {}) or None}
+        given = {"memory_gib": memory_gib, "constraints": as_texts(constraints) or None}
         given = {k: v for k, v in {**fixed.given, **given}.items() if v is not None}
         figures = search_result(outcome, search, fixed, given, rerun, idle)
         made = write_plan(run, search.fold, outcome.best, dtypes)
@@ -195,7 +195,7 @@ def _check_memory(memory_gib: Any) -> None:
 def _prepare(
     graph: Graph,
     cluster: Cluster,
-    constrained: Constraints,
+    constrained: FixedPlacements,
     memory_gib: float | None,
     precision: Precision,
     table: OpTable | None,

@@ -16,6 +16,8 @@ from typing import Any
 
 from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
 from shardwise.ir import Graph
+from shardwise.planner.options import Constraints, constrained_entries
+from shardwise.plans import ParameterEntry
 from shardwise.plans.execution import OFFLOADS
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import SCHEDULES, default_schedule, schedule_kind
@@ -210,33 +212,31 @@ def _savings(
 TENSOR_AXES = ("tp", "tp1")
 SHOWN = 3  # names of parameters in a hint
 
-Constraints = dict[str, dict[str, Placement]]  # by value and mesh axis
+FixedPlacements = dict[str, dict[str, Placement]]  # by value and mesh axis
 
 
-def fixed_parameters(graph: Graph, constraints: Mapping[str, Any]) -> Constraints:
+def fixed_parameters(graph: Graph, constraints: Constraints | None) -> FixedPlacements:
     """Return the placements that the user's constraints ask for, by value and mesh axis."""
-    if not isinstance(constraints, Mapping):
-        raise PlanError(
-            f"constraints={constraints!r} should map globs to shardings",
-            hint='constraints={"lm_head.*": "0"}',
-        )
-    found: Constraints = {}
-    for glob, wanted in constraints.items():
-        cuts = wanted if isinstance(wanted, Mapping) else {"tp": wanted}
-        cuts = cuts.get("layout", cuts)
-        for axis in cuts:
+    placements: FixedPlacements = {}
+    for glob, entry in constrained_entries(constraints).items():
+        if entry.zero is not None:
+            raise PlanError(
+                f"constraint {glob!r}: zero={entry.zero} is chosen for all parameters together",
+                hint=f"sw.plan(…, zero={entry.zero}), or a named strategy",
+            )
+        for axis in entry.layout:
             if axis not in TENSOR_AXES:
                 near = did_you_mean(str(axis), TENSOR_AXES)
                 raise PlanError(
                     f"constraint {glob!r}: no mesh axis {axis!r} shards parameters{near}",
                     hint='{"tp": "0"}, or "0" alone',
                 )
-        for name, value in _matched(graph, str(glob)):
+        for name, value in _matched(graph, glob):
             shape = graph.values[value].shape
-            for axis, cut in cuts.items():
-                placement = _placement(str(cut), shape, f"constraint {glob!r} on {name}")
-                found.setdefault(value, {})[axis] = placement
-    return found
+            for axis, shard in entry.layout.items():
+                placement = _placement(shard, shape, f"constraint {glob!r} on {name}")
+                placements.setdefault(value, {})[axis] = placement
+    return placements
 
 
 def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
@@ -264,17 +264,17 @@ def _placement(cut: str, shape: tuple[int, ...], what: str) -> Placement:
         raise PlanError(f"{what}: {error.message}", hint=hint) from None
 
 
-def as_texts(constraints: Mapping[str, Any]) -> dict[str, Any]:
+def as_texts(constraints: Constraints | None) -> dict[str, Any]:
     """Return the constraints as a plan's file has them."""
     return {
-        str(glob): {axis: str(cut) for axis, cut in wanted.get("layout", wanted).items()}
-        if isinstance(wanted, Mapping)
-        else str(wanted)
-        for glob, wanted in constraints.items()
+        glob: dict(entry.layout) if isinstance(wanted, Mapping | ParameterEntry) else str(wanted)
+        for (glob, entry), wanted in zip(
+            constrained_entries(constraints).items(), (constraints or {}).values(), strict=True
+        )
     }
 
 
-def min_tensor_ranks(constraints: Constraints, options: UserOptions, num_ranks: int) -> int:
+def min_tensor_ranks(constraints: FixedPlacements, options: UserOptions, num_ranks: int) -> int:
     """Return 2 where constraints shard parameters, else 1; raise where there is only one rank."""
     if all(p == REPLICATE for axes in constraints.values() for p in axes.values()):
         return 1

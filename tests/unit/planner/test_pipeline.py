@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.cluster import Mesh
 from shardwise.errors import InfeasiblePlan, PlanError
-from shardwise.plans import Plan, Precision
+from shardwise.plans import ParameterEntry, Plan, Precision
 from shardwise.program.pipeline import build_pipeline
 from shardwise.schedules import Schedule, ScheduleError, make
 from tests.support import zoo
@@ -275,3 +275,13 @@ def test_samples_that_micro_batches_couple() -> None:
     build_pipeline(graph("resnet"), plan)
     with pytest.raises(InfeasiblePlan, match="couples the samples"):
         build_pipeline(graph("resnet"), plan.with_(per_microbatch=False))
+
+
+def test_constraints_are_entries_of_the_plan() -> None:
+    entry = ParameterEntry(layout={"tp": "0"}, zero=1)
+    given = {"tok.*": "whole", "blocks.0.up.*": {"tp": "whole"}, "blocks.1.up.*": entry}
+    plan = hybrid("fused_gpt", 2, dp=1, tp=2, constraints=given)
+    assert (
+        plan.entry("tok.weight").layout == plan.entry("blocks.0.up.bias").layout == {"tp": "whole"}
+    )
+    assert plan.entry("blocks.1.up.weight") == entry

@@ -12,7 +12,7 @@ from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import large_blocks
-from shardwise.planner.options import known_options
+from shardwise.planner.options import Constraints, constrained_entries, known_options
 from shardwise.planner.stage_balance import balance, find_places
 from shardwise.planner.strategies.fields import (
     batch_inputs,
@@ -21,7 +21,6 @@ from shardwise.planner.strategies.fields import (
     tensor_axes,
 )
 from shardwise.plans import (
-    ParameterEntry,
     Plan,
     Precision,
     Resolved,
@@ -56,7 +55,7 @@ def make_plan(
     batch_dim: int | None = None,
     rng: str = "exact",
     seed: int = 0,
-    parameters: Mapping[str, ParameterEntry] | None = None,
+    constraints: Constraints | None = None,
     num_microbatches: int = 1,
     per_microbatch: bool = False,
     schedule: str | Path | Schedule | None = None,
@@ -76,7 +75,8 @@ def make_plan(
     module paths, or where they are balanced. `meshes` gives each group a mesh of its own. With
     `shares={"dp": (2, 1)}` the ranks along an axis take unequal parts of what is cut over it.
     `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
-    `parameters` adds or overrides entries by glob.
+    `constraints` maps globs of parameters to a shard ("0", "whole"), to shards by mesh axis, or to
+    a `ParameterEntry`, which may also set a ZeRO level.
     """
     if dp is None:  # so that options need not change with the number of ranks
         dp = max(1, cluster.num_ranks // max(1, tp * pp))
@@ -102,7 +102,7 @@ def make_plan(
         mesh=meshes[0],
         roles={a: "batch" if a == "dp" else "parameters" for m in meshes for a in m.names},
         inputs=batch_inputs(graph, batch_dim) if splits else {},
-        parameters=dict(parameters or {}),
+        parameters=constrained_entries(constraints),
         units=large_blocks(graph),
         stages=_stages(graph, facts, meshes, order.placement, cuts),
         schedule=order.schedule if is_scheduled else "",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shardwise as sw
-from shardwise.errors import BatchError, CaptureError, OptimizerError, PlanError
+from shardwise.errors import BatchError, CaptureError, ConfigError, OptimizerError
 from shardwise.training.integrations.lightning import ShardwiseStrategy, step_batch, step_model
 from tests.support.lightning import Classifier, Run, assert_same, fit, loader, trainer
 
@@ -214,7 +214,7 @@ def test_what_a_compiled_step_would_get_wrong_is_refused(
 
 
 def test_wrong_names_and_samplers_are_refused() -> None:
-    with pytest.raises(PlanError, match="did you mean 'fsdp'"):
+    with pytest.raises(ConfigError, match="did you mean 'fsdp'"):
         ShardwiseStrategy("fsdpp")
     made, _ = trainer(ShardwiseStrategy("ddp"), max_steps=1)
     data = loader().dataset

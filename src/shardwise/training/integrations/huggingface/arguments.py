@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import math
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +18,12 @@ from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
 from shardwise.errors import PlanError
+from shardwise.plans import Plan
 
 _OWN_PARALLELISM = {
     "fsdp": 'plan="fsdp"',
     "deepspeed": 'plan="zero2" or plan="fsdp"',
-    "parallelism_config": 'plan="hybrid", plan_options={"dp": 2, "tp": 4}',
+    "parallelism_config": 'plan={"name": "hybrid", "args": {"dp": 2, "tp": 4}}',
     "auto_find_batch_size": "a smaller per_device_train_batch_size, or plan='auto'",
     "fp16_full_eval": "fp16=True",
     "bf16_full_eval": "bf16=True",
@@ -100,3 +102,11 @@ def scale_batches(args: TrainingArguments, replicas: int) -> None:
     """Make the batch sizes those of all replicas together."""
     args.per_device_train_batch_size *= replicas
     args.per_device_eval_batch_size *= replicas
+
+
+def replicas_of(plan: Plan) -> int:
+    """Return how many groups of ranks have samples of their own, as `accelerate` counts them."""
+    return max(
+        math.prod(int(n) for axis, n in stage.mesh.axes if plan.roles[axis] == "batch")
+        for stage in plan.all_stages
+    )

@@ -31,10 +31,10 @@ from shardwise.training.integrations.huggingface.arguments import (
     num_ranks,
     one_device,
     rank,
+    replicas_of,
     scale_batches,
 )
 from shardwise.training.integrations.huggingface.optimizers import shard_optimizer, stand_in
-from shardwise.training.integrations.huggingface.planning import Strategy, Wanted, replicas_of
 from shardwise.training.integrations.huggingface.saved import (
     FOLDER,
     is_ours,
@@ -46,6 +46,7 @@ from shardwise.training.integrations.huggingface.saved import (
 )
 from shardwise.training.integrations.huggingface.step import ParallelModel, as_step, loss_batch
 from shardwise.training.integrations.huggingface.weights import on_meta, pull, push
+from shardwise.training.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.training.random_state import load_random_state, random_state
 from shardwise.training.whole import whole_tensors
 
@@ -54,14 +55,15 @@ MANY_SHAPES = 8
 
 
 class ShardwiseTrainer(Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` whose steps run as a plan says.
+    """`transformers.Trainer` that runs its steps under a Shardwise plan.
 
-    `plan` is "auto", a strategy's name (with `plan_options`), a `Plan`, its file, or a function of
-    graph and cluster. `replicas` is how many times `per_device_train_batch_size` makes a batch; by
-    default the plan's data-parallel ranks, and with "auto" all ranks. `weights` is a checkpoint or
-    Hugging Face folder to start from, of which each rank reads its part: the model may be on meta.
-    `timeout_s` is how long ranks wait for each other when they start. Everything else is as
-    `transformers.Trainer` has it.
+    `plan` is as in `sw.Trainer`: "auto", the name of a strategy, a plan's file,
+    `{"name": "hybrid", "args": {"dp": 2, "tp": 4}}`, a `Plan`, or a function of graph and cluster.
+    A batch has `replicas` times `per_device_train_batch_size` samples: by default as many as the
+    plan has data-parallel ranks, and with "auto" as there are ranks. `weights` is a checkpoint or
+    Hugging Face folder to start from, of which each rank reads its shards: the model may be on
+    meta. `timeout_s` is how long ranks wait for each other when they start. Everything else is as
+    in `transformers.Trainer`.
     """
 
     def __init__(
@@ -69,8 +71,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
-        plan: str | Path | Plan | Strategy = "auto",
-        plan_options: Mapping[str, Any] | None = None,
+        plan: PlanLike = "auto",
         cluster: Cluster | str | Path | None = None,
         replicas: int | None = None,
         weights: str | Path | None = None,
@@ -78,9 +79,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         **keywords: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments("tmp_trainer")
-        self._wanted = Wanted(
+        self._wanted = PlanRequest(
             plan=plan,
-            options=dict(plan_options or {}),
             cluster=cluster,
             precision="bf16-autocast" if args.bf16 else "fp16-autocast" if args.fp16 else None,
             seed=args.seed,

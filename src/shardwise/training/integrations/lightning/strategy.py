@@ -13,7 +13,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from shardwise import runtime as rt
 from shardwise.cluster import Cluster
 from shardwise.errors import CaptureError, OptimizerError
 from shardwise.plans import Plan
-from shardwise.training.integrations.lightning.choice import OwnStrategy, PlanChoice
 from shardwise.training.integrations.lightning.library import (
     LightningModule,
     Precision,
@@ -47,6 +45,7 @@ from shardwise.training.integrations.lightning.step import (
     training_arguments,
 )
 from shardwise.training.integrations.lightning.training import Training
+from shardwise.training.integrations.plan_request import PlanLike, PlanRequest
 
 __all__ = ["ShardwiseStrategy"]
 
@@ -58,22 +57,22 @@ _NOT_SO_HERE = (
 
 
 class ShardwiseStrategy(Processes):
-    """Runs a LightningModule's steps under a Shardwise plan.
+    """Run a LightningModule's steps under a Shardwise plan.
 
-    `plan` is the name of a strategy of `sw.strategies`, "auto", a plan, its file, or a function of
-    graph and cluster; `options` are the strategy's:
-    `ShardwiseStrategy("pipeline", pp=2, num_microbatches=4)`.
+    `plan` is as in `sw.Trainer`: "auto", the name of a strategy of `sw.strategies`, a plan's file,
+    `{"name": "pipeline", "args": {"pp": 2, "num_microbatches": 4}}`, a `Plan`, or a function of
+    graph and cluster.
 
-    A batch of the DataLoader is the whole batch of all ranks together. `evaluate="whole"` runs
-    validation during `fit` as plain Python with gathered weights, for steps that cannot be
-    captured. `elementwise=True` says of an own optimizer class that it may work on parts.
+    A batch of the DataLoader is the global batch of all ranks. `evaluate="whole"` runs validation
+    during `fit` as plain Python with gathered weights, for steps that cannot be captured.
+    `elementwise=True` declares that a custom optimizer class may update shards of parameters.
     """
 
     strategy_name = "shardwise"
 
     def __init__(
         self,
-        plan: str | Path | Plan | OwnStrategy = "auto",
+        plan: PlanLike = "auto",
         *,
         cluster: Cluster | str | None = None,
         evaluate: Literal["captured", "whole"] = "captured",
@@ -82,9 +81,8 @@ class ShardwiseStrategy(Processes):
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
         timeout_s: float = 300.0,
-        **options: Any,
     ) -> None:
-        self.choice = PlanChoice(plan=plan, options=options, cluster=cluster, seed=seed)
+        self.request = PlanRequest(plan=plan, cluster=cluster, seed=seed)
         super().__init__(
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -196,7 +194,7 @@ class ShardwiseStrategy(Processes):
             saved = self._saved_plan()
             if saved is not None and saved.num_ranks == ranks:
                 return saved
-            return self.choice.make(model, batch, ranks, device, precision.of_plan)
+            return self.request.make(model, batch, ranks, device, precision.of_plan)
 
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
             self.plan = training.start(
@@ -217,7 +215,7 @@ class ShardwiseStrategy(Processes):
 
         The batch that a training is resumed with may be a small one, and lead to another plan.
         """
-        asked = self.choice.text
+        asked = self.request.text
         if asked is None or self._moment.get("asked") != asked:
             return None
         return Plan.from_json(self._moment["plan"])
@@ -354,7 +352,7 @@ class ShardwiseStrategy(Processes):
         pm = self._training.parallel
         scaler = pm.store.scaler
         return {
-            "asked": self.choice.text,
+            "asked": self.request.text,
             "plan": None if self.plan is None else self.plan.to_json(),
             "random_step": pm.rng.step,
             "loss_scale": None if scaler is None else scaler.state_dict(),
