@@ -192,7 +192,7 @@ def die(rank: int, world: int, port: str) -> None:
     pm.train_step(batch)
     begun = time.monotonic()
     if rank == 1:
-        executor = next(iter(pm._programs.values())).executor  # type: ignore[attr-defined]
+        executor = next(program for _, program in pm._programs.items()).executor  # type: ignore[attr-defined]
         run = executor._run
 
         def once(step: Any, action: Any, **options: Any) -> None:

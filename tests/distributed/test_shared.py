@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import LinkError, ProgramError, RankError
+from shardwise.runtime.collectives import links as links
+from shardwise.runtime.collectives import shared_memory as segments
 from shardwise.runtime.collectives.shared_memory import Call, SharedBuckets
-from shardwise.runtime.redistribute import links as links
-from shardwise.runtime.redistribute import shared_memory as segments
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
