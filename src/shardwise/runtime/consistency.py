@@ -1,12 +1,12 @@
-"""Checksums of tensors, and the check that values which ranks hold in common stay equal.
+"""Checks that ranks agree: on values that they hold in common, and on their batches.
 
 A checksum is computed where the tensor is, from its bits, in integer arithmetic: equal tensors have
 equal checksums on every kind of device.
 
 `Replicas` compares, after some of the optimizer's steps, what several ranks hold: parameters that
-are whole or cut alike on them, buffers, and the options of optimizers (learning rates). Ranks that
-compute the same thing on different devices may differ by rounding, which is no error; so values
-whose checksums differ are compared once more, by size.
+are replicated or equally sharded on them, buffers, and optimizer options (learning rates). Ranks
+that compute the same thing on different devices may differ by rounding, which is not an error; so
+values whose checksums differ are compared once more, by magnitude.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd multipliers without a pattern, so that exchanged elements change the sum."""
+    """Return odd multipliers without a pattern, so that exchanged elements change the sum."""
     place = torch.arange(BLOCK, dtype=torch.int64, device=device)
     mixed = (place + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
@@ -75,7 +75,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def gather_rows(axis: Axis, rows: list[list[int]], device: torch.device) -> list[list[list[int]]]:
-    """The rows of integers of every rank of an axis; all have as many."""
+    """Gather the rows of integers of every rank of an axis; all ranks have equally many."""
     if axis.size == 1:
         return [rows]
     flat = torch.tensor(rows, dtype=torch.int64).reshape(-1).to(device)
@@ -188,7 +188,7 @@ class Replicas:
         return None
 
     def _held(self) -> Iterator[tuple[str, Tensor, list[list[int]]]]:
-        """What this rank holds: name, value, and the places in the mesh that hold the same."""
+        """Iterate over this rank's tensors: name, value, mesh positions that hold the same."""
         if self.mesh.size > 1:
             for name, value in self.store.buffers.items():
                 yield name, value, [list(range(self.mesh.size))]
@@ -197,7 +197,7 @@ class Replicas:
                 yield entry.spec.name, entry.leaf.detach(), classes
 
     def _alike(self, entry: Entry) -> list[list[int]]:
-        """The classes of places in the mesh that hold the same values of a parameter."""
+        """Return the classes of mesh positions that hold the same values of a parameter."""
         distinct = {split.axis for split in entry.spec.splits}
         if entry.zero == 3:
             # Ranges of a flat buffer differ between ranks that cut its other tensors unevenly.
@@ -212,7 +212,7 @@ class Replicas:
     def _compare_closely(
         self, name: str, value: Tensor, classes: list[list[int]]
     ) -> RankError | None:
-        """Whether values with other bits differ by more than rounding; all of the mesh call it."""
+        """Return whether values differ by more than rounding; all ranks of the mesh call it."""
         world, size = self.mesh.world, self.mesh.size
         flat = value.detach().to(self.store.device).reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -248,17 +248,15 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether equal values have the same text in every process."""
+    """Return whether equal values have the same text in every process."""
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-# Batches as the runtime sees them: their leaves, their signature, and that all ranks have one.
-#
-# Every rank is given the same whole batch, of which it reads its part. A data loader that is seeded
+# Every rank gets the same full batch, of which it reads its part. A data loader that is seeded
 # differently on one rank would train it on other data without any error, so ranks compare checksums
-# of their batches: in the first steps, and later in every `CHECK_EVERY`th.
+# of their batches: in the first steps, and later in every `BATCH_CHECK_EVERY`th.
 
 
 FIRST_BATCH_CHECKS = 3  # the first steps are compared one by one,
@@ -266,7 +264,7 @@ BATCH_CHECK_EVERY = 32  # and then every so many: ranks that differ are found wi
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch with their paths; containers are dicts, sequences and dataclasses."""
+    """Iterate over a batch's leaves and their paths, through dicts, sequences and dataclasses."""
     if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key], f"{path}[{key!r}]")
@@ -281,7 +279,7 @@ def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def signature(batch: Any) -> Hashable:
-    """Shapes and types of the tensors, and the values of everything else."""
+    """Return shapes and dtypes of the tensors, and the values of everything else."""
     return tuple(
         (path, tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else (path, repr(v))
         for path, v in leaves(batch)

@@ -254,7 +254,7 @@ _exit_limited = False
 
 
 def _limit_exit_time() -> None:
-    """From now on, end the process if gloo's threads delay the exit of the interpreter."""
+    """Arrange to end the process if gloo's threads delay the exit of the interpreter."""
     global _exit_limited
     if not _exit_limited:
         _exit_limited = True

@@ -1,11 +1,12 @@
-"""Parameters that are gathered for use and let go afterwards (zero 3).
+"""Gather parameters for use and free them afterwards (zero 3).
 
 A `Unit` is a module of the generated program with the flat groups of its parameters. Its hooks
-gather them before its forward, while the next unit's are already on their way; let them go after;
-and gather them again before its backward, which a hook on the gradient of its outputs announces.
+gather them before its forward, while the next unit's are already in flight; free them after; and
+gather them again before its backward, which a hook on the gradient of its outputs announces.
 Autograd runs backward in the reverse order of the forward's calls, so that when a unit's backward
-begins, all units called after it are done: their memory goes, and, in the last backward of a step,
-sums not yet started start. The root unit stays gathered from the beginning of a step to its end.
+begins, all units called after it are done: their memory is freed, and, in the last backward of a
+step, the remaining sums start. The root unit stays gathered from the beginning of a step to its
+end.
 
 A step runs the forward and backward of several micro-batches in any order, each in a window of
 its own (`begin_forward` … `end_forward`); each forward leaves a `Pass`, to which its hooks refer.
@@ -85,7 +86,7 @@ class Pass:
         return self.order[call + 1] if call + 1 < len(self.order) else None
 
     def called_after(self, call: int) -> list[Unit]:
-        """The units first called after `call`, the latest first."""
+        """Return the units first called after `call`, the latest first."""
         return [unit for unit, at in reversed(self.first.items()) if at > call]
 
 
@@ -110,7 +111,7 @@ class Units:
         self._current: tuple[Pass, int] = (self._pass, 0)
 
     def attach(self, module: nn.Module, part: Hashable = 0, spread: Collection[str] = ()) -> None:
-        """Hook a generated module's units.
+        """Register hooks on a generated module's units.
 
         A program may write a block's code in its own forward, as where a block is called twice, or
         use parameters of a unit outside of it (`spread`). Such a unit is gathered when the program
@@ -151,7 +152,7 @@ class Units:
             self._pass.order[0].start()
 
     def end_forward(self) -> None:
-        """Nothing but the root stays gathered."""
+        """Free all units but the root."""
         self._orders.setdefault(self._order_key, self._pass.calls)
         self._free_all()
         self._mode = ""
@@ -164,7 +165,7 @@ class Units:
             unit.use()
 
     def end_backward(self) -> None:
-        """Units that are still there are done; nothing but the root stays gathered."""
+        """Finish the units that are still gathered, and free all but the root."""
         self._end_backward()
         self._mode = ""
 
@@ -234,7 +235,7 @@ class Units:
         return self._mode == "backward"
 
     def _recomputed(self, unit: Unit) -> Unit | None:
-        """The unit after this one in a forward that backward runs again."""
+        """Return the unit after this one in a forward that backward repeats."""
         found, call = self._current
         at = found.first.get(unit, call) + 1
         return found.calls[at] if at < call else None
@@ -259,12 +260,12 @@ class Units:
 
 
 def _of_program(order: Hashable, key: Hashable) -> bool:
-    """Whether an order is of a step or an evaluation of the program `key`."""
+    """Return whether an order belongs to a step or an evaluation of the program `key`."""
     return isinstance(order, tuple) and order[0] in (key, ("eval", key))
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """The module at `path`, if it has a forward that can be called."""
+    """Return the module at `path`, if it has a forward that can be called."""
     try:
         found = module.get_submodule(path)
     except AttributeError:
@@ -284,6 +285,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """Hooks talk to other ranks; a compiled program calls them as they are."""
+    """Exclude a hook from compilation: it communicates with other ranks."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled

@@ -1,4 +1,4 @@
-"""What each group of ranks has, on all ranks: state dicts of a model that lies in stages."""
+"""Gather what each pipeline stage's ranks hold, on all ranks, for state dicts of the full model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def share(
     mine: Mapping[str, Tensor | None],
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor | None]:
-    """The tensors of all groups, by name; each group's ranks hold the same ones. All ranks call it.
+    """Return the tensors of all groups by name; ranks of a group hold the same. All ranks call it.
 
     A name that several groups have is taken from the first.
     """
@@ -51,7 +51,7 @@ def share(
 def share_lists(
     mesh: ProcessMesh, mine: Sequence[Any], device: torch.device | str = "cpu"
 ) -> list[list[Any]]:
-    """The list of every group, as JSON carries it, on all ranks; all ranks call it."""
+    """Return the lists of all groups, as JSON transmits them; all ranks call it."""
     if len(mesh.groups) == 1:
         return [list(mine)]
     everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]

@@ -1,8 +1,8 @@
-"""Gradient synchronization: summed over ranks while backward still runs.
+"""Synchronize gradients: sum them over ranks while backward still runs.
 
 Each gradient belongs to a `Reduction`: an all-reduce of one large gradient in place, of a bucket
 of small ones, or a reduce-scatter of a flat group (zero 2 and 3). It starts when its last gradient
-has been accumulated. Gradients are summed, never averaged: the loss is the whole batch's.
+has been accumulated. Gradients are summed, never averaged: the loss is the full batch's.
 
 A step has a backward for every micro-batch of every part (pipeline stage) that this rank runs.
 Autograd adds their gradients up; sums over ranks start in the last backward of a part, and for a
@@ -13,8 +13,8 @@ with an empty shard may produce none where others do. There its gradient is zero
 with such parameters start at the same fixed points on all ranks instead of on arrival.
 
 Programs for other batches may leave a gradient as a partial sum on other axes than those over
-which it is stored (`declare`): with a batch of one row every rank computes the same, whole
-gradient. Where storage asks for a sum all the same, only the first of equal ranks contributes.
+which it is stored (`declare`): with a batch of one row every rank computes the same, full gradient.
+Where storage requires a sum nevertheless, only the first of equal ranks contributes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Buckets = dict[tuple[str, tuple[Entry, ...]], Bucket | None]
 
 
 def sync_axis(entry: Entry, mesh: ProcessMesh, sync: Iterable[str] | None = None) -> Axis:
-    """The axis over which the entry's gradient is a partial sum, by default as it is stored."""
+    """Return the axis over which the entry's gradient is a partial sum, by default as stored."""
     names = entry.spec.sync if sync is None else sync
     return mesh.axis(*(name for name in mesh.axes if name in names))
 
@@ -131,12 +131,12 @@ class Reduction:
             self.bucket.sum = self._pending
 
     def _part(self, entry: Entry) -> Tensor:
-        """The gradient as a partial sum on the axis of the group."""
+        """Return the gradient as a partial sum on the axis of the group."""
         arrange = self._arrange.get(entry)
         return _taken(entry) if arrange is None else arrange(_taken(entry))
 
     def _sent(self, grads: list[Tensor]) -> Tensor:
-        """The gradients as one flat tensor: in the bucket, if there is one."""
+        """Return the gradients as one flat tensor, in the bucket if there is one."""
         if self.bucket is None:
             return _joined(grads).to(self.wire)
         return self.bucket.fill(grads)
@@ -211,7 +211,7 @@ class Reducer:
                 self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        """Synchronize this entry's gradients from now on."""
+        """Start to synchronize this entry's gradients."""
         self.entries.append(entry)
         if entry.gradient != entry.master:
             self._typed.append(entry)
@@ -229,7 +229,7 @@ class Reducer:
         return arrived
 
     def declare(self, key: Hashable, specs: Iterable[ParameterSpec]) -> None:
-        """Say on which axes the gradients of the program `key` arrive as partial sums."""
+        """Declare the axes on which gradients of the program `key` are partial sums."""
         sync = {spec.name: spec.sync for spec in specs}
         self.plans.setdefault(key, Plan()).sync = {
             entry: sync[entry.spec.name]
@@ -265,7 +265,7 @@ class Reducer:
         self._part, self._last = part, last
 
     def end_window(self) -> None:
-        """In the last backward of a part: start what its entries still have to sum."""
+        """Start the sums that a part's entries still need, in its last backward."""
         if self._last:
             mine = [entry for entry in self.entries if self._part in entry.parts]
             self.flush(mine)
@@ -274,7 +274,7 @@ class Reducer:
         self._last = False
 
     def _is_final(self, entry: Entry) -> bool:
-        """Whether no backward to come adds to the entry's gradient."""
+        """Return whether no later backward adds to the entry's gradient."""
         ahead = self._ahead.get(entry)
         return not ahead or (self._last and ahead == {self._part})
 
@@ -316,7 +316,7 @@ class Reducer:
                 self._launch(reduction)
 
     def finish(self) -> set[Entry]:
-        """Complete all sums; the entries that now have a gradient."""
+        """Complete all sums; return the entries that now have a gradient."""
         self._ahead = {}
         self.flush(self.entries)
         for reduction in self._flying:
@@ -333,7 +333,7 @@ class Reducer:
         return self.plan.used
 
     def abort(self) -> None:
-        """Undo a step that failed."""
+        """Discard a step that failed."""
         self.active = False
         for reduction in self.plan.reductions:
             reduction.drop()
@@ -344,7 +344,7 @@ class Reducer:
             entry.leaf.grad = self._stash.pop(entry, None)
 
     def _agree(self, entries: list[Entry]) -> None:
-        """Learn over all ranks which of these have gradients, and form their reductions."""
+        """Exchange which entries have gradients, and form their reductions."""
         counts = torch.tensor([self._arrived.get(e, 0) for e in entries], dtype=torch.int32)
         here = torch.tensor([e in self._arrived for e in entries], dtype=torch.int32)
         place = {e: i for i, e in enumerate(self._arrived)}
@@ -367,7 +367,7 @@ class Reducer:
                 self._resident.update(reduction.entries)
 
     def _form(self, entries: list[Entry]) -> list[Reduction]:
-        """The reductions of used entries, in the order in which gradients become ready."""
+        """Return the reductions of used entries, in the order in which gradients become ready."""
         grouped: dict[FlatGroup, list[Entry]] = {}
         others: list[Entry] = []
         for entry in entries:
@@ -381,11 +381,11 @@ class Reducer:
         return [Reduction(*each, self._memory, arrange) for each in (*found, *whole)]
 
     def _axis(self, entry: Entry) -> Axis:
-        """The axis on which this program leaves the gradient as a partial sum."""
+        """Return the axis on which this program leaves the gradient as a partial sum."""
         return sync_axis(entry, self.mesh, self.plan.sync.get(entry))
 
     def _arranged(self, entry: Entry) -> Arrange:
-        """How a gradient of this program becomes a partial sum on the axis of its storage."""
+        """Return how a gradient of this program becomes a partial sum on its storage's axis."""
         arrives, stored = set(self.plan.sync[entry]), set(entry.spec.sync)
         more = sync_axis(entry, self.mesh, arrives - stored)
         equal = [name for name in self.mesh.axes if name in stored - arrives]
@@ -416,13 +416,13 @@ def _zeros(entry: Entry) -> Tensor:
 
 
 def _taken(entry: Entry) -> Tensor:
-    """The gradient that autograd has left; zero if there is none."""
+    """Return the gradient that autograd has left; zeros if there is none."""
     grad, entry.leaf.grad = entry.leaf.grad, None
     return _zeros(entry) if grad is None else grad
 
 
 def _joined(grads: list[Tensor]) -> Tensor:
-    """The gradients as one flat tensor, without a copy where it is one."""
+    """Return the gradients as one flat tensor, without a copy where possible."""
     flat = [grad.reshape(-1) for grad in grads]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

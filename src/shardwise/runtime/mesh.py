@@ -46,21 +46,21 @@ class Axis:
         return self._group.ranks
 
     def start(self, n: int) -> int:
-        """Where this rank's part of `n` begins."""
+        """Return where this rank's part of `n` begins."""
         return part(n, self.shares, self.index)[0]
 
     def length(self, n: int) -> int:
-        """How many of `n` this rank has."""
+        """Return how many of `n` this rank has."""
         return part(n, self.shares, self.index)[1]
 
     def about(self, cause: str) -> Axis:
-        """This axis, for collectives of a cause, where a recorder asks for causes."""
+        """Return this axis for collectives of one cause, which a recorder notes."""
         if not isinstance(self._transport, RecordingTransport):
             return self
         return Axis(self.name, self._group, self._transport.about(cause), self.shares)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str) -> Tensor | None:
-        """Memory from which the axis' ranks do an operation without copies, if they share some.
+        """Return memory from which the axis' ranks run an operation without copies, if any.
 
         All of them call it at the same place.
         """
@@ -200,13 +200,13 @@ class ProcessMesh:
         self._cached.clear()
 
     def axis(self, *names: str) -> Axis:
-        """These mesh axes as one, given in the mesh's order; none: this rank alone."""
+        """Return mesh axes, given in the mesh's order, as one; without any, this rank alone."""
         if names and names[0] == TIME:
             return TimeAxis(self, self.space_axis(*names[1:]) if names[1:] else None)
         return self.space_axis(*names)
 
     def space_axis(self, *names: str) -> Axis:
-        """As `axis`, without that of micro-batches."""
+        """Return an axis as `axis` does, without that of micro-batches."""
         found = self._cached.get(names)
         if found is None:
             places = _ranks_along(self.axes, self.coordinates, self._checked(names))
@@ -240,7 +240,7 @@ class ProcessMesh:
 
 
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """A rank's place on every axis."""
+    """Return a rank's coordinate on every axis."""
     found: dict[str, int] = {}
     for name, size in reversed(list(axes.items())):
         rank, found[name] = divmod(rank, size)
@@ -250,7 +250,7 @@ def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 def _ranks_along(
     axes: Mapping[str, int], place: Mapping[str, int], names: Iterable[str]
 ) -> tuple[int, ...]:
-    """The ranks that agree with `place` on all axes but `names`, ascending."""
+    """Return the ranks that agree with `place` on all axes but `names`, ascending."""
     ranks, moving = [0], set(names)
     for name, size in axes.items():
         steps = range(size) if name in moving else (place[name],)
@@ -263,7 +263,7 @@ def axis_groups(
     combinations: Iterable[Sequence[str]],
     ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Every group of two or more ranks that the combinations of mesh axes need, without repeats.
+    """Return the groups of two or more ranks that combinations of mesh axes need, each once.
 
     The order depends on the arguments alone, so that all ranks create groups in the same order.
     """

@@ -1,7 +1,7 @@
 """The module that a user trains: this rank's part of the model, and the steps of all ranks.
 
-`ParallelModule` joins the store of parameters with the compiled programs. It knows no compiler:
-it is given a function that makes a program for a batch, and keeps one per signature of batches.
+`ParallelModule` joins the store of parameters with the compiled programs. It does not know the
+compiler: it gets a function that compiles a program for a batch, and keeps one per batch signature.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ParallelModule(nn.Module):
         scale: float = 1.0,
         local: bool = False,
     ) -> Any:
-        """Forward and backward of the whole batch: its loss, the same on every rank.
+        """Run forward and backward of the full batch; return its loss, the same on every rank.
 
         Gradients are added to what is there. With `outputs`, the model's outputs too. `step` is
         the name of one of several steps. `scale` multiplies the loss before backward, and so the
@@ -141,7 +141,7 @@ class ParallelModule(nn.Module):
     def eval_step(
         self, batch: Any, *, loss: bool = False, step: str = "", local: bool = False
     ) -> Any:
-        """The model's outputs in eval mode, without gradients; with `loss`, its loss before."""
+        """Return the outputs in eval mode, without gradients; with `loss`, the loss before them."""
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
@@ -149,28 +149,28 @@ class ParallelModule(nn.Module):
         return (found, outputs) if loss else outputs
 
     def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
-        """The whole batch's loss in eval mode, without gradients, the same on every rank."""
+        """Return the full batch's loss in eval mode, without gradients, the same on every rank."""
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
                 return _returned(program.loss(batch, self.store, local=local))
 
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Between processes, a rank that fails is named by the others."""
+        """Name a rank that fails on the others, where ranks are processes."""
         if isinstance(unwrap_transport(self.mesh.transport), ProcessGroupTransport):
             return naming_failures(self.timeout_s)
         return contextlib.nullcontext()
 
     def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:
-        """This rank's part of a whole batch, for `train_step(…, local=True)`."""
+        """Return this rank's part of a full batch, for `train_step(…, local=True)`."""
         return self.program(batch, training, step=step).local_batch(batch)
 
     def program(self, batch: Any, training: bool = True, *, step: str = "") -> StepProgram:
-        """The compiled step for whole batches like this one; all ranks call it for a new one."""
+        """Return the compiled step for full batches like this; all ranks call it for a new kind."""
         return self._programs.get(self._key(batch, step, training), batch)
 
     def world(self) -> Hashable:
-        """The present state of everything outside the batch that programs depend on."""
+        """Return the state of everything outside the batch that programs depend on."""
         return self._world()
 
     def _key(self, batch: Any, step: str, training: bool) -> ProgramKey:
@@ -204,7 +204,7 @@ class ParallelModule(nn.Module):
     def _local_program(
         self, batch: Any, step: str, training: bool
     ) -> tuple[ProgramKey, StepProgram]:
-        """The first program whose parts have these shapes on every rank."""
+        """Return the first program whose local batches have these shapes on every rank."""
         self._require_step(step)
         wanted = (step, training, self._world())
         known = [
@@ -225,23 +225,23 @@ class ParallelModule(nn.Module):
         )
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank; all ranks call it."""
+        """Return the full model's state dict on every rank; all ranks call it."""
         self.store.require_values()
         state = self._shared(self.store.gather_state_dict())
         return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """The whole model's gradients by parameter name, on every rank; all ranks call it."""
+        """Return the full model's gradients by parameter name on every rank; all ranks call it."""
         return self._shared(self.store.gather_gradients())
 
     def _shared(self, mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """What all stages have, in the model's order."""
+        """Return the tensors of all stages, in the model's order."""
         found = share(self.mesh, mine, self.store.device)
         last = len(self._place_of)
         return {n: found[n] for n in sorted(found, key=lambda n: self._place_of.get(n, last))}
 
     def trace(self, path: str | Path | None = None) -> Trace | None:
-        """What was recorded since the last call, of all ranks, on rank 0; all ranks call it.
+        """Return on rank 0 what all ranks recorded since the last call; all ranks call it.
 
         The Chrome trace event format, which Perfetto opens; also written to `path`.
         """
@@ -262,7 +262,7 @@ class ParallelModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under their original names and shapes, in the model's order.
+        """Iterate over parameters under their original names and shapes, in the model's order.
 
         Where this rank holds a part of one, it is a `ShardParameter`: arithmetic element by element
         means what it means on one device, and everything else raises. Parameters that only other
@@ -278,7 +278,7 @@ class ParallelModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers under the original names."""
+        """Iterate over buffers under their original names."""
         dot = prefix + "." if prefix else ""
         for name, value in self.store.buffers.items():
             yield dot + name, value
@@ -294,7 +294,7 @@ class ParallelModule(nn.Module):
         self.store.load_state_dict(state_dict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A state dict of parts would be mistaken for the model's."""
+        """Raise: a state dict of shards would be mistaken for the model's."""
         raise ProgramError(
             "a parallel module's state is spread over ranks", hint="pm.gather_state_dict()"
         )
@@ -325,7 +325,7 @@ class ParallelModule(nn.Module):
         return describe(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        """What `to`, `cuda`, `half` and the like call: nothing to do, or an error."""
+        """Accept `to`, `cuda`, `half` and the like if they change nothing, and raise otherwise."""
         for like in {(e.master, e.leaf.device) for e in self.store.entries}:
             before = torch.empty(0, dtype=like[0], device=like[1])
             after = fn(before)
@@ -353,20 +353,20 @@ class ParallelModule(nn.Module):
         )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
-        """A parallel module has no submodules to apply anything to."""
+        """Raise: a parallel module has no submodules to apply anything to."""
         raise ProgramError(
             "a parallel module has no submodules for apply",
             hint="initialize the model before sw.parallelize, or change pm.named_parameters()",
         )
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """A parallel module's memory is in use."""
+        """Raise: a parallel module's memory is in use."""
         raise ProgramError(
             "a parallel module cannot be emptied", hint="pm.load_state_dict(state) for new weights"
         )
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A parallel module is not called, so its hooks would never run."""
+        """Raise: a parallel module is not called, so its hooks would never run."""
         raise ProgramError(
             "a hook on the parallel module would never run",
             hint="register it on the model: the next step captures it",
@@ -377,14 +377,14 @@ class ParallelModule(nn.Module):
     register_backward_hook = _refuse_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A parallel module is run by its steps."""
+        """Raise: a parallel module is run by its steps."""
         raise ProgramError(
             "a parallel module is not called", hint="pm.train_step(batch) or pm.eval_step(batch)"
         )
 
 
 def _returned(loss: Tensor) -> Tensor:
-    """A loss as the user gets it: without history, at least in float32."""
+    """Return a loss as the user gets it: detached, in float32 or wider."""
     wide = loss.detach().to(widened(loss.dtype))
     wide.backward = _no_backward  # type: ignore[method-assign]
     return wide

@@ -1,8 +1,7 @@
-"""Host memory for what the device need not hold all the time.
+"""Host memory for offloaded tensors, and the allocator settings of device memory.
 
-`host_empty` makes memory that the device copies from and to quickly; `on_copy_stream` lets copies
-run beside the computation; `offload_activations` moves what autograd saves. On a processor all of
-this is plain memory.
+`host_empty` allocates pinned memory; `CopyStream` runs copies beside the computation;
+`offload_activations` moves saved tensors to the host. On a CPU all of this is plain memory.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["grow_segments", "offload_activations"]
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, near: torch.device) -> Tensor:
-    """Memory of the host, pinned if `near` is a GPU."""
+    """Return uninitialized host memory, pinned if `near` is a GPU."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=near.type == "cuda")
 
 
@@ -55,7 +54,7 @@ class CopyStream:
             yield
 
     def join(self, pending: Pending) -> Pending:
-        """The tensor once what was done inside is done."""
+        """Return the tensor once the work done inside is complete."""
         stream = self.stream
         if stream is None:
             return pending
@@ -107,19 +106,16 @@ def offload_activations(min_bytes: int = 1 << 20) -> Iterator[None]:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether the tensor is a parameter, or a view of one."""
+    """Return whether the tensor is a parameter, or a view of one."""
     base = tensor._base if tensor._base is not None else tensor
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
-# How a GPU's memory is handed out: in segments that grow.
-#
-# By default torch's allocator takes memory from the device in pieces that stay as they are, and
-# what is left over in them fits nothing else. Segments that grow (`expandable_segments`) are given
-# back page by page where memory gets short: of ranks that took up to 22% more than their tensors
-# had, with room to spare, 13 of 15 did with 3% more than predicted
-# (`benchmarks/results/memory.json`). Plans count on that. Settings of the user
-# (`PYTORCH_ALLOC_CONF`) stay as they are. With ROCm segments do not grow: a cluster file reserves
+# By default torch's allocator takes memory from the device in segments of fixed size, whose
+# remainders fit nothing else. Expandable segments are returned page by page when memory gets short:
+# of ranks that took up to 22% more than their tensors had, with room to spare, 13 of 15 fit in 3%
+# more than predicted (`benchmarks/results/memory.json`). Plans rely on that. Settings of the user
+# (`PYTORCH_ALLOC_CONF`) are respected. ROCm has no expandable segments: a cluster file reserves
 # more there (`reserved_gib` of the preset mi300x).
 
 

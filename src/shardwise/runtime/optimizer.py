@@ -1,8 +1,8 @@
 """Optimizers on this rank's part of a model.
 
-`optimizer(pm, torch.optim.AdamW, lr=1e-3)` is a `torch.optim.Optimizer` around one of the class
-asked for, which works on the pieces that this rank owns. The two share their parameter groups, so
-learning-rate schedulers work as ever. Its state dict has full tensors under original names.
+`optimizer(pm, torch.optim.AdamW, lr=1e-3)` is a `torch.optim.Optimizer` around one of the given
+class, which works on the pieces that this rank owns. The two share their parameter groups, so
+learning-rate schedulers work as usual. Its state dict has full tensors under original names.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _names(entry: Entry) -> tuple[str, ...]:
 
 
 def select_entries(store: ParameterStore, params: Params | None) -> list[Entry]:
-    """The entries of these parameters on this rank; all of them by default."""
+    """Return the entries of these parameters on this rank; all of them by default."""
     if params is None:
         return list(store.entries)
     chosen = _Selection(store, params)
@@ -107,7 +107,7 @@ def find_groups(
     *,
     rest: bool,
 ) -> Groups:
-    """The groups; an entry goes to the first one whose glob matches.
+    """Return the groups; an entry goes to the first one whose glob matches.
 
     What is selected and in no group goes into a last one, unless groups list tensors: these are
     complete, as in `torch.optim`. Frozen parameters belong to groups too, as in plain PyTorch:
@@ -144,7 +144,7 @@ def find_groups(
 
 
 def _written(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, Any]]:
-    """Groups as dicts; a plain list of tensors is one group."""
+    """Return groups as dicts; a plain list of tensors is one group."""
     given = list(groups)
     if given and all(isinstance(item, Tensor) for item in given):
         return [{"params": given}]
@@ -160,7 +160,7 @@ def _written(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, 
 
 
 def _refuse_twice(mine: _Selection, before: Sequence[_Selection]) -> None:
-    """A tensor in two groups is a mistake; of globs the first one counts."""
+    """Refuse a tensor in two groups; of globs, the first match counts."""
     for twice in sorted(mine.names & {name for other in before for name in other.names}):
         raise OptimizerError("the parameter is in two groups", where=twice)
 
@@ -232,7 +232,7 @@ def optimizer(
     rest: bool = True,
     **options: Any,
 ) -> ShardedOptimizer:
-    """An optimizer of class `cls` for a parallel module, or for the parameters `params` of it.
+    """Make an optimizer of class `cls` for a parallel module, or for its parameters `params`.
 
     `params` selects parameters by a glob on original names, several globs, or tensors of
     `pm.parameters()` or of the original model. Several optimizers have disjoint parameters.
@@ -260,7 +260,7 @@ def optimizer(
 
 
 def _require_all_stages(store: ParameterStore, cls: object) -> None:
-    """An optimizer may read all parameters at once, of which a pipeline stage has some."""
+    """Refuse optimizers that read all parameters at once where a pipeline stage has only some."""
     name = getattr(cls, "__name__", str(cls))
     if len(store.mesh.groups) > 1 and cls not in PER_TENSOR:
         raise OptimizerError(
@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["params"] = tensors
 
     def _require_everything(self) -> None:
-        """A closure is called within a step, on parameters and gradients as they then are."""
+        """Require full parameters and gradients for a closure, which runs within a step."""
         store, name = self.store, type(self.inner).__name__
         for entry in self._every:
             if not store.is_whole(entry) or entry.piece is not entry.leaf or store.scaler:
@@ -385,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.store.zero_grad(set_to_none, self._every)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are named when the optimizer is made."""
+        """Raise: groups are named when the optimizer is created."""
         if len(self.param_groups) < len(self._entries):
             super().add_param_group(param_group)
             return
@@ -394,7 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups under original names, with full tensors; all ranks call it."""
+        """Return state and groups under original names, with full tensors; all ranks call it."""
         state = {
             entry.spec.name: {
                 key: self._whole(entry, value)
@@ -458,7 +458,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _without_empty_end(groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Sorted names of groups; with stages, a last one may be empty."""
+    """Return the sorted names of groups; with stages, a last one may be empty."""
     found = [sorted(names) for names in groups]
     while found and not found[-1]:
         found.pop()
@@ -468,7 +468,7 @@ def _without_empty_end(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 def _share_state(
     store: ParameterStore, state: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The state of all stages' parameters; plain numbers travel as tensors."""
+    """Return the state of all stages' parameters; plain numbers are sent as tensors."""
     if len(store.mesh.groups) == 1:
         return state
     flat: dict[str, Tensor | None] = {}
@@ -490,13 +490,13 @@ _ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _needs_closure(inner: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without one: LBFGS and the like."""
+    """Return whether `step` requires a closure, as that of LBFGS does."""
     closure = inspect.signature(inner.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A torch optimizer would step parts of parameters without telling other ranks."""
+    """Refuse a torch optimizer, which would update shards without the other ranks."""
     if optimizer in _ours:
         return
     for group in optimizer.param_groups:
@@ -522,7 +522,7 @@ def clip_grad_norm_(
     params: Params | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; the norm before.
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
     The norm is that of the whole model's gradient, or of the parameters `params` alone, given as
     for `optimizer`: every element of every rank's part counts once. It is the same on all ranks,
@@ -553,7 +553,7 @@ def _clip(
 
 
 def _counts(store: ParameterStore, entry: Entry) -> bool:
-    """Whether this rank is the one, among those with the same part, whose part counts."""
+    """Return whether this rank counts, among those that hold the same part."""
     if entry.spec.borrowed:
         return False
     distinct = {split.axis for split in entry.spec.splits}

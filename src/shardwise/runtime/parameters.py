@@ -1,4 +1,4 @@
-"""What the runtime knows of each parameter and buffer, and how generated modules declare them."""
+"""Parameters and buffers: how generated modules declare them, and how this rank stores them."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def attach(module: nn.Module, path: str, child: nn.Module) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`"bfloat16"` -> `torch.bfloat16`."""
+    """Return `torch.bfloat16` for `"bfloat16"`."""
     found = getattr(torch, name.removeprefix("torch."))
     assert isinstance(found, torch.dtype), name
     return found
 
 
 def locate(module: nn.Module, name: str, *, create: bool = False) -> tuple[nn.Module, str]:
-    """The module that holds a dotted name, and the last part of the name."""
+    """Return the module that holds a dotted name, and the last part of the name."""
     *path, last = name.split(".")
     for step in path:
         child = module._modules.get(step)
@@ -151,7 +151,7 @@ def declare_buffer(
 
 
 def needed_axes(specs: Sequence[ParameterSpec], axes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The combinations of mesh axes that a store of these parameters talks over."""
+    """Return the combinations of mesh axes over which a store of these parameters communicates."""
     found: dict[tuple[str, ...], None] = {}
     for spec in specs:
         cut = {split.axis for split in spec.splits}
@@ -162,14 +162,12 @@ def needed_axes(specs: Sequence[ParameterSpec], axes: Mapping[str, int]) -> list
     return list(found)
 
 
-# Parameters as this rank holds them, alone or as a range of a flat buffer.
-#
-# An `Entry` is one parameter on this rank. With zero >= 1, entries of one type and set of
+# Storage on this rank. An `Entry` is one parameter. With zero >= 1, entries of one dtype and set of
 # synchronizing axes (with zero 3, of one unit) form a `FlatGroup`: their local tensors one after
 # the other, of which each rank of the axis owns one consecutive range. The ranges are even also
-# where ranks take unequal shares of a batch: they are memory, of which slower devices do not have
-# less. An owner's `pieces` are what its optimizer works on. They have memory of their own where
-# they are of another type or place than what the forward uses.
+# where ranks take unequal shares of a batch, since slower devices do not have less memory. An
+# owner's `pieces` are what its optimizer works on; they have memory of their own where their dtype
+# or device differs from what the forward uses.
 
 
 ALONE_BYTES = 4 << 20  # what is as large travels by itself
@@ -243,7 +241,7 @@ class Entry:
         self.take_gradients_in(self.master)
 
     def empty_stored(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Memory for stored values, where they belong."""
+        """Allocate memory for stored values, on the device or the host."""
         if self.on_host:
             return host_empty(shape, self.master, device)
         return torch.empty(tuple(shape), dtype=self.master, device=device)
@@ -299,20 +297,20 @@ class FlatGroup:
         entry.take_gradients_in(entry.master)
 
     def bounds(self, index: int, rank: int) -> tuple[int, int]:
-        """Which elements of entry `index` the axis' rank owns, within the entry."""
+        """Return the elements of entry `index` that the axis' rank owns, within the entry."""
         begin, length = part(self.numel, self.axis.size, rank)
         start, numel = self.offsets[index], self.entries[index].numel
         low = min(max(begin - start, 0), numel)
         return low, min(max(begin + length - start, low), numel)
 
     def piece_sizes(self, entry: Entry) -> list[int]:
-        """How many elements of the entry each rank of the axis owns."""
+        """Return how many elements of the entry each rank of the axis owns."""
         index = self.entries.index(entry)
         ends = [self.bounds(index, rank) for rank in range(self.axis.size)]
         return [high - low for low, high in ends]
 
     def pieces_of(self, shard: Tensor) -> list[Tensor]:
-        """A tensor like the shard, cut into this rank's pieces of the entries."""
+        """Split a tensor shaped as the shard into this rank's pieces of the entries."""
         return list(torch.split(shard, [e.bounds[1] - e.bounds[0] for e in self.entries]))
 
     def refresh(self) -> None:
@@ -321,7 +319,7 @@ class FlatGroup:
             self.resident.copy_(self.shard, non_blocking=True)
 
     def gather(self) -> Pending:
-        """Bring all ranks' shards together in the full buffer, in the forward's type."""
+        """Gather all ranks' shards into the full buffer, in the forward's dtype."""
         if self.zero == 3:
             storage = self.full.untyped_storage()
             storage.resize_(self.numel * self.full.element_size())
@@ -345,7 +343,7 @@ class FlatGroup:
 
 
 def group_key(entry: Entry) -> Hashable:
-    """What the entries of a flat group have in common."""
+    """Return what the entries of a flat group have in common."""
     spec = entry.spec
     types = (entry.dtype, entry.master, entry.gradient, entry.wire)
     unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
@@ -356,7 +354,7 @@ def group_key(entry: Entry) -> Hashable:
 def buckets(
     entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
 ) -> list[list[Entry]]:
-    """Entries that travel together: large ones alone, others with their like until they are many.
+    """Group entries into buckets: large ones alone, small ones by key up to `BUCKET_BYTES`.
 
     The first ones travel soon, so that the others can follow while backward still runs.
     """

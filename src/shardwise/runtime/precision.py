@@ -1,7 +1,7 @@
-"""Loss scaling: small gradients in half precision without underflow.
+"""Scale the loss, so that small gradients in half precision do not underflow.
 
 `LossScaler` holds the factor by which a loss is multiplied before backward. Gradients are divided
-by it when they are complete; a step with an infinite or undefined gradient on any rank is skipped
+by it when they are complete; a step with an infinite or NaN gradient on any rank is skipped
 by the optimizer on all of them.
 """
 
@@ -43,7 +43,7 @@ class LossScaler:
 
     @classmethod
     def static(cls, scale: float) -> LossScaler:
-        """A factor that never changes."""
+        """Return a scaler whose factor never changes."""
         return cls(scale, dynamic=False)
 
     def update(self, overflow: bool) -> None:
@@ -60,7 +60,7 @@ class LossScaler:
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` continues from."""
+        """Return what `load_state_dict` continues from."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class LossScaler:
 
 
 def overflow_on_any_rank(tensors: Iterable[Tensor], mesh: ProcessMesh, near: torch.device) -> bool:
-    """Whether an element is infinite or undefined on any rank of the plan; all ranks call it."""
+    """Return whether an element is infinite or NaN on any rank of the plan; all ranks call it."""
     norms = [torch.linalg.vector_norm(t, math.inf) for t in tensors if t.numel()]
     found = torch.zeros(1, dtype=torch.int32, device=near)
     if norms:

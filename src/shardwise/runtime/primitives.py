@@ -1,8 +1,8 @@
-"""The primitives of redistributions, on plain tensors: from dims to the flat tensors axes carry.
+"""The primitives of redistributions on plain tensors: from dims to flat tensors that axes carry.
 
-Nothing here is differentiable: the table in `shardwise.redistribution` pairs each with its dual,
-by the names of these functions. Arguments are never changed and may be non-contiguous; results own
-their memory or are views of the argument.
+Nothing here is differentiable: the table in `shardwise.redistribution` pairs each primitive with
+its dual, by the names of these functions. Arguments are never changed and may be non-contiguous;
+results own their memory or are views of the argument.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _recut(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _shared(of: Of, to_of: Of, parts: int, index: int, other: int) -> Tensor:
-    """Where in part `index` of `of` those indices lie that part `other` of `to_of` also has."""
+    """Return where in part `index` of `of` the indices are that part `other` of `to_of` has too."""
     mine = torch.cat([torch.arange(s, s + n) for s, n in runs(of, parts, index)] or [_NONE])
     theirs = torch.cat([torch.arange(s, s + n) for s, n in runs(to_of, parts, other)] or [_NONE])
     return torch.isin(mine, theirs).nonzero().view(-1)

@@ -1,10 +1,10 @@
-"""Recomputation that keeps the results of products: matrices, convolutions, attention.
+"""Recompute a block but keep the results of products: matrices, convolutions, attention.
 
-Generated code calls a block as `checkpoint(block, x, context_fn=rt.keep_products, …)`. What the
-block's backward needs is computed again, all but what is expensive: forward puts the results of
-products aside, and the second forward takes them in the same order. Only products are counted, so
-that hooks which gather parameters may do other work the second time. A product whose result only
-leaves the block is not kept: the second forward ends before it.
+Generated code calls a block as `checkpoint(block, x, context_fn=rt.keep_products, …)`. Its backward
+recomputes everything but the expensive part: forward saves the results of products, and the second
+forward takes them in the same order. Only products are counted, so that hooks which gather
+parameters may do other work the second time. A product whose result only leaves the block is not
+saved: the second forward ends before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Kept = deque[tuple[str, Any]]
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What surrounds a forward, and its repetition in backward."""
+    """Return the contexts of a forward, and of its repetition in backward."""
     kept: Kept = deque()
     return _Keep(kept), _Reuse(kept)
 
@@ -113,7 +113,7 @@ def _is_product(name: str) -> bool:
 
 
 def _is_cheap(name: str, args: tuple[Any, ...]) -> bool:
-    """Attention scores: a short inner dim, and a result larger than both operands."""
+    """Return whether a product is cheap, as attention scores are: short inner dim, large result."""
     if name not in BATCHED:
         return False
     left, right = args[-2:]

@@ -1,9 +1,9 @@
-"""Differentiable redistributions: what generated code calls to change how a value lies on an axis.
+"""Differentiable redistributions: generated code calls them to change a value's placement.
 
-Each function is an entry of the table in `shardwise.redistribution`, which gives the primitives
-(`moves`) of its forward and of its backward. `of` says how the dim is split over this axis (see
-`splits`), in sizes that other axes have already split. No function changes its argument; over an
-axis of one rank each returns it as it is.
+Each function is an entry of the table in `shardwise.redistribution`, which names the `primitives`
+of its forward and backward. `of` describes how the dim is split over this axis (see `splits`), in
+sizes that other axes have already split. No function changes its argument; over an axis of one rank
+each returns it unchanged.
 """
 
 from __future__ import annotations
@@ -70,62 +70,62 @@ def redistribute(
 
 
 def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R: the whole of all shards."""
+    """S -> R: gather all shards."""
     return redistribute("gather", x, axis, dim, of)
 
 
 def gather_fanout(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R*: the whole of all shards, for work that differs between ranks."""
+    """S -> R*: gather all shards, for work that differs between ranks."""
     return redistribute("gather_fanout", x, axis, dim, of)
 
 
 def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """P -> R: the sum over ranks; "max" and "min" have no gradient."""
+    """P -> R: sum over ranks; "max" and "min" have no gradient."""
     source = x if op == "sum" or axis.size == 1 else x.detach()
     return redistribute("reduce", source, axis, op, dual_args=(axis,))
 
 
 def reduce_fanout(x: Tensor, axis: Axis) -> Tensor:
-    """P -> R*: the sum over ranks, for work that differs between ranks."""
+    """P -> R*: sum over ranks, for work that differs between ranks."""
     return redistribute("reduce_fanout", x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """P -> S: this rank's part of the sum over ranks."""
+    """P -> S: return this rank's part of the sum over ranks."""
     return redistribute("reduce_scatter", x, axis, dim, of)
 
 
 def shard(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R -> S: this rank's part of a value that is the same on every rank."""
+    """R -> S: return this rank's part of a replicated value."""
     return redistribute("shard", x, axis, dim, of)
 
 
 def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R* -> S: this rank's part, when gradients are summed over ranks elsewhere."""
+    """R* -> S: return this rank's part, when gradients are summed over ranks elsewhere."""
     return redistribute("take", x, axis, dim, of)
 
 
 def fanout(x: Tensor, axis: Axis) -> Tensor:
-    """R -> R*: give a value to work that differs between ranks."""
+    """R -> R*: pass a value to work that differs between ranks."""
     return redistribute("fanout", x, axis)
 
 
 def as_partial(x: Tensor, axis: Axis) -> Tensor:
-    """R -> P: the value on the axis' first rank, zeros on the others."""
+    """R -> P: keep the value on the axis' first rank, zeros on the others."""
     return redistribute("as_partial", x, axis)
 
 
 def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> P: the shard in its place among zeros."""
+    """S -> P: place the shard among zeros."""
     return redistribute("pad", x, axis, dim, of)
 
 
 def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) -> Tensor:
-    """S -> S': from a shard of `dim` to a shard of `to_dim`, or another split of the same dim."""
+    """S -> S': exchange a shard of `dim` for one of `to_dim`, or another split of the same dim."""
     back = (axis, to_dim, to_of, dim, of)
     return redistribute("all_to_all", x, axis, dim, of, to_dim, to_of, dual_args=back)
 
 
 def once(x: Tensor, axis: Axis) -> Tensor:
-    """R* -> P: the value on the first rank, zeros on the others, and so its gradient."""
+    """R* -> P: keep the value on the first rank, zeros on the others, and so its gradient."""
     return redistribute("once", x, axis)

@@ -1,8 +1,8 @@
 """Random numbers that depend on seed, node, step and shard coordinates, never on the rank.
 
-In mode "exact" the whole tensor's numbers are drawn and this rank's part is taken: any number of
-ranks sees what one rank sees. In mode "fast" each shard draws its own. A node that is computed
-again in the same step draws the same again.
+In mode "exact" the full tensor's numbers are drawn and this rank's part is taken: any number of
+ranks sees what one rank sees. In mode "fast" each shard draws its own. A node that is recomputed in
+the same step draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rng:
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[int]:
-        """Around one training step: its number. One that fails, done again, draws the same."""
+        """Yield the number of a training step; one that fails and is repeated draws the same."""
         self.step += 1
         try:
             yield self.step
@@ -59,7 +59,7 @@ class Rng:
     def generator(
         self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()
     ) -> torch.Generator:
-        """A generator for one node in this step, at a place on some axes."""
+        """Return a generator for one node in this step, at coordinates on some axes."""
         text = f"{self.seed}|{self.step}|{key}|{list(place)}"
         if self.mesh.num_microbatches > 1 and not self.mesh.timed:  # each is a batch of its own
             text += f"|micro-batch {self.mesh.microbatch}"
@@ -76,7 +76,7 @@ class Rng:
         splits: Splits,
         device: torch.device | str,
     ) -> Tensor:
-        """This rank's part of a random tensor of the given whole shape."""
+        """Return this rank's part of a random tensor of the given full shape."""
         at, axes = self.mesh.place, self.mesh.place_axes
         splits = [
             s if isinstance(s, Split) else Split(axis=s[0], dim=s[1], of=s[2]) for s in splits
@@ -139,7 +139,7 @@ def draw(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """This rank's part of random numbers for the node `key`.
+    """Return this rank's part of the random numbers of the node `key`.
 
     `kind` and its options: uniform(low, high), normal(mean, std), bernoulli(p),
     exponential(rate), randint(low, high), cauchy(median, sigma), log_normal(mean, std),
@@ -151,7 +151,7 @@ def draw(
 def dropout(
     x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> Tensor:
-    """Zero elements of x with probability `p` and scale the others; `shape` is the whole's."""
+    """Zero elements of x with probability `p` and scale the others; `shape` is the full one."""
     if p == 0.0:
         return x
     if p == 1.0:
@@ -162,7 +162,7 @@ def dropout(
 def native_dropout(
     x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> tuple[Tensor, Tensor]:
-    """`dropout`, and which elements were kept."""
+    """Return `dropout` and its mask."""
     kept = _kept(x, p, rng, key, shape, splits)
     scale = 1 / (1 - p) if p < 1 else 0.0
     return x * (kept * scale), kept.to(torch.bool)
@@ -180,7 +180,7 @@ def alpha_dropout(
 
 
 def _kept(x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits) -> Tensor:
-    """Ones with probability 1 - p; fewer dims than x: the same for all of the remaining ones."""
+    """Return ones with probability 1 - p, broadcast over dims that the mask lacks."""
     kept = draw(
         "bernoulli", rng, key, shape, splits, options=(1 - p,), dtype=torch.bool, device=x.device
     )
@@ -199,17 +199,17 @@ def draw_like(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """`draw` on the device of a tensor whose values do not matter."""
+    """Call `draw` on the device of a tensor whose values do not matter."""
     return draw(kind, rng, key, shape, splits, options=options, dtype=dtype, device=x.device)
 
 
 def bernoulli(p: Tensor, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()) -> Tensor:
-    """Ones with the probabilities of a local tensor, zeros else."""
+    """Return ones with the probabilities of a local tensor, and zeros."""
     numbers = draw("uniform", rng, key, shape, splits, dtype=p.dtype, device=p.device)
     return (numbers < p).to(p.dtype)
 
 
 def multinomial(weights: Tensor, num_samples: int, replacement: bool, rng: Rng, key: str) -> Tensor:
-    """Indices drawn by whole weights, the same on all ranks."""
+    """Draw indices by full weights, the same on all ranks."""
     generator = rng.generator(key, weights.device)
     return torch.multinomial(weights, num_samples, replacement, generator=generator)

@@ -1,10 +1,10 @@
-"""Parameters and gradients of which this rank holds a part, as tensors of the whole shape.
+"""Parameters and gradients of which this rank holds a shard, as tensors of the full shape.
 
-`pm.parameters()` gives the whole tensor where every rank has it, and a `ShardParameter` where a
-rank has a part: its `shape`, `dim()` and `dtype` are those of the parameter on one device.
-Arithmetic element by element works on every rank's part, also with whole tensors and with other
-parts, and means what it means on one device. Everything else (norms, sums, indexing, random
-numbers) would be wrong on a part and raises with what to write instead.
+`pm.parameters()` yields the full tensor where every rank has it, and a `ShardParameter` where a
+rank has a shard: its `shape`, `dim()` and `dtype` are those of the parameter on one device.
+Elementwise arithmetic works on every rank's shard, also with full tensors and other shards, and
+means what it means on one device. Everything else (norms, sums, indexing, random numbers) would be
+wrong on a shard and raises with what to write instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ShardLayout:
         return store
 
     def is_like(self, other: ShardLayout) -> bool:
-        """Whether parts of both have the same elements, on this rank and on all others."""
+        """Return whether shards of both have the same elements, on this rank and all others."""
         if self.piece or other.piece:
             return self.entry is other.entry and self.piece == other.piece
         return (self.entry.spec.shape, self.entry.spec.splits) == (
@@ -74,7 +74,7 @@ class ShardLayout:
         return not self.piece and self.store.is_whole(self.entry)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, or of one that broadcasts to it."""
+        """Return this rank's part of a full tensor, or of one that broadcasts to it."""
         shape = self.entry.spec.shape
         try:
             whole = whole.expand(shape)
@@ -87,7 +87,7 @@ class ShardLayout:
         return (store.piece_of if self.piece else store.local_of)(self.entry, whole)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole tensor; all ranks that hold parts call it."""
+        """Return the full tensor; all ranks that hold shards call it."""
         return self.store.gather_full(self.entry, part, piece=self.piece)
 
 
@@ -115,11 +115,11 @@ class ShardTensor(Tensor):
         super().__init__()
 
     def to_local(self) -> Tensor:
-        """This rank's part: the same memory as a plain tensor."""
+        """Return this rank's part as a plain tensor, in the same memory."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, a copy; all ranks call it."""
+        """Return a copy of the full tensor; all ranks call it."""
         return self.place.gather(self.local)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -187,7 +187,7 @@ def _shards(value: Any) -> Sequence[ShardTensor]:
 
 
 def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -> Any:
-    """One element-wise call in the layout of its target: what it writes, else its first part."""
+    """Run an elementwise call in the layout of its target: what it writes, else its first shard."""
     writes = func._schema.is_mutable
     target = (args[0] if isinstance(args[0], ShardTensor) else None) if writes else shards[0]
     layout = None if target is None else target.place
@@ -204,7 +204,7 @@ def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -
 
 
 def _converter(layout: ShardLayout | None, device: torch.device | None) -> Callable[[Any], Any]:
-    """Arguments as plain tensors: parts in this layout; without one, whole tensors."""
+    """Return arguments as plain tensors: shards in this layout; without one, full tensors."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
@@ -226,7 +226,7 @@ def _converter(layout: ShardLayout | None, device: torch.device | None) -> Calla
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call on lists of tensors, one after the other."""
+    """Run a call on lists of tensors, one after the other."""
     count = len(args[0])
     if func._schema.is_mutable:
         single = getattr(_ATEN, func._schema.name.removeprefix("aten::_foreach_"))
@@ -250,7 +250,7 @@ class ShardParameter(ShardTensor):
 
     @staticmethod
     def of(store: ParameterStore, entry: Entry) -> ShardParameter:
-        """The parameter of one entry."""
+        """Return the parameter of one entry."""
         value, piece = store.stored(entry)
         layout = ShardLayout(store, entry, piece=piece)
         weak = weakref.ref(store)
@@ -319,11 +319,11 @@ class ShardParameter(ShardTensor):
         return self
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Gradients do not pass through what is shown here."""
+        """Raise: gradients do not pass through a sharded parameter."""
         self._refuse_hook()
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Gradients do not pass through what is shown here."""
+        """Raise: gradients do not pass through a sharded parameter."""
         self._refuse_hook()
 
     def _refuse_hook(self) -> NoReturn:
@@ -331,7 +331,7 @@ class ShardParameter(ShardTensor):
 
 
 def hook_error(name: str) -> ProgramError:
-    """The error of a gradient hook that would see parts and partial sums."""
+    """Return the error of a gradient hook that would see shards and partial sums."""
     return ProgramError(
         "a gradient hook is registered on this rank's part of a parameter",
         where=name,

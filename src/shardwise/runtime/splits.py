@@ -1,13 +1,13 @@
-"""How a dim is cut, and how parts become the whole again.
+"""How a dim is split into parts, and how parts become the full dim again.
 
 A dim is a concatenation of segments, each a product `outer x size x inner`; the factor `size` of
-every segment is cut, evenly or by the shares of a mesh axis. A fused QKV dim `3*H*E` that is cut on
-heads is `((3, H, E),)`, a dim `[H*E | K*E | K*E]` is `((1, H, E), (1, K, E), (1, K, E))`, and a
-plain dim of n is `n` or `((1, n, 1),)`. A part keeps the order of the whole.
+every segment is split, evenly or by the weights of a mesh axis. A fused QKV dim `3*H*E` that is
+split on heads is `((3, H, E),)`, a dim `[H*E | K*E | K*E]` is `((1, H, E), (1, K, E), (1, K, E))`,
+and a plain dim of n is `n` or `((1, n, 1),)`. A part keeps the order of the full dim.
 
-`take` and `join` cut one dim over one axis. A `Split` names the mesh axis and dim, and a tuple of
-them cuts a tensor over several axes: on different dims, on different factors of one dim, or on the
-same factor, where the later axis cuts the earlier one's part.
+`take` and `join` split one dim over one axis. A `Split` names the mesh axis and dim, and a tuple of
+them splits a tensor over several axes: on different dims, on different factors of one dim, or on
+the same factor, where the later axis splits the earlier one's part.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class Split:
 
 
 def segments(of: Of) -> Segments:
-    """The segments of a dim; a plain size is one segment."""
+    """Return the segments of a dim; a plain size is one segment."""
     return ((1, of, 1),) if isinstance(of, int) else of
 
 
 def whole_length(of: Of) -> int:
-    """The size of the whole dim."""
+    """Return the size of the full dim."""
     return sum(outer * size * inner for outer, size, inner in segments(of))
 
 
 @functools.lru_cache(maxsize=65536)
 def local_length(of: Of, parts: int, index: int) -> int:
-    """The size of the dim on one part.
+    """Return the size of the dim in one part.
 
     >>> local_length(((3, 4, 2),), 3, 0)
     12
@@ -85,7 +85,7 @@ def local_length(of: Of, parts: int, index: int) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def runs(of: Of, parts: int, index: int) -> Runs:
-    """The consecutive (start, length) pieces of the whole dim that make up one part.
+    """Return the consecutive (start, length) pieces of the full dim that make up one part.
 
     >>> runs(((3, 4, 2),), 2, 1)
     ((4, 4), (12, 4), (20, 4))
@@ -108,14 +108,14 @@ def _runs_of(of: Segments, cuts: Sequence[tuple[int, int]]) -> Runs:
 
 
 def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
-    """One of `parts` parts of a whole tensor: a view where it is one run, else a copy."""
+    """Return one of `parts` parts of a full tensor: a view where it is one run, else a copy."""
     if full.shape[dim] != whole_length(of):
         raise ProgramError(f"dim {dim} of {tuple(full.shape)} is not made of {of}")
     return _take_runs(full, dim, runs(of, parts, index))
 
 
 def take(full: Tensor, dim: int, of: Of, axis: Place) -> Tensor:
-    """This rank's part of a whole tensor."""
+    """Return this rank's part of a full tensor."""
     return take_part(full, dim, of, axis.shares, axis.index)
 
 
@@ -128,7 +128,7 @@ def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], dim: int, of: Of, shares: int | None = None) -> Tensor:
-    """The whole tensor of all ranks' parts, which are even unless they are `shares`."""
+    """Return the full tensor of all ranks' parts, which are even unless `shares` are given."""
     of, dim = segments(of), dim % parts[0].dim()
     num = shares if shares is not None else len(parts)
     if len(of) == 1 and of[0][0] == 1:
@@ -153,7 +153,7 @@ def local_runs(
     coords: Mapping[str, int],
     sizes: Mapping[str, int],
 ) -> tuple[Runs, ...]:
-    """For every dim, the pieces of the full tensor that are at mesh coordinate `coords`."""
+    """Return for every dim the pieces of the full tensor at mesh coordinate `coords`."""
     return tuple(
         _dim_runs(length, [s for s in splits if s.dim % len(shape) == dim], coords, sizes)
         for dim, length in enumerate(shape)
@@ -178,7 +178,7 @@ def _dim_runs(
 def _nested(
     size: int, axes: Sequence[str], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Each axis cuts what the ones before it left."""
+    """Return the nested parts: each axis splits what the ones before it left."""
     start, length = 0, size
     for axis in axes:
         begin, length = part(length, sizes[axis], coords[axis])
@@ -207,7 +207,7 @@ def local_indices(
     coords: Mapping[str, int],
     sizes: Mapping[str, int],
 ) -> tuple[tuple[int, ...], ...]:
-    """For every dim, the indices of the full tensor at this coordinate, ascending."""
+    """Return for every dim the indices of the full tensor at this coordinate, ascending."""
     return tuple(
         tuple(itertools.chain.from_iterable(range(start, start + n) for start, n in pieces))
         for pieces in local_runs(shape, splits, coords, sizes)
@@ -220,14 +220,14 @@ def local_shape(
     coords: Mapping[str, int],
     sizes: Mapping[str, int],
 ) -> tuple[int, ...]:
-    """The shape of the part at a mesh coordinate."""
+    """Return the shape of the part at a mesh coordinate."""
     return tuple(sum(n for _, n in pieces) for pieces in local_runs(shape, splits, coords, sizes))
 
 
 def take_local(
     full: Tensor, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Tensor:
-    """The part of a full tensor at a mesh coordinate: a view where possible."""
+    """Return the part of a full tensor at a mesh coordinate: a view where possible."""
     for dim, pieces in enumerate(local_runs(full.shape, splits, coords, sizes)):
         if pieces != ((0, full.shape[dim]),):
             full = _take_runs(full, dim, pieces)
@@ -240,7 +240,7 @@ def assemble(
     splits: Sequence[Split],
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """The full tensor of the parts, keyed by the coordinates on the axes of `sizes`, in order.
+    """Assemble a full tensor from parts keyed by the coordinates on the axes of `sizes`, in order.
 
     Parts that are the same because an axis does not cut the tensor may be left out but for one.
     """
@@ -261,6 +261,6 @@ def assemble(
 
 
 def _placed(pieces: Runs) -> list[tuple[int, int, int]]:
-    """(start in the whole, start in the part, length) of each piece."""
+    """Return (start in the full dim, start in the part, length) of each piece."""
     starts = itertools.accumulate((n for _, n in pieces), initial=0)
     return [(begin, here, n) for (begin, n), here in zip(pieces, starts, strict=False)]

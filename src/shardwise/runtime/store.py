@@ -1,6 +1,6 @@
-"""This rank's part of a model: its memory, its gradients, and the whole model when asked for.
+"""This rank's part of a model: its memory, its gradients, and the full model on demand.
 
-Full tensors enter one at a time (`load_full`), so that no rank ever needs the whole model; full
+Full tensors enter one at a time (`load_full`), so that no rank ever needs the full model; full
 tensors leave by `gather_state_dict` and `gather_gradients`, which all ranks call together.
 
 A rank may run several generated modules ("parts", pipeline stages), each several times per step:
@@ -182,7 +182,7 @@ class ParameterStore:
         self.units.forget(key)
 
     def entry(self, name: str) -> Entry:
-        """The parameter of this name or alias."""
+        """Return the parameter of this name or alias."""
         found = self._by_name.get(name)
         if found is None:
             known = [*self._by_name, *self._aliases]
@@ -192,7 +192,7 @@ class ParameterStore:
     # --- what the user sees -------------------------------------------------------------
 
     def parameter(self, entry: Entry) -> nn.Parameter:
-        """The parameter as `pm.parameters()` shows it: of its whole shape, always the same one.
+        """Return the parameter as `pm.parameters()` shows it, of full shape; always the same one.
 
         A plain tensor where every rank has all of it and of its gradient; else one that knows that
         it is a part.
@@ -204,12 +204,12 @@ class ParameterStore:
         return cast(nn.Parameter, self._shards[entry])
 
     def is_whole(self, entry: Entry) -> bool:
-        """Whether every rank of the model has all of what the forward uses."""
+        """Return whether every rank of the model has all that its forward uses."""
         cut = any(self.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
         return not cut and len(self.mesh.groups) == 1 and not entry.spec.borrowed
 
     def names_by_tensor(self) -> dict[int, str]:
-        """The names of tensors that `parameter` gives and of stand-ins, by their ids."""
+        """Return the names of shown parameters and stand-ins, by id."""
         found = {id(self.parameter(entry)): entry.spec.name for entry in self.entries}
         return found | {id(stand_in): name for name, stand_in in self.stand_ins.items()}
 
@@ -292,7 +292,7 @@ class ParameterStore:
         )
 
     def holds(self, name: str) -> bool:
-        """Whether this rank stores some of this parameter or buffer."""
+        """Return whether this rank stores some of this parameter or buffer."""
         return name in self._by_name or name in self._aliases
 
     @property
@@ -301,19 +301,19 @@ class ParameterStore:
         return self._aliases
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a full parameter or buffer."""
+        """Return the shape of a full parameter or buffer."""
         if name in self._aliases:
             return tuple(self.buffers[self._aliases[name]].shape)
         return self.entry(name).spec.shape
 
     def stored(self, entry: Entry) -> tuple[Tensor, bool]:
-        """The values that count, and whether they are this rank's piece of the local tensor."""
+        """Return the authoritative values, and whether they are this rank's piece only."""
         piece = entry.apart or entry.zero == 3
         return (entry.piece if piece else entry.leaf).detach(), piece
 
     @torch.no_grad()
     def local_value(self, entry: Entry) -> Tensor:
-        """The local tensor as the forward uses it; for zero 3 the ranks of its axis call this."""
+        """Return the local tensor of the forward; for zero 3 all ranks of its axis call this."""
         if entry.group is None or entry.zero < 3:
             return entry.leaf.detach()
         mine = entry.piece.detach().to(self.device, entry.dtype)
@@ -322,18 +322,18 @@ class ParameterStore:
 
     @torch.no_grad()
     def set_local(self, entry: Entry, tensor: Tensor) -> None:
-        """Replace the local tensor by one of its shape."""
+        """Replace the local tensor's values."""
         assert tuple(tensor.shape) == entry.local_shape, (entry, tensor.shape)
         self._write(entry, 0, tensor)
         if entry.group is not None and entry.zero == 3:
             entry.group.refresh()
 
     def local_of(self, entry: Entry, full: Tensor) -> Tensor:
-        """What of a full tensor the forward uses on this rank."""
+        """Return what the forward uses of a full tensor on this rank."""
         return take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
 
     def piece_of(self, entry: Entry, full: Tensor) -> Tensor:
-        """What of a full tensor this rank's optimizer sees, in the shape of `entry.piece`."""
+        """Return what this rank's optimizer sees of a full tensor, shaped as `entry.piece`."""
         local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
         return local.reshape(-1)[slice(*entry.bounds)] if entry.group is not None else local
 
@@ -351,7 +351,7 @@ class ParameterStore:
 
     @torch.no_grad()
     def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
-        """A full tensor from every rank's local tensor, or from its piece of it."""
+        """Gather a full tensor from every rank's local tensor, or from its piece of it."""
         home = value.device
         value = value.detach().to(self.device)
         if piece and entry.group is not None:
@@ -379,7 +379,7 @@ class ParameterStore:
         return assemble(located, spec.shape, spec.splits, all_axes)
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """Full parameters and persistent buffers under all their names, on every rank."""
+        """Return full parameters and persistent buffers under all their names, on every rank."""
         state: dict[str, Tensor] = {}
         for entry in self.entries:
             if entry.spec.borrowed:
@@ -394,7 +394,7 @@ class ParameterStore:
         return state
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """Full gradients by parameter name, on every rank; None where there is none."""
+        """Return full gradients by parameter name, on every rank; None where there is none."""
         mine = [entry for entry in self.entries if not entry.spec.borrowed]
         return {entry.spec.name: self._full_gradient(entry) for entry in mine}
 
@@ -405,7 +405,7 @@ class ParameterStore:
     # --- gradients -----------------------------------------------------------------------
 
     def gradient(self, entry: Entry) -> Tensor | None:
-        """What this rank holds of the gradient, as a plain tensor."""
+        """Return what this rank holds of the gradient, as a plain tensor."""
         return (entry.piece if entry.zero >= 2 else entry.leaf).grad
 
     @torch.no_grad()
@@ -430,7 +430,7 @@ class ParameterStore:
         return None if grad is None else grad.clone()
 
     def set_gradient(self, entry: Entry, grad: Tensor | None) -> None:
-        """Replace the gradient by one in the form that `gradient` gives."""
+        """Replace the gradient by one in the form that `gradient` returns."""
         entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
         if grad is None:
             return
@@ -465,12 +465,12 @@ class ParameterStore:
                 entry.piece.grad = None
 
     def overflowed(self, entries: Iterable[Entry]) -> bool:
-        """Whether any rank's gradient is infinite or undefined; all ranks of the plan call it."""
+        """Return whether any rank's gradient is infinite or NaN; all ranks of the plan call it."""
         grads = [grad for e in entries if (grad := self.gradient(e)) is not None]
         return overflow_on_any_rank(grads, self.mesh, self.device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to start backward from."""
+        """Return the loss to start backward from."""
         if self.loss_scale == 1.0:
             return loss
         return loss.to(widened(loss.dtype)) * self.loss_scale
@@ -490,7 +490,7 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def step(self, key: Hashable = None, scale: float = 1.0) -> Iterator[None]:
-        """Around the forward and backward of one batch: gradients are added at the end.
+        """Surround forward and backward of one batch; gradients are accumulated at the end.
 
         They are those of the loss times `scale`. Without windows of `forward` and `backward` in
         it, it is one forward and one backward.
@@ -509,7 +509,7 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def forward(self, part: Hashable = 0, key: Hashable = None) -> Iterator[None]:
-        """Around the forward of one micro-batch of a part, in a `step` or `evaluate`."""
+        """Surround the forward of one micro-batch of a part, in a `step` or `evaluate`."""
         self.reducer.begin_window(part, last=False)
         self.units.begin_forward(part, key)
         yield
@@ -518,7 +518,7 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def backward(self, part: Hashable = 0, *, last: bool) -> Iterator[None]:
-        """Around the backward of one micro-batch of a part, or of its weights' gradients alone.
+        """Surround the backward of one micro-batch of a part, or its weight gradients alone.
 
         `last` says that no later one of this step adds to the part's gradients: they are then
         summed over ranks.
@@ -531,7 +531,7 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def evaluate(self, key: Hashable = None) -> Iterator[None]:
-        """Around a forward without gradients."""
+        """Surround a forward without gradients."""
         self.units.begin(("eval", key))
         try:
             with torch.no_grad():
@@ -541,7 +541,7 @@ class ParameterStore:
 
     @torch.no_grad()
     def gather_updates(self, entries: Iterable[Entry]) -> None:
-        """After an optimizer step: give all ranks the ranges that their owners updated."""
+        """Distribute the ranges that their owners updated in an optimizer step to all ranks."""
         updated = set(entries)
         for entry in self.entries:
             if entry in updated and entry.group is None and entry.apart:
@@ -563,7 +563,7 @@ class ParameterStore:
 
 
 def _slots(module: nn.Module, entry: Entry) -> list[tuple[nn.Module, str]]:
-    """Where in the module the entry's parameter is, under any of its names."""
+    """Return where in the module the entry's parameter is, under any of its names."""
     found: list[tuple[nn.Module, str]] = []
     for name in (entry.spec.name, *entry.spec.aliases):
         with contextlib.suppress(AttributeError):

@@ -1,11 +1,12 @@
-"""What happened when on one rank: a `Recorder` collects events on lanes.
+"""Record what happens when on each rank, and merge the events of all ranks into a trace.
 
-Times are `time.perf_counter_ns()`. On CUDA, where the host runs ahead, a span is measured by
-events on the stream that is current at its beginning and end; `take` waits for the device.
+A `Recorder` collects events on lanes. Times are `time.perf_counter_ns()`. On CUDA, where the host
+runs ahead, a span is measured by events on the stream that is current at its beginning and end;
+`take` waits for the device.
 
-Lanes: "step" (a whole `train_step`, with its number), "compute" (actions of the schedule, clipping,
-the optimizer), "groups" (blocks inside of actions), "communication" (what travels, from its start
-until it was waited for) and "waiting" (what of it held this rank up, named after its cause).
+Lanes: "step" (a full `train_step`, with its number), "compute" (actions of the schedule, clipping,
+the optimizer), "groups" (blocks within actions), "communication" (from its start until it was
+waited for) and "waiting" (the part of it that held this rank up, named after its cause).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Recorder:
             )
 
     def take(self) -> list[Event]:
-        """The events since the last time, in the order of their starts. All spans have ended."""
+        """Return the events since the last call, by start. All spans must have ended."""
         events, self._events = self._events, []
         timed, self._timed = self._timed, []
         if timed and self._origin is not None:  # a span may end after the recording it began in
@@ -213,7 +214,7 @@ class _CudaSpan:
         self._spans.append(self)
 
     def event(self, origin: torch.cuda.Event, origin_ns: int) -> Event:
-        """The span in the host's time, once the device is done."""
+        """Return the span in host time, once the device is done."""
         return Event(
             lane=self._lane,
             name=self._name,
@@ -270,16 +271,14 @@ class _Watch:
             ]
 
     def detach(self) -> None:
-        """Remove them."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
-# The events of all ranks together, as a trace.
-#
-# `gather_events` brings all ranks' events to the first, `align` measures how far their clocks are
-# apart, and `merge` makes a trace in the Chrome trace event format, which Perfetto
+# `gather_events` sends all ranks' events to the first, `align` measures the offsets of their
+# clocks, and `merge` makes a trace in the Chrome trace event format, which Perfetto
 # (https://ui.perfetto.dev) and chrome://tracing open.
 
 
@@ -320,7 +319,7 @@ def align(axis: Axis, rounds: int = 8, device: torch.device | str = "cpu") -> Cl
 
 
 def _gathered(axis: Axis, numbers: Sequence[int], device: torch.device | str) -> Tensor:
-    """Everyone's numbers, in the host's memory: a device's copy has really arrived."""
+    """Return all ranks' numbers in host memory, which proves that a device's copy has arrived."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     return axis.all_gather(mine, [len(numbers)] * axis.size).wait().cpu()
 
@@ -328,7 +327,7 @@ def _gathered(axis: Axis, numbers: Sequence[int], device: torch.device | str) ->
 def gather_events(
     axis: Axis, events: Iterable[Event], device: torch.device | str = "cpu"
 ) -> list[list[Event]] | None:
-    """All ranks' events in the order of ranks, on the axis's first rank; None on the others."""
+    """Return all ranks' events by rank on the axis's first rank; None on the others."""
     rows = [[e.lane, e.name, e.start_ns, e.end_ns, dict(e.details)] for e in events]
     text = bytearray(json.dumps(rows, default=str).encode())
     sizes = _gathered(axis, [len(text)], device).tolist()
@@ -352,7 +351,7 @@ def merge(
     clocks: Clocks | None = None,
     about: Mapping[str, str] | None = None,
 ) -> Trace:
-    """One trace of all ranks: a process per rank, a thread per lane, arrows for transfers.
+    """Merge events into one trace: a process per rank, a thread per lane, arrows for transfers.
 
     Its `otherData` says what it is, so that it can be told from others: `about`, and the ranks.
 
@@ -404,7 +403,7 @@ def _ordered(events: Iterable[Event]) -> list[Event]:
 
 
 def _rows(events: Iterable[Event]) -> list[tuple[str, int]]:
-    """For each of the ordered events its lane, and the first row of it where it only nests."""
+    """Return the lane of each of the ordered events, and its first row where it only nests."""
     open_ends: dict[tuple[str, int], list[int]] = {}
     rows = []
     for event in _ordered(events):
@@ -420,7 +419,7 @@ def _rows(events: Iterable[Event]) -> list[tuple[str, int]]:
 
 
 def _arrows(slices: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Flows from the beginning of a send to just before the end of its receive."""
+    """Return flows from the beginning of a send to just before the end of its receive."""
     ends: dict[str, dict[bool, Mapping[str, Any]]] = {}
     for each in slices:
         if "transfer" in each["args"]:
@@ -455,7 +454,7 @@ class Bubbles:
 
 
 def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "compute") -> Bubbles:
-    """How much of one step's time, from the first start to the last end of any rank, was idle.
+    """Return the idle fraction of a step, from the first start to the last end of any rank.
 
     Takes a trace, or events whose ranks have one clock.
     """
@@ -476,7 +475,7 @@ def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "co
 
 
 def own_seconds(events: Sequence[Event]) -> tuple[float, float]:
-    """Seconds in which a rank computed without waiting for others, and in which it waited."""
+    """Return the seconds in which a rank computed without waiting, and in which it waited."""
     waits = [(e.start_ns, e.end_ns) for e in events if e.lane == "waiting"]
     computes = [(e.start_ns, e.end_ns) for e in events if e.lane == "compute"]
     waiting = _busy(waits)
@@ -493,7 +492,7 @@ def _spans_of_trace(trace: Trace, lane: str) -> list[list[tuple[float, float]]]:
 
 
 def _busy(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans."""
+    """Return the length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -535,7 +534,7 @@ def probe(name: str, value: Tensor) -> None:
 
 
 def probing(prefix: str) -> None:
-    """Probes of this thread get this prefix from now on: a stage and a micro-batch."""
+    """Set the prefix of this thread's probes: a stage and a micro-batch."""
     if getattr(_local, "records", None) is not None:
         _local.prefix = prefix
 

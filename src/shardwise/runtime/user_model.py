@@ -1,8 +1,8 @@
-"""Gradient hooks of the user's parameters, applied to complete gradients.
+"""What connects a parallel module to the user's model: gradient hooks, frozen parameters, weights.
 
-On one device a hook sees the whole gradient of one backward. Here a gradient is complete when all
-micro-batches, ranks and stages have added to it; a hook that is not elementwise is then given the
-full tensor, gathered from its parts, and each rank keeps its part of the result.
+On one device a hook sees the full gradient of one backward. Here a gradient is complete when all
+micro-batches, ranks and stages have added to it; a hook that is not elementwise then gets the full
+tensor, gathered from its shards, and each rank keeps its part of the result.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RegisteredHooks:
 
 @contextlib.contextmanager
 def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
-    """Around one step: apply the hooks to its gradients before they are added to earlier ones."""
+    """Apply the hooks to a step's gradients before they are added to earlier ones."""
     by_entry = _by_entry(store, hooks)
     earlier = {entry: store.take_gradient(entry) for entry in by_entry}
     try:
@@ -98,7 +98,7 @@ def _is_foreign(hook: Callable[..., None]) -> bool:
 
 
 def _by_entry(store: ParameterStore, hooks: Sequence[Hook]) -> dict[Entry, list[Hook]]:
-    """The hooks of each parameter whose gradient ends up on this rank, in the store's order."""
+    """Return the hooks of each parameter whose gradient is on this rank, in the store's order."""
     wanted: dict[str, list[Hook]] = {}
     for hook in hooks:
         wanted.setdefault(hook.parameter, []).append(hook)
@@ -139,14 +139,10 @@ def _run(store: ParameterStore, entry: Entry, hook: Hook, grad: Tensor) -> Tenso
     return store.part_of_gradient(entry, result).clone().view(grad.shape)
 
 
-# Which parameters are trained: `requires_grad`, which may change between any two steps.
-#
-# A parameter shows its flag in two places: in `pm.parameters()` and in the user's own model. Both
-# are one switch: `TrainedFlags` notices a change of either, and gives it to the other and to what
-# the programs use. Programs are captured for given flags, so its `frozen()` is a part of their key.
-#
-# A rank shows the parameters of other pipeline stages as stand-ins on meta, so that code which
-# freezes by name does the same on every rank.
+# `requires_grad` may change between any two steps, in `pm.parameters()` or in the user's own model.
+# `TrainedFlags` notices a change of either and passes it to the other and to the programs, which
+# are captured for given flags: `frozen()` is a part of their key. A rank shows the parameters of
+# other pipeline stages as stand-ins on meta, so that code that freezes by name works on every rank.
 
 
 class TrainedFlags:
@@ -171,7 +167,7 @@ class TrainedFlags:
         self._original_flags = [self._trained[name] for name in self._originals]
 
     def frozen(self) -> tuple[str, ...]:
-        """The names of parameters that are not trained, as the user has set it by now."""
+        """Return the names of parameters that are frozen, as currently set by the user."""
         if [shown.requires_grad for shown in self._shown.values()] != self._flags:
             self._follow(self._shown)
         try:
@@ -261,7 +257,7 @@ def _check(pm: ParallelModule, targets: Mapping[str, Tensor], strict: bool) -> N
 
 
 def _held(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
-    """The whole tensor, if this rank's group of ranks is its home."""
+    """Return the full tensor, if this rank's group owns it."""
     store = pm.store
     if not store.holds(name):
         return {}
@@ -275,7 +271,7 @@ def _held(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
 
 
 def describe(pm: ParallelModule) -> str:
-    """The model, its plan, and what this rank holds of it."""
+    """Describe the model, its plan, and what this rank holds of it."""
     held = [pm.store.stored(entry)[0] for entry in pm.store.entries]
     numel = sum(tensor.numel() for tensor in held)
     size = sum(tensor.nbytes for tensor in held)

@@ -104,7 +104,7 @@ class CollectiveBackends:
                     self._of[choice.operation, ranks] = (choice, way)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
-        """A flat tensor in memory that the group shares, if this operation goes through it."""
+        """Return a flat tensor in the group's shared memory, if this operation goes through it."""
         found = self._of.get((operation, group.ranks))
         if found is None or not isinstance(found[1], _Memory) or dtype not in ADDED:
             return None
@@ -124,7 +124,7 @@ class CollectiveBackends:
         return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
-        """This rank's part of the sum; `flat` stays as it is, unless it is a `bucket`."""
+        """Return this rank's part of the sum; `flat` is unchanged unless it is a `bucket`."""
         added = flat.dtype in ADDED
         found = self._find("reduce_scatter", group, flat.nbytes) if added else None
         if found is None:
@@ -144,7 +144,7 @@ class CollectiveBackends:
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None
     ) -> Pending | None:
-        """All ranks' parts, as bytes of any type."""
+        """Return all ranks' parts, as bytes of any dtype."""
         unit = flat.element_size()
         found = self._find("all_gather", group, sum(sizes) * unit)
         if found is None:
@@ -177,7 +177,7 @@ def _open(
     derive: Derive | None,
     limit: float,
 ) -> _Way | None:
-    """The way of a group; None where it has no memory to share, as all of its ranks then find."""
+    """Return a group's shared memory; None on all of its ranks where they cannot share any."""
     if choice.has_trees:
         assert derive is not None
         if str(dist.get_backend(group)) not in BACKENDS:  # several: messages need one

@@ -1,6 +1,7 @@
-"""One thread for communication, and handles for what it was given to do.
+"""Run communication in one thread, and hand out a `Handle` for each job.
 
-After a job has failed, connections are in an unknown state: all later ones fail with its error.
+All ranks submit their jobs in the same order. After a job has failed, connections are in an unknown
+state: all later jobs fail with its error.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Handle:
         self._limit_s = limit_s
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the collective has ended, successfully or not."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it has ended; raises what failed."""
+        """Wait until the collective has ended; raise its error if it failed."""
         limit = self._limit_s if timeout_s is None else timeout_s
         if not self._over.wait(limit):
             raise RankError(f"a collective is not over after {limit:g} s")

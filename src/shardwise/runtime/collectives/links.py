@@ -1,13 +1,12 @@
-"""Sockets between the ranks of one host, for short messages, memory, and the end.
+"""Unix sockets between the ranks of one host: short messages, shared memory, detection of death.
 
-Ranks are on one host when they run on the same boot of a kernel, in the same network namespace,
-and when they have indeed reached each other: the sockets have names that only such processes see,
-leave nothing behind, and carry memory from one process to the other.
+Ranks are on one host when they run on the same boot of a kernel, in the same network namespace, and
+have reached each other: the sockets have names that only such processes see, leave nothing behind,
+and can pass open files, and so memory, to another process.
 
-A wait takes neither a processor nor longer than its time-out. The end of a process ends its
-sockets, so that its death is known at once. Whoever finds that something is wrong calls the roll:
-it says so to all, and everyone who hears it answers. Those who do not are what is wrong, and all
-who do name the same ranks.
+Waiting uses no CPU and always has a time-out. When a process ends, its sockets close, so that its
+death is known at once, without the store and its heartbeats. A rank that detects a failure
+broadcasts a roll call; ranks that do not answer are reported as dead, the same ones everywhere.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Links:
             self._poll.register(peer, select.POLLIN)
 
     def close(self) -> None:
-        """The others find that this rank has ended."""
+        """Close the sockets, which tells the others that this rank has ended."""
         for peer in self._peers.values():
             peer.close()
 
@@ -87,11 +86,11 @@ class Links:
                     self.give_up(f"rank {self.names[other]} does not take messages")
 
     def hear(self, kind: int, what: str) -> dict[int, bytes]:
-        """The next message of every other rank, of this kind; `what` is waited for."""
+        """Return the next message of every other rank; errors say that `what` was waited for."""
         return {other: found.body for other, found in self.hear_files(kind, what).items()}
 
     def hear_files(self, kind: int, what: str) -> dict[int, Message]:
-        """As `hear`, with the open files that came along."""
+        """Return the next messages as `hear` does, with the open files that came along."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             missing = [other for other, came in self._came.items() if not came]
@@ -108,7 +107,7 @@ class Links:
         return found
 
     def _is_over(self, missing: Sequence[int]) -> bool:
-        """Whether it can go no further: a rank that is missing has ended, or some has given up."""
+        """Return whether waiting is futile: a missing rank has ended, or some rank has given up."""
         gave_up = any(m.kind == GAVE_UP for came in self._came.values() for m in came)
         return gave_up or not self._ended.isdisjoint(missing)
 
@@ -174,7 +173,7 @@ class Links:
 
 
 def host_identity() -> str:
-    """The same text for processes that may reach each other's sockets by name; "" if unknown."""
+    """Return a text that processes which can reach each other's sockets share; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         network = os.stat("/proc/self/ns/net")
@@ -184,12 +183,12 @@ def host_identity() -> str:
 
 
 def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """What the ranks of a group are called elsewhere."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def connect(group: dist.ProcessGroup | None, timeout_s: float) -> Links | str:
-    """Links between all ranks of a group, or why there are none; the same kind on all ranks."""
+    """Connect all ranks of a group; return the links, or on all ranks why there are none."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     limit_s = max(timeout_s, MEET_S)
     deadline = time.monotonic() + limit_s
@@ -264,7 +263,7 @@ def _meet(
 def _exchange(
     group: dist.ProcessGroup | None, mine: Sequence[str], timeout_s: float
 ) -> list[list[str]]:
-    """The texts of all ranks."""
+    """Return the texts of all ranks."""
     device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
     data = json.dumps([text.encode("ascii", "replace").decode()[:200] for text in mine]).encode()
     row = torch.zeros(_TABLE_BYTES, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Runs programs of messages on processes.
+"""Run programs of messages on processes.
 
-A thread works through this rank's list, one program after the other: over gloo message by message
-(`message_script`, `message_run`), over NCCL in rounds (`message_rounds`). A wait that takes too
-long ends with an error that names the edge which is the cause, on every rank that waits.
+A thread works through this rank's programs one after the other: over gloo message by message
+(`script`), over NCCL in rounds (`rounds`). A wait that takes too long ends with an error that names
+the edge which is the cause, on every rank that waits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ __all__ = [
 ]
 
 
-# Runs a rank's script over gloo, message by message.
-#
-# Only this rank's own waits are known here; whose fault it is, `blame` finds with the other ranks.
+# Running a rank's script over gloo, message by message. Only this rank's own waits are known here;
+# which edge is the cause, `StallDetector` finds together with the other ranks.
 
 
 TAG = 7_012
@@ -73,7 +72,7 @@ def run_script(
     rank: int,
     timeout_s: float,
 ) -> None:
-    """All acts, then wait for the sends that are still under way."""
+    """Run all acts, then wait for the sends that are still in flight."""
     posted: dict[int, deque[Any]] = {peer: deque() for peer in script.peers}
     sends: list[tuple[Any, int] | None] = []
     limit = timedelta(seconds=timeout_s)
@@ -104,7 +103,7 @@ def run_script(
 
 
 def _lost(script: Script, rank: int, at: int, ended: int) -> EdgeLost:
-    """What act `at` waited for, when those before `ended` had been begun."""
+    """Return what act `at` waited for when the acts before `ended` had begun."""
     act, begun = script.acts[at], script.acts[:ended]
     sent = dict(Counter(a.peer for a in begun if a.kind == "send"))
     posted = dict(Counter(a.peer for a in begun if a.kind == "post"))
@@ -130,11 +129,9 @@ def hang_up(links: Links) -> None:
         return
 
 
-# Runs rounds of messages on a GPU's stream, over NCCL.
-#
-# All rounds are given to a stream at once; then this thread watches how far it has come. NCCL does
-# not say which message it waits for: of the round that is not over in time, the first receive is
-# named, else the first send.
+# Running rounds of messages on a GPU's stream, over NCCL. All rounds are enqueued at once; then
+# this thread polls how far the stream has come. NCCL does not say which message it waits for: of a
+# round that does not finish in time, the first receive is named, else the first send.
 
 
 POLL_S = 100e-6
@@ -148,7 +145,7 @@ def run_on_stream(
     rank: int,
     timeout_s: float,
 ) -> None:
-    """All rounds, after what the current stream has; returns when the device has done them."""
+    """Run all rounds after the current stream's work; return when the device has finished them."""
     device = memory["data"].device
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ends: list[tuple[tuple[Act, ...], torch.cuda.Event]] = []
@@ -169,7 +166,7 @@ def run_on_stream(
 
 
 def lost_edge(acts: Sequence[Act], rank: int) -> EdgeLost:
-    """The edge to name when a round is not over."""
+    """Return the edge to name when a round does not finish."""
     act = next((act for act in acts if act.kind == "take"), acts[0])
     ends = (act.peer, rank) if act.kind == "take" else (rank, act.peer)
     return EdgeLost(Wait(edge=ends, sent={}, posted={}), act.number)
@@ -287,7 +284,7 @@ class Messenger:
         return held
 
     def _named(self, program: MessageProgram, lost: EdgeLost) -> LinkError:
-        """The error for all ranks that wait, with the edge that they wait for in the end."""
+        """Return the error that all waiting ranks raise, with the edge that is the cause."""
         edge = lost.wait.edge
         cause = self._stalls.find_edge(lost.wait, self._hang_up)
         sender, receiver = (self.ranks[end] for end in cause)
@@ -307,7 +304,7 @@ class Messenger:
             hang_up(self._links)
 
     def _check(self, program: MessageProgram, data: Tensor, out: Tensor | None) -> None:
-        """Whether everything has its size and place."""
+        """Check sizes, device and dtype of the tensors."""
         if program.num_ranks != self.num_ranks:
             raise ProgramError(
                 f"a program of {program.num_ranks} ranks on a group of {self.num_ranks}"
@@ -341,7 +338,7 @@ def _backend(group: dist.ProcessGroup) -> str:
 
 
 def _connect(name: str, rank: int, ranks: list[int], timeout_s: float) -> Links:
-    """Connections of gloo between these ranks that nobody else uses."""
+    """Open gloo connections between these ranks that nobody else uses."""
     limit_s = max(timeout_s, MEET_S)
     c10d: Any = torch.distributed.distributed_c10d
     store = c10d._get_default_store().clone()  # another user's wait would hold this one up
@@ -358,7 +355,7 @@ def _connect(name: str, rank: int, ranks: list[int], timeout_s: float) -> Links:
 
 
 def _keep_own(program: MessageProgram, rank: int, data: Tensor, out: Tensor) -> None:
-    """What stays with its rank in an all-to-all."""
+    """Copy the elements of an all-to-all that stay on this rank."""
     for chunk in program.chunks:
         if chunk.source == chunk.target == rank:
             out[chunk.place : chunk.place + chunk.size] = data[chunk.start : chunk.stop]

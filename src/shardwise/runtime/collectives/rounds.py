@@ -1,11 +1,12 @@
-"""Lists of messages as rounds, for libraries whose messages wait for each other.
+"""Arrange messages in rounds, for libraries whose messages wait for each other.
 
-NCCL runs what it is given in order, and a send takes as long as its receiver: lists that are free
-of deadlock when receives are posted ahead are not so here. So each message gets a round, the same
-at both ends, and a rank gives the messages of a round to the library together: when everyone is in
-round k, all of its messages can go. A message comes in a later round than what it is made of, and
-than a send of memory that it overwrites; on an edge, a round has as many as the program's window.
-What is to be added arrives in scratch memory, and is added after the round, in the list's order.
+NCCL runs operations in order, and a send takes as long as its receiver: lists that are free of
+deadlock when receives are posted ahead are not so here. So each message gets a round, the same at
+both ends, and a rank passes the messages of a round to the library together: when every rank is in
+round k, all of its messages can proceed. A message comes in a later round than what it is made of,
+and than a send of memory that it overwrites; on an edge, a round has as many messages as the
+program's window. Operands of additions arrive in scratch memory and are added after the round, in
+the order of the list.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Rounds:
 
 
 def message_rounds(program: MessageProgram) -> dict[Place, int]:
-    """The round of each rank's each instruction."""
+    """Return the round of every instruction of every rank."""
     messages = _messages(program)
     of = {place: number for number, message in enumerate(messages) for place in message}
     later = [(of[a], of[b], wait) for a, b, wait in _constraints(program) if of[a] != of[b]]
@@ -61,7 +62,7 @@ def message_rounds(program: MessageProgram) -> dict[Place, int]:
 
 
 def _messages(program: MessageProgram) -> list[_Message]:
-    """The two ends of every message: the n-th send of an edge is its n-th receive."""
+    """Pair the ends of every message: the n-th send of an edge is its n-th receive."""
     sent: dict[tuple[int, int], list[Place]] = {}
     taken: dict[tuple[int, int], list[Place]] = {}
     for rank, steps in enumerate(program.instructions):
@@ -79,7 +80,7 @@ def _messages(program: MessageProgram) -> list[_Message]:
 
 
 def _constraints(program: MessageProgram) -> Iterator[tuple[Place, Place, int]]:
-    """What must come before what, on one rank, and by how many rounds at least."""
+    """Return the order constraints on one rank, with the minimum distance in rounds."""
     for rank, steps in enumerate(program.instructions):
         last_write: dict[int, Place] = {}
         last_sends: dict[int, list[Place]] = {}
@@ -99,7 +100,7 @@ def _constraints(program: MessageProgram) -> Iterator[tuple[Place, Place, int]]:
 
 
 def _windows(program: MessageProgram, messages: Sequence[_Message]) -> list[tuple[int, int, int]]:
-    """The order of messages on an edge, and how many of them a round may have."""
+    """Return the order constraints of messages on an edge, and limits per round."""
     edges: dict[tuple[int, int], list[int]] = {}
     for number, (sender, receiver) in enumerate(messages):
         edges.setdefault((sender[0], receiver[0]), []).append(number)
@@ -113,7 +114,7 @@ def _windows(program: MessageProgram, messages: Sequence[_Message]) -> list[tupl
 
 
 def write_rounds(program: MessageProgram, rank: int) -> Rounds:
-    """A rank's batches, without those in which it has nothing to do."""
+    """Return a rank's batches, without empty ones."""
     number_of = message_rounds(program)
     mine: dict[int, list[int]] = {}
     for number in range(len(program.instructions[rank])):
@@ -133,7 +134,7 @@ class _Places:
         self.passing: dict[int, Span] = {}
 
     def round(self, numbers: Sequence[int]) -> tuple[Act, ...]:
-        """The acts of a round; its scratch is free again after it, but for what passes through."""
+        """Return the acts of a round, whose scratch is then free but for forwarded messages."""
         acts: list[Act] = []
         used = max((span.stop for span in self.passing.values()), default=0)
         for number in numbers:
@@ -172,7 +173,7 @@ def run_rounds(
     exchange: Exchange,
     after: Callable[[tuple[Act, ...]], None] = lambda acts: None,
 ) -> None:
-    """Exchange each round's messages, and add what came; `after` is called after each."""
+    """Exchange each round's messages and add what arrived; call `after` after each round."""
     for acts in rounds.rounds:
         views = [memory[act.span.memory][act.span.start : act.span.stop] for act in acts]
         exchange([(act.kind, view, act.peer) for act, view in zip(acts, views, strict=True)])

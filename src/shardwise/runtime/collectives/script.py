@@ -1,15 +1,14 @@
-"""One rank's list of messages, made ready to run.
+"""Prepare one rank's list of messages for execution.
 
-All of that follows from the lists
-alone, so it is found once, however often the program runs.
+Everything here follows from the list alone, so it is computed once, however often the program runs.
 
 Receives are posted up to a window ahead on every edge, so that a sender never waits for a rank that
-is busy adding; what is to be added arrives in scratch memory of that window. Sends wait for nobody:
-they leave when the other side has posted its receive.
+is busy adding; operands of additions arrive in scratch memory of that window. Sends wait for
+nobody: they leave when the other side has posted its receive.
 
-What was posted ahead may arrive at any moment. So a chunk is received in its own place only when
-everything before it in the list that touches the chunk has been done; a send of it may still be
-under way if there was one, since a result that holds this rank's part cannot arrive before that
+A message that was posted ahead may arrive at any moment. So a chunk is received in its final place
+only when everything before it in the list that touches the chunk is done; a send of it may still be
+in flight if there was one, since a result that contains this rank's part cannot arrive before that
 part has left.
 """
 
@@ -59,7 +58,7 @@ class Script:
 
 
 def write_script(program: MessageProgram, rank: int) -> Script:
-    """What a rank does, in order."""
+    """Return what a rank does, in order."""
     writer = _Writer(program, rank)
     for number in range(len(writer.steps)):
         writer.step(number)
@@ -99,7 +98,7 @@ class _Writer:
                 self.incoming.setdefault(step.peer, _Incoming()).steps.append(number)
 
     def step(self, number: int) -> None:
-        """What can be posted now, then the instruction itself."""
+        """Post the receives that are possible now, then add the instruction itself."""
         for peer, edge in self.incoming.items():
             self.post(number, peer, edge)
         step = self.steps[number]
@@ -116,7 +115,7 @@ class _Writer:
     # ------------------------------------------------------------ sends
 
     def send(self, number: int, step: Instruction) -> None:
-        """A send; memory of what only passes is bounded, so those wait for a full window."""
+        """Add a send; forwarded messages wait for a full window, which bounds their memory."""
         span = self.passing.pop(step.first, None)
         act = Act("send", number, step.peer, span or self.place(step), None, self.num_sends)
         self.num_sends += 1
@@ -161,7 +160,7 @@ class _Writer:
             edge.next_step += 1
 
     def slot(self, edge: _Incoming, step: Instruction) -> Span:
-        """Scratch for a message that will be added."""
+        """Return scratch for a message that will be added."""
         if edge.scratch < 0:
             sums = [n for n in edge.steps if self.steps[n].kind == "reduce"]
             edge.width = max(self.size(self.steps[number]) for number in sums)
@@ -170,7 +169,7 @@ class _Writer:
         return Span("scratch", first, first + self.size(step))
 
     def arriving(self, step: Instruction) -> Span:
-        """Where a message's elements belong; scratch if they are only passed on."""
+        """Return where a message's elements belong; scratch if they are only forwarded."""
         if self.program.operation != "all_to_all":
             return self.place(step)
         chunk = self.program.chunks[step.first]
@@ -187,7 +186,7 @@ class _Writer:
     # ------------------------------------------------------------ elements
 
     def place(self, step: Instruction) -> Span:
-        """The elements of an instruction's chunks."""
+        """Return the elements of an instruction's chunks."""
         chunks = self.program.chunks
         return Span("data", chunks[step.first].start, chunks[step.stop - 1].stop)
 
@@ -196,8 +195,9 @@ class _Writer:
 
 
 def _touched_before(steps: tuple[Instruction, ...]) -> tuple[list[int], list[bool]]:
-    """The last instruction before each that touches its chunks, or -1; whether those were sent
-    at most once before.
+    """Find for each instruction the last earlier one that touches its chunks, or -1.
+
+    The second list says whether those chunks were sent at most once before.
     """
     last: dict[int, int] = {}
     sent: dict[int, int] = {}

@@ -5,10 +5,10 @@ shared = SharedBuckets.open(group)                # None: the ranks are on sever
     bucket.copy_(gradients)
     shared.all_reduce(bucket).wait()
 
-A rank says where its data are (*here*), and waits until all others have; does its part of the work
-directly in everyone's memory; says that it is *done*, and waits for the others. So there are two
-waits, whatever the number of bytes. What is not in a bucket goes through the *stage*, a segment of
-fixed size, piece by piece.
+A rank announces where its data are (*here*) and waits until all others have; does its part of the
+work directly in everyone's memory; announces that it is *done*, and waits for the others. So there
+are two waits, whatever the number of bytes. Tensors outside of buckets go through the *stage*, a
+segment of fixed size, piece by piece.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ __all__ = [
 ]
 
 
-# Sums of several ranks' memory, block by block, in the order of ranks.
-#
-# A block fits a core's cache, so that it is read from memory once although it is written often.
-# numpy adds in the calling thread alone and without Python's lock; it does not know the types of
-# less than 32 bits that models use: these are added in float32, and rounded once.
+# Sums of several ranks' memory, block by block, in the order of ranks. A block fits a core's cache,
+# so that it is read from memory once although it is written several times. numpy adds in the
+# calling thread alone and without the GIL; it lacks the floating dtypes below 32 bits, which are
+# added in float32 and rounded once.
 
 
 BLOCK_BYTES = 256 << 10
@@ -70,12 +69,12 @@ _KNOWN = {
 
 
 def bytes_of(flat: Tensor) -> Bytes:
-    """A contiguous tensor's memory."""
+    """Return a contiguous tensor's memory."""
     return flat.detach().view(torch.uint8).numpy()
 
 
 def is_summed(dtype: torch.dtype, op: str) -> bool:
-    """Whether `add_up` knows the type; complex numbers have no order."""
+    """Return whether `add_up` supports the dtype; complex numbers have no order."""
     return (dtype in _KNOWN or dtype.is_floating_point) and (op == "sum" or not dtype.is_complex)
 
 
@@ -165,7 +164,7 @@ class Call:
         return f"{self.name}{how} of {self.numel} {str(self.dtype)[6:]}{root}{cut}"
 
     def shown(self, rank: int, piece: range) -> list[tuple[int, int]]:
-        """The ranges of a piece that others read of a rank's memory."""
+        """Return the ranges of a piece that others read from a rank's memory."""
         if self.name == "all_gather":
             return [self._owned(rank, piece)]
         if self.name == "broadcast":
@@ -173,13 +172,13 @@ class Call:
         return _others(self._summed(rank, piece), piece)
 
     def pushed(self, rank: int, piece: range) -> list[tuple[int, int]]:
-        """The ranges of a piece that others write to a rank's memory."""
+        """Return the ranges of a piece that others write to a rank's memory."""
         if self.name == "all_reduce" or (self.name == "reduce" and rank == self.root):
             return _others(self._summed(rank, piece), piece)
         return []
 
     def work(self, rank: int, piece: range, views: Sequence[Bytes], mine: Bytes) -> None:
-        """This rank's part of a piece, in everyone's memory; `mine` is this rank's."""
+        """Do this rank's part of a piece in everyone's memory; `mine` is this rank's."""
         if self.name == "all_gather":
             for other, view in enumerate(views):
                 if other != rank:
@@ -195,12 +194,12 @@ class Call:
             add_up(parts, [parts[other] for other in to], self.dtype, self.op)
 
     def bytes_of(self, elements: tuple[int, int], piece: range) -> slice:
-        """Where a range of elements is in the bytes of a piece."""
+        """Return where a range of elements is in the bytes of a piece."""
         size = self.dtype.itemsize
         return slice((elements[0] - piece.start) * size, (elements[1] - piece.start) * size)
 
     def _summed(self, rank: int, piece: range) -> tuple[int, int]:
-        """The elements of a piece that a rank adds up."""
+        """Return the elements of a piece that a rank adds up."""
         if self.name == "reduce_scatter":
             return self._owned(rank, piece)
         line = _LINE_BYTES // self.dtype.itemsize
@@ -209,21 +208,19 @@ class Call:
         return piece.start + min(first, len(piece)), piece.start + min(last, len(piece))
 
     def _owned(self, rank: int, piece: range) -> tuple[int, int]:
-        """The elements of a piece that belong to a rank by `counts`."""
+        """Return the elements of a piece that belong to a rank by `counts`."""
         ends = list(accumulate(self.counts, initial=0))
         start = min(max(ends[rank], piece.start), piece.stop)
         return start, max(start, min(ends[rank + 1], piece.stop))
 
 
 def _others(part: tuple[int, int], piece: range) -> list[tuple[int, int]]:
-    """What is left of a piece without a part of it."""
+    """Return the ranges of a piece that remain without a part of it."""
     return [(piece.start, part[0]), (part[1], piece.stop)]
 
 
-# Memory that several processes have: each rank's own segment, seen by all.
-#
-# Files without a name hold it, so that nothing is left behind however processes end, and no folder
-# limits its size.
+# Memory that several processes share: each rank's own segment, mapped by all. Anonymous files hold
+# it, so that nothing is left behind however processes end, and no file system limits its size.
 
 
 SEGMENT = ord("S")
@@ -238,13 +235,13 @@ class Segment:
     mine: Tensor
 
     def offset(self, address: int, num_bytes: int) -> int | None:
-        """Where a range of this rank's addresses is in the segment, if it is."""
+        """Return where a range of this rank's addresses is in the segment, if it is."""
         offset = address - self.mine.data_ptr()
         return offset if 0 <= offset <= self.mine.numel() - num_bytes else None
 
 
 def make_segment(links: Links, rank: int, num_bytes: int) -> Segment | str:
-    """A segment of so many bytes, full of zeros, or why there is none; all ranks call it."""
+    """Make a segment of zeros, or return why there is none; all ranks call it."""
     num_bytes = max(num_bytes, 1)
     with contextlib.ExitStack() as opened:
         number, reason = _reserve(num_bytes)
@@ -270,7 +267,7 @@ def make_segment(links: Links, rank: int, num_bytes: int) -> Segment | str:
 
 
 def _reserve(num_bytes: int) -> tuple[int, str]:
-    """An open file of so many bytes, or -1 and why there is none."""
+    """Return an open file of this size, or -1 and the reason."""
     number = -1
     try:
         number = os.memfd_create("shardwise", os.MFD_CLOEXEC)
@@ -339,7 +336,7 @@ class SharedBuckets:
         return None
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A flat tensor of zeros in shared memory: a *bucket*, of the same size on all ranks.
+        """Return a flat tensor of zeros in shared memory: a *bucket*, equally large on all ranks.
 
         Collectives work on it, and on contiguous parts of it, without copies. It is this rank's
         own: others change it only within a collective. Where memory does not suffice, it is a
@@ -359,7 +356,7 @@ class SharedBuckets:
         return segment.mine[:size].view(dtype)
 
     def free(self, bucket: Tensor) -> None:
-        """Share a bucket no longer; its memory is freed when no tensor uses it. All ranks call it,
+        """Stop sharing a bucket; its memory is freed when no tensor uses it. All ranks call it,
         when nothing that uses the bucket is under way.
         """
         found = self._find(bucket)
@@ -367,7 +364,7 @@ class SharedBuckets:
             del self._segments[found[0]]
 
     def is_resident(self, tensor: Tensor) -> bool:
-        """Whether collectives of this tensor need no copies."""
+        """Return whether collectives of this tensor need no copies."""
         return tensor.is_contiguous() and self._find(tensor) is not None
 
     # ------------------------------------------------------------ collectives
@@ -377,7 +374,7 @@ class SharedBuckets:
         return self._call("all_reduce", tensor, op=op)
 
     def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum") -> Handle:
-        """As `all_reduce`, on rank `root` alone; other ranks keep what they have."""
+        """Reduce to rank `root` alone; other ranks keep their values."""
         return self._call("reduce", tensor, op=op, root=root)
 
     def reduce_scatter(self, tensor: Tensor, counts: Sequence[int], op: str = "sum") -> Handle:
@@ -436,7 +433,7 @@ class SharedBuckets:
         return self._thread.start(told, 4 * pieces * self.timeout_s + ROLL_S)
 
     def _find(self, flat: Tensor) -> tuple[int, int] | None:
-        """The number of a tensor's segment and its offset there; the stage is nobody's."""
+        """Return a tensor's segment number and offset; the staging area has none."""
         size = flat.numel() * flat.element_size()
         for number, segment in self._segments.items():
             offset = segment.offset(flat.data_ptr(), size)
@@ -476,7 +473,7 @@ class SharedBuckets:
     def _here(
         self, call: Call, mine: Bytes, place: tuple[int, int] | None, piece: range
     ) -> list[tuple[int, int]]:
-        """Where each rank has the piece, after all have said so."""
+        """Return where each rank has the piece, after all have reported it."""
         size, text = call.dtype.itemsize, str(call).encode()
         if place is None:
             stage = self._segments[_STAGE].ranks[self.rank]

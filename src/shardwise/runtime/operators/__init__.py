@@ -1,4 +1,4 @@
-"""Operators for cuts that need communication or care inside them."""
+"""Operators on sharded dims that communicate or need special care inside."""
 
 from shardwise.runtime.operators.attention import attention, log_softmax, softmax
 from shardwise.runtime.operators.embedding import embedding_rows, grouped_mm

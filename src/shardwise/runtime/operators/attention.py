@@ -1,4 +1,4 @@
-"""Attention where the fused operator does not do: cut rows of a causal mask, dropped weights."""
+"""Attention and softmax where fused operators do not apply: sharded causal masks, dropout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attention(
     shape: tuple[int, ...] = (),
     splits: Splits = (),
 ) -> Tensor:
-    """Scaled dot-product attention.
+    """Compute scaled dot-product attention.
 
     `row_axis` cuts the query rows as `rows`, which a causal mask must know. Dropped weights are
     drawn for the node `key` from the whole weights' `shape`, cut as `splits`.
@@ -58,13 +58,13 @@ def attention(
 
 
 def causal_mask(rows: int, columns: int, first: int, device: torch.device) -> Tensor:
-    """Row i of a shard that begins at row `first` sees columns up to `first + i`."""
+    """Return the causal mask of a shard: its row i sees columns up to `first + i`."""
     positions = torch.arange(first, first + rows, device=device).unsqueeze(1)
     return positions >= torch.arange(columns, device=device)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of masked scores; a row that sees nothing has no weights."""
+    """Return the softmax of masked scores; a fully masked row has zero weights."""
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype == torch.bool:
@@ -79,7 +79,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _shifted(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`x` less the maximum over ranks, its exponentials and their sum over ranks."""
+    """Return `x` minus its maximum over ranks, its exponentials and their sum over ranks."""
     values = x.to(widened(dtype))
     shifted = values - moves.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
     exponentials = shifted.exp()
@@ -122,13 +122,13 @@ class _LogSoftmax(torch.autograd.Function):
 
 @untraced
 def softmax(x: Tensor, axis: Axis, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax along `dim`, which is cut over `axis`."""
+    """Compute softmax along `dim`, which is sharded over `axis`."""
     found = _Softmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return cast(Tensor, found)
 
 
 @untraced
 def log_softmax(x: Tensor, axis: Axis, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Log-softmax along `dim`, which is cut over `axis`."""
+    """Compute log-softmax along `dim`, which is sharded over `axis`."""
     found = _LogSoftmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return cast(Tensor, found)

@@ -1,4 +1,4 @@
-"""Tables and matrices of which a rank holds a range of rows."""
+"""Embedding tables and expert matrices of which a rank holds a range of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["embedding_rows", "grouped_mm"]
 def embedding_rows(
     weight: Tensor, indices: Tensor, axis: Axis, rows: Of, *, padding_idx: int | None = None
 ) -> Tensor:
-    """This rank's term of an embedding whose `rows` are cut over `axis`: zeros for other rows."""
+    """Return this rank's term of an embedding with `rows` sharded over `axis`: zeros for others."""
     require_in_range(indices, whole_length(rows), "embedding")
     start, length = held(axis, rows)
     if length == 0:
@@ -67,7 +67,7 @@ def grouped_mm(
     expert_axis: Axis | None = None,
     experts: Of = 0,
 ) -> Tensor:
-    """Rows sorted by expert times each expert's matrix; `offs` are the ends of all experts' rows.
+    """Multiply rows sorted by expert with the expert's matrix; `offs` are the ends of their rows.
 
     `row_axis` cuts the rows, `expert_axis` the experts; rows of other ranks' experts are zero.
     """

@@ -1,6 +1,6 @@
-"""Tensors whose values depend on the position: a shard computes its own part.
+"""Tensors whose values depend on the position: each shard computes its own part.
 
-`of` tells how the dim is cut (see `splits`), `axis` over which mesh axis.
+`of` describes how the dim is split (see `splits`), `axis` is the mesh axis.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["arange", "eye", "linspace", "nothing", "one_hot", "tril", "triu"]
 
 
 def positions(of: Of, axis: Axis, *, device: torch.device | str | None = None) -> Tensor:
-    """The global positions of this rank's part of a dim."""
+    """Return the global positions of this rank's part of a dim."""
     pieces = [
         torch.arange(start, start + length, device=device)
         for start, length in runs(of, axis.shares, axis.index)
@@ -36,7 +36,7 @@ def arange(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """This rank's part of `torch.arange(start, …, step)`."""
+    """Return this rank's part of `torch.arange(start, …, step)`."""
     at = positions(of, axis, device=device)
     if dtype.is_floating_point:
         at = at.to(torch.float64)
@@ -53,13 +53,13 @@ def linspace(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """This rank's part of `torch.linspace`."""
+    """Return this rank's part of `torch.linspace`."""
     whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
     return take(whole, 0, of, axis)
 
 
 def one_hot(classes: Tensor, of: Of, axis: Axis) -> Tensor:
-    """This rank's classes of `one_hot`: a last dim that is cut."""
+    """Return this rank's classes of `one_hot`, whose last dim is sharded."""
     at = positions(of, axis, device=classes.device)
     return (classes.unsqueeze(-1) == at).to(torch.int64)
 
@@ -75,7 +75,7 @@ def eye(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """This rank's part of the identity matrix."""
+    """Return this rank's part of the identity matrix."""
     row = _places(rows, row_of, row_axis, device)
     column = _places(columns, column_of, column_axis, device)
     return (row.unsqueeze(-1) == column).to(dtype)
@@ -90,7 +90,7 @@ def tril(
     column_of: Of | None = None,
     column_axis: Axis | None = None,
 ) -> Tensor:
-    """The lower triangle of a matrix of which this rank holds some rows or columns."""
+    """Return the lower triangle of a matrix whose rows or columns are sharded."""
     row = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
     column = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
     return torch.where(column <= row.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
@@ -105,7 +105,7 @@ def triu(
     column_of: Of | None = None,
     column_axis: Axis | None = None,
 ) -> Tensor:
-    """The upper triangle of a matrix of which this rank holds some rows or columns."""
+    """Return the upper triangle of a matrix whose rows or columns are sharded."""
     row = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
     column = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
     return torch.where(column >= row.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
@@ -120,7 +120,7 @@ def _places(
 
 
 def nothing(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty tensor of some shape, through which gradients of zero still reach `x`.
+    """Return an empty tensor of some shape, through which zero gradients still reach `x`.
 
     Some operators give empty results that are cut off from their operands; a rank with an empty
     shard would then not come to the collectives of the backward pass.

@@ -1,7 +1,8 @@
-"""Losses over a cut batch, and over cut classes without gathering the scores.
+"""Losses over a sharded batch, and over sharded classes without gathering the scores.
 
-A mean over a cut batch is this rank's sum by the count of all ranks, which comes from the labels
-alone: a partial sum, right for empty shards and for shards whose labels are all ignored.
+A mean over a sharded batch is this rank's sum divided by the count of all ranks, which follows from
+the labels alone: a partial sum, correct for empty shards and for shards whose labels are all
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["cross_entropy", "nll_loss", "partial_loss"]
 
 
 def partial_loss(op: str, *args: Any, count: int, **kwargs: Any) -> Tensor:
-    """This rank's term of the mean over `count` elements of an ATen loss called for each."""
+    """Return this rank's term of an ATen loss's mean over `count` elements."""
     terms = cast(Tensor, getattr(torch.ops.aten, op)(*args, **kwargs))
     return (terms.sum(dtype=widened(terms.dtype)) / count).to(terms.dtype)
 
@@ -42,7 +43,7 @@ def cross_entropy(
     count: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Cross-entropy of class indices or probabilities; dim 1 (0 of one sample) has the classes.
+    """Compute cross-entropy of class indices or probabilities; dim 1 (0 of one sample) is classes.
 
     `class_axis` cuts the classes as `classes`; `batch_axis` cuts what a mean goes over, of `count`
     positions where the target is probabilities.
@@ -91,7 +92,7 @@ def nll_loss(
     batch_axis: Axis | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Negative log-likelihood of class indices; see `cross_entropy`."""
+    """Compute the negative log-likelihood of class indices; see `cross_entropy`."""
     values = logs if dtype is None else logs.to(dtype)
     weighted = values if weight is None else values * _along(weight, logs, _class_dim(logs))
     terms = _picked(weighted, target, ignore_index, class_axis, classes)
@@ -106,14 +107,14 @@ def _class_dim(scores: Tensor) -> int:
 
 
 def _along(weight: Tensor, scores: Tensor, dim: int) -> Tensor:
-    """A tensor of classes, shaped to multiply scores."""
+    """Reshape a tensor of classes so that it multiplies scores."""
     return weight.view([-1 if d == dim else 1 for d in range(scores.dim())])
 
 
 def _held_targets(
     target: Tensor, ignore_index: int, length: int, class_axis: Axis | None, classes: Of
 ) -> tuple[Tensor, Tensor]:
-    """The targets as positions among this rank's `length` classes, and which of them are there."""
+    """Return targets as positions among this rank's `length` classes, and which are local."""
     start = 0 if class_axis is None else held(class_axis, classes)[0]
     here = (target != ignore_index) & (target >= start) & (target < start + length)
     return (target - start).masked_fill(~here, 0), here
@@ -122,7 +123,7 @@ def _held_targets(
 def _picked(
     logs: Tensor, target: Tensor, ignore_index: int, class_axis: Axis | None, classes: Of
 ) -> Tensor:
-    """The negative logs of the targets; zero for those that are ignored or on other ranks."""
+    """Return the targets' negative logs; zero for ignored ones and those of other ranks."""
     dim = _class_dim(logs)
     number = logs.shape[dim] if class_axis is None else whole_length(classes)
     require_in_range(target, number, "the loss", ignored=ignore_index)
@@ -140,7 +141,7 @@ def _divisor(
     classes: Of,
     batch_axis: Axis | None,
 ) -> Tensor:
-    """What a mean divides by: the number of kept targets, or the sum of their weights."""
+    """Return what a mean divides by: the number of targets not ignored, or their weights' sum."""
     if weight is None:
         return summed((target != ignore_index).sum(), batch_axis)
     if weight.numel():

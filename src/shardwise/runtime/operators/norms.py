@@ -1,4 +1,4 @@
-"""Normalizations whose statistics go over dims that are cut.
+"""Normalizations whose statistics are taken over sharded dims.
 
 Mean and variance are summed over ranks in forward, and the two sums of the gradient in one
 all-reduce in backward. Weights and biases stay outside, for autograd.
@@ -72,7 +72,7 @@ def layer_norm(
     count: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Layer norm over the last `num_dims` dims, `count` elements in all, cut over `axis`."""
+    """Compute layer norm over the last `num_dims` dims (`count` elements) sharded over `axis`."""
     result, _, _ = _normalize(x, axis, tuple(range(-num_dims, 0)), count, eps)
     if weight is not None:
         result = result * weight
@@ -92,7 +92,7 @@ def rms_norm(
     count: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """RMS norm over the last `num_dims` dims, `count` elements in all, cut over `axis`."""
+    """Compute RMS norm over the last `num_dims` dims (`count` elements) sharded over `axis`."""
     dims = tuple(range(-num_dims, 0))
     small = torch.finfo(widened(x.dtype)).eps if eps is None else eps
     result, _, _ = _normalize(x, axis, dims, count, small, center=False)
@@ -114,7 +114,7 @@ def batch_norm(
     axis: Axis | None = None,
     count: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Batch norm in training with the whole batch's statistics; then the new running ones, if any.
+    """Compute batch norm with full-batch statistics; return the new running ones too, if any.
 
     `axis` is what batch or space are cut over, `count` the number of elements per channel.
     """
@@ -138,7 +138,7 @@ def batch_norm(
 def _over_batch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axis: Axis, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the mean and the unbiased variance of the whole batch."""
+    """Return the result, the mean and the unbiased variance of the full batch."""
     dims = (0, *range(2, x.dim()))
     shape = [1, -1, *(1 for _ in range(2, x.dim()))]
     result, mean, variance = _normalize(x, axis, dims, count, eps)
@@ -151,13 +151,13 @@ def _over_batch(
 
 
 def _moved(running: Tensor, value: Tensor, momentum: float) -> Tensor:
-    """The running statistic moved towards the batch's."""
+    """Return the running statistic moved towards the batch's."""
     return (running * (1 - momentum) + value * momentum).to(running.dtype)
 
 
 @untraced
 def weight_norm(v: Tensor, axis: Axis, g: Tensor, dim: int) -> Tensor:
-    """`v * (g / |v|)`, the norm over all dims but `dim`, some of them cut over `axis`."""
+    """Return `v * (g / |v|)`, the norm over all dims but `dim`, some sharded over `axis`."""
     others = tuple(d for d in range(v.dim()) if d != dim)
     values = v.to(widened(v.dtype))
     squares = reduce_fanout(values.square().sum(others, keepdim=True), axis)

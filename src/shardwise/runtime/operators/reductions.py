@@ -1,7 +1,7 @@
-"""Reductions over a dim that is cut: partial means, and those that need all ranks inside.
+"""Reductions over a sharded dim: partial means, and those that need all ranks inside.
 
-Every function but `partial_mean` gives each rank the whole result; its gradient is then the same on
-each rank (R=), and the backward pass gives the exact gradient of the local shard.
+Every function but `partial_mean` gives each rank the full result; its gradient is then the same on
+each rank, and the backward pass computes the exact gradient of the local shard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Dims = tuple[int, ...]
 def partial_mean(
     x: Tensor, dims: Dims, keepdim: bool = False, *, count: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """This rank's term of the mean over `count` elements of all ranks."""
+    """Return this rank's term of the mean over `count` elements of all ranks."""
     result = x.dtype if dtype is None else dtype
     return (x.sum(dims, keepdim, dtype=widened(result)) / count).to(result)
 
@@ -53,7 +53,7 @@ def _variance(x: Tensor, axis: Axis, dims: Dims, correction: float, count: int) 
 
 
 def _root(square: Tensor) -> Tensor:
-    """The square root, with gradient zero at zero."""
+    """Compute the square root, with gradient zero at zero."""
     zero = square == 0
     return torch.where(zero, square, torch.where(zero, 1.0, square).sqrt())
 
@@ -62,7 +62,7 @@ def _root(square: Tensor) -> Tensor:
 def var_mean(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean over dims that are cut over `axis`; `count` elements in all."""
+    """Compute variance and mean over dims that are sharded over `axis`, of `count` elements."""
     values = x.to(widened(x.dtype))
     found = _variance(values, axis, dims, correction, count), _mean(values, axis, dims, count)
     return drop(found[0], dims, keepdim).to(x.dtype), drop(found[1], dims, keepdim).to(x.dtype)
@@ -70,14 +70,14 @@ def var_mean(
 
 @untraced
 def var(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int) -> Tensor:
-    """The variance over dims that are cut over `axis`."""
+    """Compute the variance over dims that are sharded over `axis`."""
     found = _variance(x.to(widened(x.dtype)), axis, dims, correction, count)
     return drop(found, dims, keepdim).to(x.dtype)
 
 
 @untraced
 def std(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int) -> Tensor:
-    """The standard deviation over dims that are cut over `axis`."""
+    """Compute the standard deviation over dims that are sharded over `axis`."""
     found = _root(_variance(x.to(widened(x.dtype)), axis, dims, correction, count))
     return drop(found, dims, keepdim).to(x.dtype)
 
@@ -86,7 +86,7 @@ def std(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, cou
 def std_mean(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Standard deviation and mean over dims that are cut over `axis`."""
+    """Compute standard deviation and mean over dims that are sharded over `axis`."""
     values = x.to(widened(x.dtype))
     mean = drop(_mean(values, axis, dims, count), dims, keepdim).to(x.dtype)
     return std(x, axis, dims, keepdim, correction, count), mean
@@ -102,7 +102,7 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The 1- or 2-norm over dims that are cut over `axis`."""
+    """Compute the 1- or 2-norm over dims that are sharded over `axis`."""
     result = x.dtype if dtype is None else dtype
     values = x.to(widened(result))
     if order == 1:
@@ -113,7 +113,7 @@ def vector_norm(
 
 
 def local_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
-    """The extreme of this rank's elements; the operation's identity when it has none."""
+    """Return the extreme of this rank's elements; the operation's identity if it has none."""
     if x.numel():
         return x.amax(dims, keepdim=True) if op == "max" else x.amin(dims, keepdim=True)
     lowest = op == "max"
@@ -144,27 +144,27 @@ class _Extreme(torch.autograd.Function):
 
 @untraced
 def amax(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
-    """The largest elements along dims that are cut over `axis`."""
+    """Return the largest elements along dims that are sharded over `axis`."""
     found = cast(Tensor, _Extreme.apply(x, axis, dims, "max"))  # type: ignore[no-untyped-call]
     return drop(found, dims, keepdim)
 
 
 @untraced
 def amin(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
-    """The smallest elements along dims that are cut over `axis`."""
+    """Return the smallest elements along dims that are sharded over `axis`."""
     found = cast(Tensor, _Extreme.apply(x, axis, dims, "min"))  # type: ignore[no-untyped-call]
     return drop(found, dims, keepdim)
 
 
 @untraced
 def any_true(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
-    """Whether any element along dims that are cut over `axis` is true."""
+    """Return whether any element along dims that are sharded over `axis` is true."""
     return _logical(x, axis, dims, keepdim, "max")
 
 
 @untraced
 def all_true(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
-    """Whether all elements along dims that are cut over `axis` are true."""
+    """Return whether all elements along dims that are sharded over `axis` are true."""
     return _logical(x, axis, dims, keepdim, "min")
 
 
@@ -178,7 +178,7 @@ def _logical(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, op: str) -> Tenso
 def logsumexp(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The logarithm of the sum of exponentials along dims that are cut over `axis`."""
+    """Compute log-sum-exp along dims that are sharded over `axis`."""
     result = x.dtype if dtype is None else dtype
     values = x.to(widened(result))
     top = moves.all_reduce(local_extreme(values.detach(), dims, "max"), axis, "max")

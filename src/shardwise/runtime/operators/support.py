@@ -1,4 +1,4 @@
-"""What operators share: sums over ranks, the range a rank holds, precision of statistics."""
+"""What operators share: sums over ranks, local ranges, statistics, empty shards, index checks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def untraced(function: Function) -> Function:
-    """A compiled program breaks its graph here: communication is never traced."""
+    """Exclude a function from torch.compile: communication is never traced."""
     return cast(Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def summed(x: Tensor, axis: Axis | None) -> Tensor:
-    """The sum over ranks, outside autograd."""
+    """Return the sum over ranks, outside autograd."""
     return x if axis is None else moves.all_reduce(x.detach(), axis)
 
 
@@ -45,20 +45,19 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduced_shape(x: Tensor, dims: tuple[int, ...]) -> list[int]:
-    """The shape with `dims` kept as ones."""
+    """Return the shape with `dims` reduced to ones."""
     kept = {d % max(x.dim(), 1) for d in dims}
     return [1 if d in kept else n for d, n in enumerate(x.shape)]
 
 
 def drop(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """Remove dims of one that a reduction left, unless they are kept."""
+    """Remove dims of size one that a reduction left, unless `keepdim`."""
     return x if keepdim or not x.dim() else x.squeeze(tuple(dims))
 
 
-# Calls of ranks that hold nothing: results without elements, whose gradients are zeros.
-#
-# ATen refuses many operators on tensors without channels, groups or rows. Such a rank still takes
-# part in every collective of the backward pass, so its results stay connected to its operands.
+# Calls of ranks with empty shards. ATen refuses many operators on tensors without channels, groups
+# or rows. Such a rank still takes part in every collective of the backward pass, so its results,
+# which have no elements, stay connected to its operands, which get zero gradients.
 
 
 class _Zeros(torch.autograd.Function):
@@ -88,31 +87,29 @@ class _Zeros(torch.autograd.Function):
 def empty_results(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *operands: Tensor
 ) -> tuple[Tensor, ...]:
-    """Results without elements, connected to the operands, which get zero gradients."""
+    """Return results without elements, connected to the operands, which get zero gradients."""
     results = _Zeros.apply(shapes, dtypes, *operands)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, ...], results)
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) -> Tensor:
-    """One result without elements."""
+    """Return one result without elements."""
     return empty_results((shape,), (dtype,), *operands)[0]
 
 
 def no_channels(
     shape: Sequence[int], dtype: torch.dtype, *operands: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """A convolution over no input channels: zeros, and this rank's term of the bias."""
+    """Return a convolution over no input channels: zeros, and this rank's term of the bias."""
     zeros = empty_result(shape, dtype, *operands)
     if bias is None:
         return zeros
     return zeros + bias.view(-1, *(1 for _ in range(operands[1].dim() - 2)))
 
 
-# Indices that are checked against the whole dim they index, before a rank masks out its part.
-#
-# A rank that holds some rows of a table answers zeros for all others, so an index that no rank
-# holds would silently read zeros. One device raises; so do these operators, on every rank that sees
-# it.
+# Indices are checked against the full dim before a rank masks out its part. A rank that holds some
+# rows of a table returns zeros for all others, so an index that no rank holds would silently read
+# zeros. One device raises; so do these operators, on every rank that sees the index.
 
 
 def require_in_range(

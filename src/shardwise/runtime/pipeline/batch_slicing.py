@@ -1,8 +1,8 @@
-"""What a rank reads of a batch: its rows of every micro-batch.
+"""Slice a batch: this rank's rows of every micro-batch.
 
-A batch is given whole, or as this rank's part of it (`local_part`): its rows of one micro-batch
-after another. An input without samples, of which something is computed beforehand, or that stages
-here cut in different ways, is read whole; one that no stage here uses not at all.
+A batch is given in full, or as this rank's part of it (`local_part`): its rows of one micro-batch
+after another. An input without samples, from which something is precomputed, or that stages of this
+rank shard differently, is read in full; one that no stage of this rank uses is not read at all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BatchReader:
                     self._whole.add(name)
 
     def beforehand(self, inputs: Mapping[str, Tensor], stage: int) -> tuple[Any, ...]:
-        """What micro-batches of a stage need of the whole batch."""
+        """Compute what micro-batches of a stage need of the full batch."""
         found = self.stages[stage].beforehand
         if found is None:
             return ()
@@ -61,7 +61,7 @@ class BatchReader:
     def microbatch(
         self, inputs: Mapping[str, Tensor], generated: Any, k: int, *, whole: bool
     ) -> Iterator[Tensor]:
-        """This rank's rows of micro-batch `k`, in the order in which the file takes inputs."""
+        """Iterate over this rank's rows of micro-batch `k`, in the order of the file's inputs."""
         for name, splits in generated.INPUTS.items():
             tensor = inputs[name]
             if whole or name in self._whole:
@@ -73,7 +73,7 @@ class BatchReader:
             yield rows.to(self.device)
 
     def local_part(self, name: str, tensor: Tensor) -> Tensor:
-        """What this rank reads of a whole input."""
+        """Return what this rank reads of a full input."""
         if name in self._whole:
             return tensor
         if name not in self._splits:
@@ -83,7 +83,7 @@ class BatchReader:
         return torch.cat(rows, self.spec.batch_dims[name])
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what this rank reads of an input."""
+        """Return the shape of what this rank reads of an input."""
         if name in self._whole:
             return self.shapes[name]
         if name not in self._splits:
@@ -92,7 +92,7 @@ class BatchReader:
         return (*rows[0][:dim], sum(shape[dim] for shape in rows), *rows[0][dim + 1 :])
 
     def _row_shapes(self, name: str) -> list[tuple[int, ...]]:
-        """The shapes of this rank's rows of every micro-batch."""
+        """Return the shapes of this rank's rows of every micro-batch."""
         found = []
         for k in range(self.spec.num_microbatches):
             shape = list(self.shapes[name])
@@ -104,7 +104,7 @@ class BatchReader:
         return found
 
     def _rows(self, tensor: Tensor, name: str, splits: Sequence[Split], k: int) -> Tensor:
-        """This rank's rows of one micro-batch of a whole input."""
+        """Return this rank's rows of one micro-batch of a full input."""
         dim = self.spec.batch_dims.get(name)
         if not self.spec.timed and dim is not None:
             tensor = tensor.narrow(dim, *part(tensor.shape[dim], self.spec.num_microbatches, k))

@@ -1,10 +1,10 @@
-"""Runs a step as a list of actions: forwards and backwards of stages and micro-batches.
+"""Run a step as a list of actions: forwards and backwards of stages and micro-batches.
 
 A rank runs its group's list in order. An action waits for what other stages send it and starts to
-send what they wait for; sends never block, so that a schedule which was checked cannot deadlock.
+send what they wait for; sends never block, so that a checked schedule cannot deadlock.
 Receives are posted before the action in front of them is computed.
 
-- F: forward of a stage for one micro-batch; its inputs and the edges of its outputs are kept.
+- F: forward of a stage for one micro-batch; its inputs and the edges of its outputs are saved.
 - B: backward, from the gradients of what the stage sent to those of what it received.
 - I and W: backward in two halves, for the inputs and for the weights.
 """
@@ -91,7 +91,7 @@ class Executor:
     def train(
         self, inputs: Mapping[str, Tensor], *, outputs: bool, scale: float = 1.0, whole: bool = True
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """All actions, inside `store.step`: the loss, and the model's output leaves if asked."""
+        """Run all actions inside `store.step`; return the loss and, on demand, outputs."""
         step = _Step(inputs, whole)
         with self._running(step):
             for action in self._each(step, self.actions):
@@ -103,7 +103,7 @@ class Executor:
     def evaluate(
         self, inputs: Mapping[str, Tensor], *, whole: bool = True
     ) -> tuple[Tensor | None, tuple[Any, ...]]:
-        """The forwards alone: the loss, if there is one, and the model's output leaves."""
+        """Run the forwards alone; return the loss, if there is one, and the output leaves."""
         step = _Step(inputs, whole)
         with self._running(step):
             for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
@@ -112,7 +112,7 @@ class Executor:
             return loss, self._share_outputs(step)
 
     def evaluate_loss(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> Tensor:
-        """The forwards alone: the loss."""
+        """Run the forwards alone; return the loss."""
         step = _Step(inputs, whole)
         with self._running(step):
             for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
@@ -121,7 +121,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _running(self, step: _Step) -> Iterator[None]:
-        """Around a step: all sends are done at its end; nothing is left of one that fails."""
+        """Complete all sends at the end of a step, and clean up after one that fails."""
         self.exchange.begin()
         try:
             yield
@@ -136,7 +136,7 @@ class Executor:
             self.mesh.microbatch, self.mesh.final = 0, True
 
     def _each(self, step: _Step, actions: Sequence[Action]) -> Iterator[Action]:
-        """One action after the other, with the mesh at its micro-batch and receives posted."""
+        """Iterate over actions, with the mesh at their micro-batch and receives posted."""
         for stage in dict.fromkeys(action.stage for action in actions):
             step.before[stage] = self.reader.beforehand(step.inputs, stage)
         for index, action in enumerate(actions):
@@ -179,7 +179,7 @@ class Executor:
             step.flying[stage, k] = _InFlight(received, edges, loss, queue)
 
     def _received(self, stage: int, k: int, training: bool) -> dict[int, Tensor]:
-        """What earlier stages sent for this micro-batch, by transfer."""
+        """Return what earlier stages sent for this micro-batch, by transfer."""
         found: dict[int, Tensor] = {}
         for index, transfer in self.exchange.into.get(stage, ()):
             tensor = self.exchange.arrived((index, k, False))
@@ -237,18 +237,18 @@ class Executor:
     # --- results ---------------------------------------------------------------------------
 
     def _share_loss(self, step: _Step) -> Tensor:
-        """The loss on all ranks."""
+        """Return the loss on all ranks."""
         if self.spec.loss_stage is None:
             raise ProgramError("the model has no loss")
         return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype(), 0)
 
     def _loss_dtype(self) -> torch.dtype:
-        """The type in which terms of the loss are added up."""
+        """Return the dtype in which terms of the loss are added."""
         own = torch_dtype(self.spec.loss_dtype)
         return torch.float32 if own.itemsize < 4 else own
 
     def _share_outputs(self, step: _Step) -> tuple[Any, ...]:
-        """The model's output leaves, whole on every rank."""
+        """Return the model's output leaves, in full on every rank."""
         leaves: list[Any] = []
         given = dict.fromkeys(range(len(self.spec.stages)), 0)
         for number, output in enumerate(self.spec.outputs, start=1):
@@ -280,7 +280,7 @@ class Executor:
 
 
 def _joined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
-    """One leaf of all micro-batches."""
+    """Join one output leaf of all micro-batches."""
     if output.split is not None:
         return join(parts, output.split.dim, output.split.of)
     if output.summed or output.averaged:
@@ -298,5 +298,5 @@ def _sent(generated: Any) -> tuple[str, ...]:
 
 
 def _last(actions: Sequence[Action], kinds: str) -> dict[int, Action]:
-    """The last action of these kinds of every stage."""
+    """Return the last action of these kinds of every stage."""
     return {action.stage: action for action in actions if action.kind in kinds}

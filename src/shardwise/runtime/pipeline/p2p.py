@@ -1,6 +1,6 @@
-"""What the actions of a step send each other: routes, receives posted ahead, sends that retire.
+"""Point-to-point messages of a step: routes, receives posted ahead, sends that nobody waits for.
 
-A message is a `Transfer` of one micro-batch, there (a value) or back (its gradient).
+A message is a `Transfer` of one micro-batch, forward (a value) or backward (its gradient).
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from shardwise.schedules import Action
 __all__ = ["Exchange", "PendingSends"]
 
 
-# Sends that nobody waits for: a thread does, and the next action lets their memory go.
-#
-# Point-to-point works of gloo cannot be asked whether they are done, and waiting for them in the
-# order of actions could block a rank that others wait for. The memory is left to the thread that
-# allocated it: profilers do not see what others free.
+# A thread waits for sends, and the next action releases their memory. gloo's point-to-point works
+# cannot be polled, and waiting for them in the order of actions could block a rank that others wait
+# for. The memory is released in the thread that allocated it, because profilers miss other frees.
 
 
 _Done = Callable[[], None] | None
@@ -179,7 +177,7 @@ class Exchange:
         self.retirement.add(sends, done)
 
     def arrived(self, message: Message) -> Tensor:
-        """What was sent here, once it is."""
+        """Wait for a message and return it."""
         route = self._route(message)
         own = self._kept.pop(message, None)
         if route.is_local:
@@ -199,7 +197,7 @@ class Exchange:
         dtype: torch.dtype,
         number: int,
     ) -> Tensor:
-        """A whole tensor of one stage's ranks, on all ranks; `number` tells such tensors apart."""
+        """Return a full tensor of one stage on all ranks; `number` identifies it."""
         tag = 2 * len(self.spec.transfers) * self.spec.num_microbatches + number
         holders = self.spec.stages[stage].ranks
         others = [r for ranks in self.spec.groups for r in ranks if r not in holders]
@@ -238,7 +236,7 @@ class Exchange:
         return route.receive(self.transport, dtype, self.device, self._tag(message)), start
 
     def _record(self, what: str, message: Message, start: int) -> None:
-        """A send or receive that began at `start` and has now ended."""
+        """Record a send or receive that began at `start` and ends now."""
         index, k, back = message
         self.recorder.add(
             "communication",

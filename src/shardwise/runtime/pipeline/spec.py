@@ -60,7 +60,7 @@ class PipelineSpec:
 
     @staticmethod
     def of(generated: Any) -> PipelineSpec:
-        """What a generated pipeline file says."""
+        """Return the spec of a generated pipeline file."""
         lines = [line.split()[2:] for line in generated.SCHEDULE.strip().splitlines()]
         rows = [[text for text in row if text != "."] for row in lines]
         return PipelineSpec(
@@ -82,7 +82,7 @@ class PipelineSpec:
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     def mesh(self, rank: int, transport: Transport | None = None) -> ProcessMesh:
-        """The mesh of a rank's group, as that rank sees it."""
+        """Return the mesh of a rank's group, as that rank sees it."""
         stage = next(s for s in self.stages if rank in s.ranks)
         return ProcessMesh(
             stage.axes,
@@ -95,7 +95,7 @@ class PipelineSpec:
         )
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank."""
+        """Return the actions of a rank."""
         for ranks, actions in zip(self.groups, self.actions, strict=True):
             if rank in ranks:
                 return actions

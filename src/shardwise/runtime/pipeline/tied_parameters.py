@@ -1,7 +1,8 @@
-"""A parameter that several stages use: kept equal, its gradient summed once.
+"""Parameters that several stages use: keep them equal, and sum their gradients once.
 
-Its home is the first stage that uses it; the others borrow it. After a backward they send their
-gradients home, where they are added; after an optimizer's step the home sends them the new value.
+The first stage that uses a parameter owns it; the others hold replicas. After a backward they send
+their gradients to the owner, which adds them; after an optimizer step the owner sends the new
+value.
 """
 
 from __future__ import annotations

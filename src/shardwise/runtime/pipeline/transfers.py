@@ -1,8 +1,8 @@
-"""Values that travel from the ranks of one stage to those of another.
+"""Transfer values from the ranks of one stage to those of another.
 
-Both sides hold the value in a layout of their own: shards of some dims on some mesh axes, the same
-copy on the others. A rank receives each part that it lacks from one rank that holds it; where
-several hold the same, receivers take turns among them. A gradient travels the same way back.
+Both sides hold the value in a layout of their own: sharded on some mesh axes, replicated on others.
+A rank receives each part that it lacks from one rank that holds it; where several do, receivers
+take turns among them. A gradient takes the same route back.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Holding:
     place: Mapping[str, tuple[int, int]]  # axis -> index, size
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
-        """What `rank` holds of every dim."""
+        """Return what `rank` holds of every dim."""
         return local_runs(self.shape, self.splits, *self._at(rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds."""
+        """Return the shape of what `rank` holds."""
         return local_shape(self.shape, self.splits, *self._at(rank))
 
     def _at(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -75,7 +75,7 @@ class Piece:
     boxes: tuple[Box, ...] = ()
 
     def take(self, local: Tensor) -> Tensor:
-        """The piece as a flat tensor."""
+        """Return the piece as a flat tensor."""
         if not self.boxes:
             return local.contiguous().view(-1)
         return torch.cat([_narrow(local, box).reshape(-1) for box in self.boxes])
@@ -141,7 +141,7 @@ class Route:
         return Arrival(local, waiting, [p for p in self.receives if p.peer == self.rank])
 
     def own(self, local: Tensor) -> Tensor:
-        """What this rank keeps for itself, as one message."""
+        """Return what this rank sends itself, as one message."""
         mine = [piece for piece in self.sends if piece.peer == self.rank]
         return torch.cat([piece.take(local.detach()) for piece in mine])
 
@@ -155,7 +155,7 @@ class Arrival:
     own: list[Piece]
 
     def wait(self, own: Tensor | None = None) -> Tensor:
-        """The tensor, once all pieces are there; `own` is what this rank sent itself."""
+        """Wait for all pieces and return the tensor; `own` is what this rank sent itself."""
         for piece, pending in self.waiting:
             flat = pending.wait()
             if piece.boxes:
@@ -170,7 +170,7 @@ class Arrival:
 
 
 def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
-    """The pieces of which `rank` puts its part together, in coordinates of its local tensor."""
+    """Return the pieces of `rank`'s part, in coordinates of its local tensor."""
     mine = target.runs(rank)
     holders: dict[tuple[Runs, ...], list[int]] = {}
     for other in source.ranks:
@@ -188,7 +188,7 @@ def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
 
 
 def _mirrored(source: Holding, target: Holding, rank: int, peer: int) -> Piece:
-    """What `rank` sends to `peer`, in coordinates of what it holds."""
+    """Return what `rank` sends to `peer`, in coordinates of what it holds."""
     theirs, mine = target.runs(peer), source.runs(rank)
     if theirs == mine:
         return Piece(peer)
@@ -196,7 +196,7 @@ def _mirrored(source: Holding, target: Holding, rank: int, peer: int) -> Piece:
 
 
 def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
-    """Boxes that both hold, in the local coordinates of either, in the same order."""
+    """Return the boxes that both hold, in the local coordinates of either, in the same order."""
     dims = [_common(x, y) for x, y in zip(a, b, strict=True)]
     boxes = list(itertools.product(*dims))
     return (
@@ -206,7 +206,7 @@ def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tup
 
 
 def _common(a: Runs, b: Runs) -> list[tuple[int, int, int]]:
-    """(start in a, start in b, length) of what two lists of runs share."""
+    """Return (start in a, start in b, length) of what two lists of runs share."""
     found = []
     here = 0
     for start, length in a:

@@ -1,7 +1,7 @@
-"""Weight gradients that are computed later, as zero-bubble pipeline schedules need them.
+"""Defer weight gradients, as zero-bubble pipeline schedules require.
 
 A schedule splits backward (B) into input gradients (I) and weight gradients (W). Generated code
-calls these operators in the place of torch's. Without a queue they are the plain ones:
+calls these operators instead of torch's. Without a queue they are equivalent:
 
     queue = WeightQueue()
     with queue.deferring():
@@ -10,9 +10,9 @@ calls these operators in the place of torch's. Without a queue they are the plai
     queue.run()                                 # W
 
 The queue is chosen in forward and not in backward, for two reasons. Autograd calls a leaf's
-post-accumulate hooks even when no gradient has come, so the leaf must not be part of the graph at
-all. And backward of CUDA graphs runs in a thread of autograd's own: what forward found in its
-thread goes with the graph. Ranks that are threads of one process do not mix.
+post-accumulate hooks even when no gradient arrived, so the leaf must not be part of the graph at
+all. And backward on CUDA runs in a thread of autograd's own, so thread-local state of forward has
+to travel with the graph; ranks that are threads of one process do not interfere.
 
 `run` gives the gradients to autograd, which sums those of one leaf, adds them to its `.grad` and
 calls its hooks once, as in a plain backward.
@@ -52,7 +52,7 @@ class _Operator(Protocol):
     def weight_gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted
     ) -> Gradients:
-        """Those of weight and bias that are wanted; the weight's values are not read."""
+        """Return the wanted gradients of weight and bias; the weight's values are not read."""
         ...
 
 
@@ -70,7 +70,7 @@ class _Job:
         self._versions = grad._version, x._version
 
     def compute(self, wanted: Wanted) -> Gradients:
-        """The gradients; what they are made of is let go."""
+        """Return the gradients, and release what they are computed from."""
         grad, x = self._grad, self._x
         assert grad is not None
         assert x is not None
@@ -110,7 +110,7 @@ class WeightQueue:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[WeightQueue]:
-        """The weight gradients of what this thread computes will wait here."""
+        """Collect the weight gradients of what this thread computes here."""
         before, _local.queue = getattr(_local, "queue", None), self
         try:
             yield self
@@ -179,7 +179,7 @@ class _Deferrable(torch.autograd.Function):
 
 
 def _call(operator: _Operator, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The operator, with weight gradients that can be deferred where the weight is a leaf."""
+    """Call the operator, with deferrable weight gradients where the weight is a leaf."""
     if (
         not weight.is_leaf
         or not weight.requires_grad
@@ -203,7 +203,7 @@ def _autocast(device_type: str) -> bool:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """All dims but the last as one; also where there is nothing in them."""
+    """Flatten all dims but the last, also of a tensor without elements."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -309,26 +309,26 @@ _LINEAR, _MATMUL = _Linear(), _Matmul()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, with a deferrable gradient of weight and bias."""
+    """Call `torch.nn.functional.linear`, with a deferrable gradient of weight and bias."""
     if weight.dim() != 2:
         return torch.nn.functional.linear(x, weight, bias)
     return _call(_LINEAR, x, weight, bias)
 
 
 def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`torch.addmm`, with a deferrable gradient of weight and bias."""
+    """Call `torch.addmm`, with a deferrable gradient of weight and bias."""
     return _call(_MATMUL, x, weight, bias)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """`torch.matmul`, with a deferrable gradient of the weight, its second operand."""
+    """Call `torch.matmul`, with a deferrable gradient of the weight, its second operand."""
     if weight.dim() < 2 or (x.dim() < 2 and weight.dim() > 2):
         return torch.matmul(x, weight)
     return _call(_MATMUL, x, weight)
 
 
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
-    """`aten.embedding`, with a deferrable gradient of the weight."""
+    """Call `aten.embedding`, with a deferrable gradient of the weight."""
     return _call(_Embedding(padding_idx), indices, weight)
 
 
@@ -343,7 +343,7 @@ def conv(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`aten.convolution`, with a deferrable gradient of weight and bias."""
+    """Call `aten.convolution`, with a deferrable gradient of weight and bias."""
     operator = _Conv(
         tuple(stride),
         tuple(padding),

@@ -1,9 +1,8 @@
-"""How flat tensors travel between ranks: what a transport offers, and the one of a single rank.
+"""What a transport between ranks offers, and the transport of a single rank.
 
 A transport moves 1-D contiguous tensors within a `Group` of ranks. Everything that knows about
-dims, splits and gradients is built on these operations. Each returns at once with a
-`Pending`; its `wait()` gives the result. All ranks of a group call the same operations in the
-same order.
+dims, splits and gradients is built on these operations. Each returns at once with a `Pending`,
+whose `wait()` returns the result. All ranks of a group call the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Pending:
         return self._finish is None
 
     def then(self, after: Callable[[Tensor], Tensor]) -> Pending:
-        """This tensor transformed once it has arrived."""
+        """Return this tensor transformed once it has arrived."""
         chained = Pending(self._result)
 
         def finish() -> None:
@@ -62,7 +61,7 @@ class Pending:
         return chained
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
-        """The same tensor, waited for inside a context."""
+        """Return the same tensor, waited for inside a context."""
         inside = Pending(self._result)
 
         def finish() -> None:

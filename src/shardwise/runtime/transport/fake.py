@@ -145,7 +145,7 @@ def _repeat(values: Tensor, out: Tensor) -> None:
 
 
 def _later(result: Tensor, *kept: Tensor) -> Pending:
-    """A result that is waited for; `kept` lives until then."""
+    """Return a pending result; `kept` lives until it is waited for."""
 
     def wait() -> None:
         _ = kept

@@ -1,9 +1,9 @@
-"""The transport over `torch.distributed`: gloo on processors, NCCL on GPUs.
+"""The transport over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
 
-What gloo lacks is made of sends and receives (measured on 2 and 4 ranks of one machine, 32 MiB of
-float32): its reduce-scatter takes 184/287 ms, ours 37/72 ms; its all-gather refuses uneven sizes
-and takes 50/169 ms, ours 37/79 ms. Its all-reduce is used as it is.
-Types that a backend does not know travel as bytes, and CUDA tensors over gloo through host memory.
+What gloo lacks is built from sends and receives (measured on 2 and 4 ranks of one machine, 32 MiB
+of float32): its reduce-scatter takes 184/287 ms, ours 37/72 ms; its all-gather refuses uneven sizes
+and takes 50/169 ms, ours 37/79 ms. Its all-reduce is used as it is. Dtypes that a backend lacks
+travel as bytes, and CUDA tensors over gloo through host memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProcessGroupTransport:
         self.ways = CollectiveBackends(choices, derive, self._groups, self._timeout_s)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
-        """Memory from which an operation needs no copies; None unless the group shares some."""
+        """Return memory from which an operation needs no copies, if the group shares some."""
         return self.ways.bucket(numel, dtype, operation, group)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
@@ -144,7 +144,7 @@ class ProcessGroupTransport:
     def _scatter_by_swaps(
         flat: Tensor, sizes: Sequence[int], group: Group, pg: dist.ProcessGroup
     ) -> Pending:
-        """Everyone sends each part to its owner, who adds them in the order of ranks."""
+        """Send each part to its owner, which adds them in the order of ranks."""
         parts = list(torch.split(flat.cpu() if flat.is_cuda else flat, list(sizes)))
         mine = parts[group.index]
         arrived = mine.new_empty(group.size - 1, mine.numel())
@@ -210,7 +210,7 @@ class ProcessGroupTransport:
         return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
 
     def _for(self, tensor: Tensor, group: Group) -> tuple[str, dist.ProcessGroup]:
-        """The backend that will carry the tensor, and the process group."""
+        """Return the backend that will carry the tensor, and the process group."""
         found = self._groups.get(group.ranks)
         if found is None:
             raise ProgramError(
@@ -224,7 +224,7 @@ class ProcessGroupTransport:
 
     @staticmethod
     def _reducible(flat: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], object]]:
-        """A tensor that every backend can reduce, and how to bring its result back."""
+        """Return a tensor that every backend can reduce, and how to convert its result back."""
         if flat.dtype in _REDUCED_BY_GLOO:
             return flat, lambda wire: wire
         if flat.dtype is torch.bool:  # a sum of truths is whether any is true
@@ -264,7 +264,7 @@ def _after(
     finish: Callable[[], object] | None = None,
     keep: Tensor | None = None,
 ) -> Pending:
-    """The result once all works are done; `keep` lives until then."""
+    """Return the result once all works are done; `keep` lives until then."""
 
     def wait() -> None:
         for work in works:
@@ -285,7 +285,7 @@ def process_meshes(
     choices: Sequence[CollectiveChoice] = (),
     derive: Derive | None = None,
 ) -> ProcessMesh:
-    """This rank's mesh, where several groups of ranks have one each; all ranks call it.
+    """Return this rank's mesh, where several groups of ranks have one each; all ranks call it.
 
     `choices` are of collectives that go another way than the library's; `derive` makes programs.
     """
@@ -316,7 +316,7 @@ def process_meshes(
 
 
 def _combinations(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """All combinations of mesh axes, in mesh order."""
+    """Return all combinations of mesh axes, in mesh order."""
     return [
         tuple(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1, 2 ** len(names))
     ]
@@ -327,7 +327,7 @@ def process_mesh(
     combinations: Iterable[Sequence[str]] = (),
     timeout_s: float | None = None,
 ) -> ProcessMesh:
-    """The mesh over the default process group: one group per axis, for the world, and as named."""
+    """Return the mesh over the default process group, with groups per axis and for the world."""
     if not dist.is_initialized():
         return ProcessMesh(axes, 0, LocalTransport())
     wanted = [*([name] for name in axes), *combinations, list(axes)]

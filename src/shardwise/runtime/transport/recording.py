@@ -1,9 +1,9 @@
-"""A transport whose collectives are recorded: what travels, and who waits for it and why.
+"""A transport that records its collectives: what travels, which rank waits for it, and why.
 
-While the recorder
-is paused, a collective costs one call more. Each has a cause: "gradients" for their sums,
-"parameters" for units gathered for use, "update" for what an optimizer changed, and "collectives"
-for all that generated code does. Messages between stages are recorded by `exchange.py`.
+While the recorder is paused, a collective costs one extra call. Each has a cause: "gradients" for
+their sums, "parameters" for units gathered for use, "update" for what an optimizer changed, and
+"collectives" for all others of generated code. Messages between stages are recorded by
+`pipeline.p2p`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecordingTransport:
         self.rank, self.world_size = inner.rank, inner.world_size
 
     def about(self, cause: str) -> RecordingTransport:
-        """The same transport, for collectives of another cause."""
+        """Return the same transport, for collectives of another cause."""
         return RecordingTransport(self.inner, self.recorder, cause)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
@@ -64,7 +64,7 @@ class RecordingTransport:
         )
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
-        """Shared memory, where the transport has some."""
+        """Return shared memory, where the transport has some."""
         make = getattr(self.inner, "bucket", None)
         found: Tensor | None = None if make is None else make(numel, dtype, operation, group)
         return found
@@ -93,5 +93,5 @@ class RecordingTransport:
 
 
 def unwrap_transport(transport: Transport) -> Transport:
-    """What moves the tensors, whoever notes them."""
+    """Return the transport that moves the tensors, without recorders around it."""
     return transport.inner if isinstance(transport, RecordingTransport) else transport

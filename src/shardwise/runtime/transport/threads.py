@@ -1,7 +1,7 @@
 """Ranks as threads of one process that exchange tensors in memory: what the verifier runs on.
 
-Reductions add in the order of ranks, or as `collective` says, so results do not depend on timing.
-Every wait has a time-out, and the first rank that fails releases the others.
+Reductions add in the order of ranks, or as `collective` specifies, so results do not depend on
+timing. Every wait has a time-out, and the first rank that fails releases the others.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ThreadTransport:
     def _other_way(
         self, operation: str, group: Group, inputs: list[Tensor], sizes: Sequence[int] = ()
     ) -> Tensor | None:
-        """This rank's result of an operation that does not go the usual way."""
+        """Return this rank's result of an operation that has no common implementation."""
         if self._collective is None:
             return None
         results = self._collective(operation, group.ranks, inputs, tuple(sizes))
