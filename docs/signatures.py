@@ -56,7 +56,13 @@ def write() -> str:
         _function(f"sw.strategies.{n}", getattr(sw.strategies, n))
         for n in (*sw.strategies.strategy_names(), "make_plan")
     ]
+    names = ("choose", "tune", "solve")
+    parts += ["## Collectives"]
+    parts += [_function(f"sw.collectives.{n}", getattr(sw.collectives, n)) for n in names]
     parts += ["## Classes", *(_class(f"sw.{n}", getattr(sw, n)) for n in classes)]
+    parts += ["## Types", "In `sw.types`."]
+    kinds = [n for n in sw.types.__all__ if inspect.isclass(getattr(sw.types, n))]
+    parts += [_class(f"sw.types.{n}", getattr(sw.types, n)) for n in kinds]
     parts += ["## Fields of `sw.Trainer` and of config files"]
     parts += [_fields(name, getattr(training_config, name)) for name in CONFIGS]
     parts += ["## Command line", *_commands(typer.main.get_command(app), "shardwise")]
