@@ -112,7 +112,7 @@ RULES = {
 #
 #   S(d)  cut on dim d                     its gradient is cut alike
 #   R     whole, all ranks do the same     its gradient is whole
-#   R*    whole, each rank does another    its gradient is a part of a sum
+#   R~    whole, each rank does another    its gradient is a part of a sum
 #         thing with it
 #   P     a part of a sum                  its gradient is whole
 
@@ -142,7 +142,7 @@ def choices(node: Node) -> Iterator[Choice]:
             elif summed and operand.startswith("+"):
                 needs.append("P")  # a bias counts once, not once per rank
             else:
-                needs.append("R*")
+                needs.append("R~")
         gives = "P" if summed else f"S({result.index(axis)})"
         yield Choice(name=f"cut {axis}", needs=tuple(needs), gives=gives)
 
@@ -156,7 +156,7 @@ def choices(node: Node) -> Iterator[Choice]:
 #   slice    R  → S      take one's own part      put the parts together
 #   reduce   P  → R      add up                   nothing
 #   keep     R  → P      rank 0 keeps it, 0 else  nothing
-#   fanout   R  → R*     nothing                  add up
+#   fanout   R  → R~     nothing                  add up
 
 
 def moves(have: str, need: str) -> list[str]:
@@ -164,7 +164,7 @@ def moves(have: str, need: str) -> list[str]:
     if have == need:
         return []
     there = {"S": f"gather{have[1:]}", "P": "reduce", "R": ""}[have[0]]
-    back = {"S": f"slice{need[1:]}", "P": "keep", "R*": "fanout", "R": ""}[
+    back = {"S": f"slice{need[1:]}", "P": "keep", "R~": "fanout", "R": ""}[
         need if need[0] == "R" else need[0]
     ]
     return [move for move in (there, back) if move]

@@ -192,7 +192,7 @@ def tensor() -> Picture:
     picture.text(605, 101, "+")
     picture.shapes[-1] = picture.shapes[-1].replace(COLOURS["ink"], "#222")
     for x, label in (
-        (120, "R*"),
+        (120, "R~"),
         (245, "S(1)"),
         (370, "S(1)"),
         (500, "P"),

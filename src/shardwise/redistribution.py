@@ -1,21 +1,21 @@
 """The table of redistributions: how the placement of a value along one mesh axis can change.
 
 Along a mesh axis a value is sharded (S), a partial sum (P), replicated for work that is the same
-on every rank (R), or replicated for work that differs between ranks (R*). Their gradients are
-g(S) = S, g(P) = R, g(R) = R and g(R*) = P, so each forward fixes its backward:
+on every rank (R), or replicated for work that differs between ranks (R~). Their gradients are
+g(S) = S, g(P) = R, g(R) = R and g(R~) = P, so each forward fixes its backward:
 
     gather          S  -> R    all-gather           | slice
-    gather_fanout   S  -> R*   all-gather           | reduce-scatter
+    gather_fanout   S  -> R~   all-gather           | reduce-scatter
     reduce          P  -> R    all-reduce           | nothing
-    reduce_fanout   P  -> R*   all-reduce           | all-reduce
+    reduce_fanout   P  -> R~   all-reduce           | all-reduce
     reduce_scatter  P  -> S    reduce-scatter       | all-gather
     shard           R  -> S    slice                | all-gather
-    take            R* -> S    slice                | zero-pad
-    fanout          R  -> R*   nothing              | all-reduce
+    take            R~ -> S    slice                | zero-pad
+    fanout          R  -> R~   nothing              | all-reduce
     as_partial      R  -> P    keep on the first    | nothing
     pad             S  -> P    zero-pad             | slice
     all_to_all      S  -> S'   all-to-all           | all-to-all
-    once            R* -> P    keep on the first    | keep on the first
+    once            R~ -> P    keep on the first    | keep on the first
 
 To add one: add its entry here, its function to `runtime/redistribute.py` (with new primitives in
 `runtime/primitives.py`), and say in `layouts/moves.py` when to use it. Verification, cost model,
@@ -96,14 +96,14 @@ def between(held: str, given: str) -> Redistribution | None:
 
 
 register("gather", "S", "R", ALL_GATHER, VIEW)
-register("gather_fanout", "S", "R*", ALL_GATHER, REDUCE_SCATTER)
+register("gather_fanout", "S", "R~", ALL_GATHER, REDUCE_SCATTER)
 register("reduce", "P", "R", ALL_REDUCE, IDENTITY)
-register("reduce_fanout", "P", "R*", ALL_REDUCE, ALL_REDUCE)
+register("reduce_fanout", "P", "R~", ALL_REDUCE, ALL_REDUCE)
 register("reduce_scatter", "P", "S", REDUCE_SCATTER, ALL_GATHER)
 register("shard", "R", "S", SLICE, ALL_GATHER)
-register("take", "R*", "S", SLICE, ZERO_PAD)
-register("fanout", "R", "R*", IDENTITY, ALL_REDUCE)
+register("take", "R~", "S", SLICE, ZERO_PAD)
+register("fanout", "R", "R~", IDENTITY, ALL_REDUCE)
 register("as_partial", "R", "P", KEEP_FIRST, IDENTITY)
 register("pad", "S", "P", ZERO_PAD, VIEW)
 register("all_to_all", "S", "S", ALL_TO_ALL, ALL_TO_ALL)
-register("once", "R*", "P", KEEP_FIRST, KEEP_FIRST)
+register("once", "R~", "P", KEEP_FIRST, KEEP_FIRST)

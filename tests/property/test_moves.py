@@ -2,7 +2,7 @@
 
 A whole tensor lies on a mesh as layout A says; the planned moves run on a thread per rank with the
 runtime's collectives; what arrives must be the same tensor as layout B says. Gradients are checked
-by their types: g(S)=S, g(P)=R, g(R)=R, g(R*)=P.
+by their types: g(S)=S, g(P)=R, g(R)=R, g(R~)=P.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardwise.runtime.splits import Split, take_local
 from shardwise.sharding import placements as pl
 from shardwise.sharding.dims import Structure, choices, length, merge, whole
 from shardwise.sharding.placements import (
-    FANOUT,
     PARTIAL,
+    PARTIAL_GRAD,
     REPLICATE,
     Layout,
     Placement,
@@ -70,7 +70,7 @@ def layouts(draw: Any, dims: tuple[Structure, ...], mesh: dict[str, int], held: 
                 c.dim != s.dim or compatible(c.of, s.of) for _, s in axes if isinstance(s, Shard)
             )
         ]
-        kinds: list[Placement] = [REPLICATE, PARTIAL, FANOUT]
+        kinds: list[Placement] = [REPLICATE, PARTIAL, PARTIAL_GRAD]
         cut = bool(free) and draw(st.integers(0, 4)) > 1
         axes.append((name, draw(st.sampled_from(free if cut else kinds))))
     return Layout(tuple(axes))
@@ -85,7 +85,7 @@ def cases(draw: Any, max_axes: int = 2) -> tuple[dict[str, int], tuple[int, ...]
     held = draw(layouts(dims, mesh, True))
     needed = draw(layouts(dims, mesh, False))
     for axis in mesh:  # the table of SHARDING.md has no such move
-        assume(not (held[axis] == FANOUT and kind(needed[axis]) == "P"))
+        assume(not (held[axis] == PARTIAL_GRAD and kind(needed[axis]) == "P"))
     return mesh, tuple(length(d) for d in dims), held, needed
 
 
@@ -94,8 +94,8 @@ def splits(layout: Layout) -> tuple[Split, ...]:
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """g(S)=S, g(P)=R, g(R)=R, g(R*)=P."""
-    dual = {"P": REPLICATE, "R": REPLICATE, "R*": PARTIAL}
+    """g(S)=S, g(P)=R, g(R)=R, g(R~)=P."""
+    dual = {"P": REPLICATE, "R": REPLICATE, "R~": PARTIAL}
     return Layout(tuple((a, dual.get(kind(p), p)) for a, p in layout.axes))
 
 
@@ -136,12 +136,14 @@ def check(mesh_axes: dict[str, int], shape: tuple[int, ...], held: Layout, neede
     moves = plan_moves(held, needed, mesh_axes, True)
     final = moves[-1].layout if moves else held
     for axis, placement in needed.axes:
-        relaxed = held[axis] == FANOUT and placement == REPLICATE
+        relaxed = held[axis] == PARTIAL_GRAD and placement == REPLICATE
         assert relaxed or kind(final[axis]) == kind(placement), str(final)
     made = torch.Generator().manual_seed(0)
     value = torch.randn(shape, generator=made, dtype=torch.float64)
     weight = torch.randn(shape, generator=made, dtype=torch.float64)
-    given = Layout(tuple((a, FANOUT if final[a] == FANOUT else p) for a, p in needed.axes))
+    given = Layout(
+        tuple((a, PARTIAL_GRAD if final[a] == PARTIAL_GRAD else p) for a, p in needed.axes)
+    )
 
     def run(rank: int, transport: Any) -> None:
         mesh = rt.ProcessMesh(mesh_axes, rank, transport)
@@ -179,7 +181,7 @@ def test_many_moves_keep_value_and_gradient(case: Any) -> None:
 
 def layout(shape: tuple[int, ...], **axes: str) -> Layout:
     """`layout((8,), a="R", b="S(0:2x[4])")`."""
-    plain: dict[str, Placement] = {"R": REPLICATE, "R*": FANOUT, "P": PARTIAL}
+    plain: dict[str, Placement] = {"R": REPLICATE, "R~": PARTIAL_GRAD, "P": PARTIAL}
     return Layout(
         tuple(
             (axis, plain[text] if text in plain else parse_shard(text[2:-1], shape))

@@ -1,6 +1,6 @@
 """The dense oracle of redistributions: what every rank must hold, forward and backward.
 
-A whole tensor X becomes local tensors by kind (S, P, R, R*); a function of `collectives` maps them
+A whole tensor X becomes local tensors by kind (S, P, R, R~); a function of `collectives` maps them
 to local tensors of another kind; both sides are compared with the same whole tensor.
 """
 
@@ -19,7 +19,7 @@ FORWARD = {
     for r in REDISTRIBUTIONS.values()
     if r.name != "once"  # its source is no value that every rank computes alike
 }
-GRADIENT = {"S": "S", "S'": "S'", "P": "R", "R": "R", "R*": "P"}
+GRADIENT = {"S": "S", "S'": "S'", "P": "R", "R": "R", "R~": "P"}
 
 
 @dataclass(frozen=True, kw_only=True)

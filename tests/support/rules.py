@@ -5,7 +5,7 @@
 For each candidate the operands are cut as it needs them, the local call runs on every rank, the
 results are put together as it promises and compared with the whole call, in float64. Then a
 random gradient goes back: the gradient of a shard is a shard, that of a partial sum is the same
-on all ranks, that of a value used for different work (R≠) is a partial sum.
+on all ranks, that of a value used for different work (R~) is a partial sum.
 """
 
 from __future__ import annotations
@@ -198,11 +198,11 @@ def _filled(
 
 
 def _dual(layout: Layout) -> Layout:
-    """Of an operand's gradient: g(S)=S, g(P)=g(R=)=R=, g(R≠)=P."""
+    """Of an operand's gradient: g(S)=S, g(P)=g(R)=R, g(R~)=P."""
 
     def dual(placement: Placement) -> Placement:
         if isinstance(placement, Replicate):
-            return Partial() if placement.differs else placement
+            return Partial() if placement.partial_grad else placement
         return Replicate() if isinstance(placement, Partial) else placement
 
     return Layout(tuple((a, dual(p)) for a, p in layout.axes))

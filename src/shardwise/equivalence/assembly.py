@@ -34,12 +34,12 @@ class Unassembled(Exception):
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a value of this layout lies: S as S, P and R= as R=, R≠ as P."""
+    """How the gradient of a value of this layout lies: S as S, P and R as R, R~ as P."""
     return Layout(tuple((axis, _gradient_placement(p)) for axis, p in layout.axes))
 
 
 def _gradient_placement(placement: Placement) -> Placement:
-    if isinstance(placement, Replicate) and placement.differs:
+    if isinstance(placement, Replicate) and placement.partial_grad:
         return PARTIAL
     return placement if not isinstance(placement, Partial | Replicate) else REPLICATE
 

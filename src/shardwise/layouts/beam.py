@@ -32,7 +32,14 @@ from shardwise.layouts.costs import (
 from shardwise.layouts.problem import Assignment, Task
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
+from shardwise.sharding.placements import (
+    PARTIAL_GRAD,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 
 WHOLE_INPUT = 1e7  # a batch axis uses the part of an input that it loads, wherever it can
 RIVALS = 6  # how many cheaper states a state is compared with
@@ -265,7 +272,7 @@ class Search:
         grad = name in self.facts.carries_grad
         if name in self.made:
             return _made_price(value, held, needed, ranks, grad)
-        if name in self.pure and needed == FANOUT and isinstance(held, Replicate):
+        if name in self.pure and needed == PARTIAL_GRAD and isinstance(held, Replicate):
             grad = False  # a parameter's partial gradient is reduced with the others, in buckets
         return move_cost(value, held, needed, ranks, grad)
 
@@ -293,7 +300,7 @@ def _made_price(
     return move_cost(
         value,
         held,
-        FANOUT if needed == REPLICATE else needed,
+        PARTIAL_GRAD if needed == REPLICATE else needed,
         ranks,
         grad,
         per_byte=PER_MADE_BYTE,

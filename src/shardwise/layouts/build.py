@@ -19,7 +19,7 @@ from shardwise.layouts.options import Demand, Option, Options
 from shardwise.layouts.problem import LayoutTask, Placements, Prices
 from shardwise.layouts.tie_layers import agreeing, families, once_each
 from shardwise.sharding.placements import (
-    FANOUT,
+    PARTIAL_GRAD,
     REPLICATE,
     Layout,
     Partial,
@@ -229,7 +229,7 @@ class _Builder:
             self.built.sources[value], self.built.storages[value] = number, row
 
     def _storages(self, value: str) -> tuple[Placements, ...]:
-        """The ways to store a parameter: as a use needs it, or whole; with R and R≠."""
+        """The ways to store a parameter: as a use needs it, or whole; with R and R~."""
         fixed = self.task.parameters.get(value, {})
         found: dict[Placements, None] = {}
         needs = {need for user in self.users.get(value, ()) for need in self._needs(value, user)}
@@ -245,7 +245,7 @@ class _Builder:
             kinds: list[tuple[Placement, ...]] = []
             for axis, p in zip(self.task.axes, stored, strict=True):
                 differs = isinstance(p, Replicate) and axis.ranks > 1
-                kinds.append((p, FANOUT) if differs and self.pure.may_differ(value) else (p,))
+                kinds.append((p, PARTIAL_GRAD) if differs and self.pure.may_differ(value) else (p,))
             found |= dict.fromkeys(product(*kinds))
         return tuple(found)
 
@@ -310,7 +310,7 @@ class _Builder:
             i
             for row in rows
             for i, p in enumerate(row)
-            if flows and not (p == FANOUT or isinstance(p, Shard))
+            if flows and not (p == PARTIAL_GRAD or isinstance(p, Shard))
         )
 
     def _whole(self, value: str, held: Holding) -> frozenset[int]:
@@ -381,7 +381,7 @@ def _serves(held: Placements, need: Need) -> bool:
     """Whether a value is held as its use takes it."""
     return any(
         all(
-            _stored(wants) == (REPLICATE if has == FANOUT else has)
+            _stored(wants) == (REPLICATE if has == PARTIAL_GRAD else has)
             for has, wants in zip(held, row, strict=True)
         )
         for row in need[0]
@@ -404,7 +404,7 @@ def _legal(held: Placements, pure: frozenset[int], need: Need) -> bool:
     if any(asked is not None and asked != (i in pure) for i, asked in enumerate(demand)):
         return False
     return not any(
-        flows and has == FANOUT and not (wants == FANOUT or isinstance(wants, Shard))
+        flows and has == PARTIAL_GRAD and not (wants == PARTIAL_GRAD or isinstance(wants, Shard))
         for row in rows
         for has, wants in zip(held, row, strict=True)
     )

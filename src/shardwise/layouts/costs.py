@@ -30,9 +30,9 @@ IMPOSSIBLE = float("inf")
 
 
 def kind(placement: Placement) -> str:
-    """Return `S`, `P`, `R` or `R*`: the letter of the table in `redistribution`."""
+    """Return `S`, `P`, `R` or `R~`: the letter of the table in `redistribution`."""
     if isinstance(placement, Replicate):
-        return "R*" if placement.differs else "R"
+        return "R~" if placement.partial_grad else "R"
     return "S" if isinstance(placement, Shard) else "P"
 
 
@@ -60,7 +60,7 @@ def move_cost(
         return IMPOSSIBLE
     kinds = kind(held), kind(needed)
     found = between(*kinds)
-    if found is None or kinds[0] == "R*":
+    if found is None or kinds[0] == "R~":
         return IMPOSSIBLE
     forward, backward = found.forward.volume, found.backward.volume
     if kinds == ("S", "P"):

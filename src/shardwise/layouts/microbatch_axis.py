@@ -20,8 +20,8 @@ from shardwise.layouts.problem import Assignment
 from shardwise.sharding.candidates import Candidate, Cut, candidates, pass_candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
-    FANOUT,
     PARTIAL,
+    PARTIAL_GRAD,
     REPLICATE,
     Partial,
     Placement,
@@ -49,7 +49,7 @@ def assign_time(
     graph: Graph, facts: Facts, axis: str, count: int, cuts: Mapping[str, Placement]
 ) -> Timed:
     """Placements for `count` micro-batches; `cuts` says how inputs are cut."""
-    held: dict[str, Placement] = dict.fromkeys(graph.values, FANOUT)
+    held: dict[str, Placement] = dict.fromkeys(graph.values, PARTIAL_GRAD)
     held |= cuts
     known = values_of_inputs(graph)
     nodes: dict[str, Candidate] = {}
@@ -66,7 +66,7 @@ def assign_time(
         if whole:
             beforehand[node.name] = whole
         for name, given in zip(node.outputs, nodes[node.name].results, strict=True):
-            held[name] = FANOUT if isinstance(given, Replicate) else given
+            held[name] = PARTIAL_GRAD if isinstance(given, Replicate) else given
     assignment = Assignment(
         axis=axis,
         ranks=count,
@@ -126,7 +126,7 @@ def _feed(
     for index, (name, needed) in enumerate(zip(node.inputs, candidate.operands, strict=True)):
         price = _price(held[name], needed, count)
         if price is None and name in known:
-            price = _price(FANOUT, needed, count)
+            price = _price(PARTIAL_GRAD, needed, count)
             if price is not None:
                 price += BEFOREHAND
                 whole.add(index)

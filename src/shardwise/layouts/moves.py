@@ -14,7 +14,7 @@ from shardwise.errors import ProgramError
 from shardwise.layouts.costs import kind
 from shardwise.redistribution import between
 from shardwise.sharding.placements import (
-    FANOUT,
+    PARTIAL_GRAD,
     REPLICATE,
     Cuts,
     Layout,
@@ -74,7 +74,7 @@ def plan_moves(
                 target = REPLICATE
             move((axis,), target)
     partial = [a for a in changed if isinstance(now[a], Partial)]
-    for target in (REPLICATE, FANOUT):
+    for target in (REPLICATE, PARTIAL_GRAD):
         axes = tuple(a for a in partial if needed[a] == target)
         for op in dict.fromkeys(now[a] for a in axes):
             move(tuple(a for a in axes if now[a] == op), target)
@@ -82,8 +82,8 @@ def plan_moves(
         target = needed[axis]
         if isinstance(target, Shard) and now[axis] != target:
             # Without a gradient nothing has to be gathered in backward.
-            move((axis,), target, "R*" if now[axis] == REPLICATE and not carries_grad else None)
-    for held_kind, last in (("R", "R*"), ("R", "P"), ("R*", "P")):
+            move((axis,), target, "R~" if now[axis] == REPLICATE and not carries_grad else None)
+    for held_kind, last in (("R", "R~"), ("R", "P"), ("R~", "P")):
         axes = tuple(a for a in changed if (kind(now[a]), kind(needed[a])) == (held_kind, last))
         if axes:
             move(axes, needed)
@@ -98,9 +98,9 @@ def _relax(held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad:
     axes: list[tuple[str, Placement]] = []
     for axis, need in needed.axes:
         has = held[axis]
-        if not carries_grad and kind(need) == "R*":
-            need = has if kind(has) in ("R", "R*") else REPLICATE
-        if kind(has) == "R*" and kind(need) == "R":
+        if not carries_grad and kind(need) == "R~":
+            need = has if kind(has) in ("R", "R~") else REPLICATE
+        if kind(has) == "R~" and kind(need) == "R":
             need = has  # only work that is itself counted as different uses such a value
         axes.append((axis, need))
     return Layout(tuple(axes))

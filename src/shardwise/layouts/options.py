@@ -34,7 +34,14 @@ from shardwise.layouts.problem import Assignment, LayoutAxis, LayoutTask, Placem
 from shardwise.layouts.tie_layers import roots_of
 from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates, written
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import FANOUT, REPLICATE, Partial, Placement, Replicate, Shard
+from shardwise.sharding.placements import (
+    PARTIAL_GRAD,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 
 PREFIX = 16  # nodes: an embedding and a norm in any notation, or casts of weights
 SMALL = 24  # nodes: here all that `PREFIX` admits is followed
@@ -46,7 +53,7 @@ class Option:
     """One candidate per mesh axis; `needs` and `gives` are placements per operand and result.
 
     They differ from the candidates' where no gradient flows (both kinds of whole are one), and
-    where the same work counts as different (R≠). `pure` are the mesh axes on which the results are
+    where the same work counts as different (R~). `pure` are the mesh axes on which the results are
     pure, which follows from what `demands` say of the operands.
     """
 
@@ -61,7 +68,7 @@ class Option:
 class _Kind:
     """How one mesh axis of an option counts; `demands` by value name."""
 
-    differs: bool = False
+    partial_grad: bool = False
     pure: bool = False
     demands: tuple[tuple[str, bool], ...] = ()
 
@@ -70,7 +77,7 @@ PLAIN = _Kind()
 
 
 class Pure:
-    """Which values may be pure, and of these which may be R≠."""
+    """Which values may be pure, and of these which may be R~."""
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.parameters = frozenset(p.value for p in graph.parameters)
@@ -101,7 +108,7 @@ class Pure:
         return above if len(above) <= PREFIX else None
 
     def may_differ(self, name: str) -> bool:
-        """Whether a whole value may be held as R≠."""
+        """Whether a whole value may be held as R~."""
         known = name in self.ancestors or (name in self.parameters and name in self.carries)
         return known and name not in self.kept and name in self.used
 
@@ -114,7 +121,7 @@ class Pure:
         pure = tuple((n, True) for n in inner)
         found = [_Kind(pure=True, demands=pure)]
         if all(self.may_differ(n) for n in results):
-            found.append(_Kind(differs=True, pure=True, demands=pure))
+            found.append(_Kind(partial_grad=True, pure=True, demands=pure))
         for i, name in enumerate(inner):  # the first operand that is not pure
             found.append(_Kind(demands=(*pure[:i], (name, False))))
         return found
@@ -318,13 +325,19 @@ class Options:
             for candidate, kind in zip(row, kinds, strict=True):
                 p = candidate.operands[position]
                 if isinstance(p, Replicate):
-                    p = FANOUT if flows and (p.differs or kind.differs) else REPLICATE
+                    p = (
+                        PARTIAL_GRAD
+                        if flows and (p.partial_grad or kind.partial_grad)
+                        else REPLICATE
+                    )
                 placements.append(p)
             needs.append(tuple(placements))
             demands.append(tuple(dict(kind.demands).get(name) for kind in kinds))
         gives = tuple(
             tuple(
-                FANOUT if kind.differs and name in self.pure.carries else c.results[position]
+                PARTIAL_GRAD
+                if kind.partial_grad and name in self.pure.carries
+                else c.results[position]
                 for c, kind in zip(row, kinds, strict=True)
             )
             for position, name in enumerate(node.outputs)

@@ -70,7 +70,7 @@ class Prices(Protocol):
     def hold(self, parameter: str, stored: Placements) -> float:
         """What storing a parameter so costs per step: gradient synchronization, optimizer.
 
-        On an axis with R* every rank has a term of the gradient; with R all have the same one.
+        On an axis with R~ every rank has a term of the gradient; with R all have the same one.
         """
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:

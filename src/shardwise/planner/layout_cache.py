@@ -296,7 +296,7 @@ class CallPrices:
         sync = tuple(
             a
             for a, p in layout.axes
-            if isinstance(p, Replicate) and p.differs and self.sizes[a] > 1
+            if isinstance(p, Replicate) and p.partial_grad and self.sizes[a] > 1
         )
         size = self._bytes(found.value, layout)
         if not found.requires_grad:

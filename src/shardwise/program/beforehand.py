@@ -11,7 +11,7 @@ import dataclasses
 from shardwise.ir import Graph, Input, Node, Ref, iter_refs, map_refs
 from shardwise.layouts.microbatch_axis import Timed
 from shardwise.sharding.factors import Facts, node_rule
-from shardwise.sharding.placements import FANOUT
+from shardwise.sharding.placements import PARTIAL_GRAD
 from shardwise.sharding.rule import Call
 
 
@@ -48,7 +48,7 @@ def take_beforehand(
         rewritten,
         dataclasses.replace(facts, calls=calls, rules=rules, dims=dims),
         dataclasses.replace(
-            timed, values={**timed.values, **dict.fromkeys(wanted.values(), FANOUT)}
+            timed, values={**timed.values, **dict.fromkeys(wanted.values(), PARTIAL_GRAD)}
         ),
         restrict(graph, tuple(wanted)),
     )

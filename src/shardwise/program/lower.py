@@ -32,8 +32,8 @@ from shardwise.program.program import (
 from shardwise.program.recompute import mark_recompute, recompute_notes
 from shardwise.program.sources import Sources, find_sources
 from shardwise.sharding.placements import (
-    FANOUT,
     PARTIAL,
+    PARTIAL_GRAD,
     REPLICATE,
     Coordinate,
     Layout,
@@ -105,7 +105,7 @@ class _Lowering:
         self.sizes = dict(mesh.axes)
         place = mesh.coordinate(ranks[0])
         self.coordinate: Coordinate = {a: (place[a], n) for a, n in mesh.axes}
-        whole = [(a, FANOUT if resolved.is_time(a) else REPLICATE) for a in mesh.names]
+        whole = [(a, PARTIAL_GRAD if resolved.is_time(a) else REPLICATE) for a in mesh.names]
         self.whole = Layout(tuple(whole))
         self.values: dict[str, LocalValue] = {}
         self.steps: list[Step] = []
@@ -208,7 +208,7 @@ class _Lowering:
         differing = self.sources.differing
         return Layout(
             tuple(
-                (a, FANOUT if p == REPLICATE and node.outputs[0] in differing[a] else p)
+                (a, PARTIAL_GRAD if p == REPLICATE and node.outputs[0] in differing[a] else p)
                 for a, p in layout.axes
             )
         )
@@ -341,7 +341,7 @@ def _bind_operands(node: Node, call: LocalCall, names: list[str]) -> tuple[Any, 
 def _as_same(layout: Layout) -> Layout:
     """Inside `no_grad` both kinds of whole are one."""
     return Layout(
-        tuple((a, REPLICATE if p == REPLICATE or str(p) == "R*" else p) for a, p in layout.axes)
+        tuple((a, REPLICATE if p == REPLICATE or str(p) == "R~" else p) for a, p in layout.axes)
     )
 
 

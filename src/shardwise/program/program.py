@@ -168,7 +168,7 @@ def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> 
                 raise ProgramError(f"{step.fn} changes axis {axis} of %{source.value}: {step}")
             continue
         loose = source.value not in program.carries_grad  # without a gradient both R are one
-        expected = {held, "R", "R*"} if loose and held in ("R", "R*") else {held}
+        expected = {held, "R", "R~"} if loose and held in ("R", "R~") else {held}
         if kind(before) not in expected or not (kind(after) == given or loose):
             raise ProgramError(
                 f"{step.fn} of %{source.value} over {axis} is {held} -> {given}, "
@@ -185,7 +185,7 @@ def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) ->
             held = local.layout[axis]
             if same_on_axis(local.layout, needed, axis, sizes):
                 continue
-            both = {kind(held), kind(need)} == {"R", "R*"}
+            both = {kind(held), kind(need)} == {"R", "R~"}
             if both and (local.value not in program.carries_grad or not step.grad_enabled):
                 continue
             raise ProgramError(
@@ -207,7 +207,7 @@ def _verify_gives(program: RankProgram, step: Step) -> None:
     for axis, _ in step.needs[0].axes:
         given = {kind(layout[axis]) for layout in flowing}
         taken = {kind(layout[axis]) for layout in operands}
-        if "R*" in given and given | taken != {"R*"}:
+        if "R~" in given and given | taken != {"R~"}:
             raise ProgramError(
                 f"node {step.node} leaves {axis}:{'+'.join(sorted(given))} with partial gradients "
                 f"of operands in {axis}:{'+'.join(sorted(taken))}"
@@ -223,7 +223,7 @@ def _verify_ends(program: RankProgram, sizes: Mapping[str, int], time: str | Non
     ends += [(f"buffer {name}", value) for name, value in program.mutations]
     for what, name in ends:
         for axis, held in program.values[name or ""].layout.axes:
-            wanted = ("P",) if axis == time and what == "the loss" else ("R", "R*")
+            wanted = ("P",) if axis == time and what == "the loss" else ("R", "R~")
             if sizes[axis] > 1 and kind(held) not in wanted:
                 raise ProgramError(f"{what} is left as {axis}:{held}, every rank needs it whole")
     for name in program.sends:

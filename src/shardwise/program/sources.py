@@ -3,7 +3,7 @@
 Enters: `Resolved`. Leaves: `Sources`. On a mesh axis a whole value whose uses all differ between
 ranks has a partial gradient. For a parameter that is synchronized in buckets (`sync`) instead of
 inside backward; the same holds for values computed from parameters alone (a cast or scaled weight,
-a position bias), which are then held as R≠ so that the reduction happens once, at the parameter.
+a position bias), which are then held as R~ so that the reduction happens once, at the parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.layouts.problem import Assignment
 from shardwise.plans import Resolved
 from shardwise.sharding.candidates import Same
 from shardwise.sharding.placements import (
-    FANOUT,
+    PARTIAL_GRAD,
     REPLICATE,
     Layout,
     Placement,
@@ -29,18 +29,18 @@ from shardwise.sharding.placements import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Layouts of all graph sources, sync axes and gather unit of parameters, R≠-held values."""
+    """Layouts of all graph sources, sync axes and gather unit of parameters, R~-held values."""
 
     layouts: Mapping[str, Layout]
     sync: Mapping[str, tuple[str, ...]]
     units: Mapping[str, str]
-    differing: Mapping[str, frozenset[str]]  # mesh axis -> values held as R≠ on it
+    differing: Mapping[str, frozenset[str]]  # mesh axis -> values held as R~ on it
 
     def stored(self, value: str, layout: Layout) -> Layout:
-        """Return the layout of a node's result, with R≠ where all its uses differ."""
+        """Return the layout of a node's result, with R~ where all its uses differ."""
         return Layout(
             tuple(
-                (a, FANOUT if p == REPLICATE and value in self.differing[a] else p)
+                (a, PARTIAL_GRAD if p == REPLICATE and value in self.differing[a] else p)
                 for a, p in layout.axes
             )
         )
@@ -68,11 +68,13 @@ def find_sources(resolved: Resolved) -> Sources:
         )
         sync[parameter.value] = axes
         layouts[parameter.value] = Layout(
-            tuple((a, FANOUT if a in axes or resolved.is_time(a) else p) for a, p in held.axes)
+            tuple(
+                (a, PARTIAL_GRAD if a in axes or resolved.is_time(a) else p) for a, p in held.axes
+            )
         )
     whole = Layout(
         tuple(
-            (a.axis, FANOUT if resolved.is_time(a.axis) else REPLICATE)
+            (a.axis, PARTIAL_GRAD if resolved.is_time(a.axis) else REPLICATE)
             for a in resolved.assignments
         )
     )
@@ -103,12 +105,12 @@ def differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[st
             n in differs and differs[n] and n not in equal for n in node.outputs if n in carries
         )
         through = through and any(n in carries for n in node.outputs)
-        if not through:  # of a split's parts either all are R≠, or none
+        if not through:  # of a split's parts either all are R~, or none
             equal |= {n for n in node.outputs if n in differs}
         for name, needed in zip(node.inputs, candidate.operands, strict=True):
             if name not in differs or not node.grad_enabled or name not in carries:
                 continue
-            if needed == FANOUT or isinstance(needed, Shard) or through:
+            if needed == PARTIAL_GRAD or isinstance(needed, Shard) or through:
                 differs[name] = True
             else:
                 equal.add(name)

@@ -75,7 +75,7 @@ def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def gather_fanout(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R*: gather all shards, for work that differs between ranks."""
+    """S -> R~: gather all shards, for work that differs between ranks."""
     return redistribute("gather_fanout", x, axis, dim, of)
 
 
@@ -86,7 +86,7 @@ def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def reduce_fanout(x: Tensor, axis: Axis) -> Tensor:
-    """P -> R*: sum over ranks, for work that differs between ranks."""
+    """P -> R~: sum over ranks, for work that differs between ranks."""
     return redistribute("reduce_fanout", x, axis)
 
 
@@ -101,12 +101,12 @@ def shard(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R* -> S: return this rank's part, when gradients are summed over ranks elsewhere."""
+    """R~ -> S: return this rank's part, when gradients are summed over ranks elsewhere."""
     return redistribute("take", x, axis, dim, of)
 
 
 def fanout(x: Tensor, axis: Axis) -> Tensor:
-    """R -> R*: pass a value to work that differs between ranks."""
+    """R -> R~: pass a value to work that differs between ranks."""
     return redistribute("fanout", x, axis)
 
 
@@ -127,5 +127,5 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
 
 
 def once(x: Tensor, axis: Axis) -> Tensor:
-    """R* -> P: keep the value on the first rank, zeros on the others, and so its gradient."""
+    """R~ -> P: keep the value on the first rank, zeros on the others, and so its gradient."""
     return redistribute("once", x, axis)

@@ -25,7 +25,14 @@ from shardwise.sharding.dims import (
     section,
     whole,
 )
-from shardwise.sharding.placements import FANOUT, PARTIAL, REPLICATE, Partial, Placement, Shard
+from shardwise.sharding.placements import (
+    PARTIAL,
+    PARTIAL_GRAD,
+    REPLICATE,
+    Partial,
+    Placement,
+    Shard,
+)
 from shardwise.sharding.rule import Dim, Dims, NodeRule, Part
 
 
@@ -174,7 +181,7 @@ def same(rule: NodeRule) -> Candidate:
 
 def pass_candidate(rule: NodeRule, operands: frozenset[int]) -> Candidate:
     """Partial sums of these operands pass; the others are used for different work."""
-    needs = tuple(PARTIAL if i in operands else FANOUT for i in range(len(rule.operands)))
+    needs = tuple(PARTIAL if i in operands else PARTIAL_GRAD for i in range(len(rule.operands)))
     return Candidate(Pass(operands), needs, tuple(PARTIAL for _ in rule.results))
 
 
@@ -187,7 +194,7 @@ def cut_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | No
         shard = _place(rule, dims, axis, pattern)
         if shard is None:
             return None
-        if shard is FANOUT:
+        if shard is PARTIAL_GRAD:
             gives.append(REPLICATE if reduce == "same" else Partial(reduce))
         else:
             gives.append(shard)
@@ -196,12 +203,14 @@ def cut_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | No
         shard = _place(rule, dims, axis, pattern)
         if shard is None:
             return None
-        needs.append(PARTIAL if shard is FANOUT and partial and index in rule.additive else shard)
+        needs.append(
+            PARTIAL if shard is PARTIAL_GRAD and partial and index in rule.additive else shard
+        )
     return Candidate(Cut(axis, pattern), tuple(needs), tuple(gives))
 
 
 def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement | None:
-    """The shard of the dim that contains the axis; FANOUT when none does; None: not expressible."""
+    """Return the shard of the dim with this axis, R~ if no dim has it, None if inexpressible."""
     for index, dim in enumerate(dims):
         if isinstance(dim, Part):
             if dim.axis != axis:
@@ -211,7 +220,7 @@ def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement
         if axis in dim:
             placed = _in_product(rule, dim, axis, pattern)
             return None if placed is None else Shard(index, placed)
-    return FANOUT
+    return PARTIAL_GRAD
 
 
 def _in_product(

@@ -21,16 +21,16 @@ from shardwise.shares import part
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank of the axis holds the whole value.
+    """Every rank of the axis holds the full value.
 
-    `differs` says that the ranks use it for different work, so that its gradient is a partial
-    sum (R≠ of the design); otherwise they do the same work and hold the same gradient (R=).
+    With `partial_grad` (R~) the ranks use it for different work, so that each has a term of its
+    gradient; otherwise (R) they do the same work and have the same gradient.
     """
 
-    differs: bool = False
+    partial_grad: bool = False
 
     def __str__(self) -> str:
-        return "R*" if self.differs else "R"
+        return "R~" if self.partial_grad else "R"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ Placement = Replicate | Partial | Shard
 Cuts = tuple[tuple[str, Pattern], ...]  # of one dim: mesh axis and pattern, in mesh order
 SEGMENT = re.compile(r"((?:\d+x)*)\[(\d+)\]((?:x\d+)*)")  # 3x[4]x16
 REPLICATE = Replicate()
-FANOUT = Replicate(differs=True)
+PARTIAL_GRAD = Replicate(partial_grad=True)
 PARTIAL = Partial()
 
 

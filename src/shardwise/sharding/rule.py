@@ -6,7 +6,7 @@ local calls follow.
 A node has an iteration space of named axes. A tensor dim is a product of axes `("c", "h", "e")`,
 a `Part` of a concatenated axis, or `()` for a broadcast dim of one. Cutting an axis over a mesh
 axis cuts every dim that contains it; results that lack it become what `Axis.reduce` says;
-operands that lack it are used for different work on every rank (R≠).
+operands that lack it are used for different work on every rank (R~).
 """
 
 from __future__ import annotations

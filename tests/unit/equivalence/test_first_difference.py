@@ -9,7 +9,7 @@ from shardwise.cluster import Mesh
 from shardwise.emit import emit
 from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_values
 from shardwise.equivalence.edits import instrument
-from shardwise.sharding.placements import FANOUT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from shardwise.sharding.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Shard
 from tests.unit.equivalence import mutations as m
 from tests.unit.equivalence.cases import case
 
@@ -46,7 +46,7 @@ def test_ranks_that_should_agree_and_shapes_are_checked() -> None:
 
 
 def test_gradients_lie_as_the_dual_of_their_value() -> None:
-    layout = Layout((("a", FANOUT), ("b", PARTIAL), ("c", Shard(0, ((1, 4, 1),)))))
+    layout = Layout((("a", PARTIAL_GRAD), ("b", PARTIAL), ("c", Shard(0, ((1, 4, 1),)))))
     assert str(gradient_layout(layout)) == "a:P b:R c:S(0)"
 
 

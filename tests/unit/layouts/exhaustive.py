@@ -18,7 +18,7 @@ from shardwise.program import lower
 from shardwise.sharding.candidates import Same
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
-    FANOUT,
+    PARTIAL_GRAD,
     REPLICATE,
     Layout,
     Partial,
@@ -55,7 +55,7 @@ def lowered_cost(resolved: Resolved, task: LayoutTask, prices: Prices) -> float:
             grad = source.value in program.carries_grad
             total += prices.move(source.value, before, after, grad)
     for storage in program.parameters:
-        stored = tuple(FANOUT if a in storage.sync else p for a, p in storage.layout.axes)
+        stored = tuple(PARTIAL_GRAD if a in storage.sync else p for a, p in storage.layout.axes)
         total += prices.hold(storage.value, stored)
     return total
 
@@ -147,7 +147,7 @@ class Exhaustive:
     def _kinds(self, value: str, row: Placements) -> list[Placements]:
         grows = value in self.facts.carries_grad
         sides = [
-            (p, FANOUT) if grows and isinstance(p, Replicate) and a.ranks > 1 else (p,)
+            (p, PARTIAL_GRAD) if grows and isinstance(p, Replicate) and a.ranks > 1 else (p,)
             for p, a in zip(row, self.task.axes, strict=True)
         ]
         return list(product(*sides))
@@ -203,10 +203,10 @@ class Exhaustive:
                 continue  # inputs and constants are free
             held = self.held[name]
             for h, n in zip(held, need, strict=True):
-                if h == FANOUT and not (n == FANOUT or isinstance(n, Shard)):
+                if h == PARTIAL_GRAD and not (n == PARTIAL_GRAD or isinstance(n, Shard)):
                     return None
             if name in parameters and node.inputs.count(name) == self._count(name):
-                plain = [REPLICATE if h == FANOUT else h for h in held]
+                plain = [REPLICATE if h == PARTIAL_GRAD else h for h in held]
                 wanted = [n if isinstance(n, Shard) else REPLICATE for n in need]
                 if plain != wanted and node.inputs.count(name) == 1:
                     return None  # stored as used
@@ -245,7 +245,7 @@ class Exhaustive:
         return self.paths[key]
 
     def _settled(self) -> bool:
-        """Whether what is R has a use of the same work, where all that differ would make it R≠."""
+        """Whether what is R has a use of the same work, where all that differ would make it R~."""
         pure = self.options.pure
         for name, held in self.held.items():
             if not pure.may_differ(name) or not self.uses.get(name):
@@ -255,7 +255,7 @@ class Exhaustive:
                 if p != REPLICATE or axis.ranks == 1 or inner:
                     continue
                 rows = self.uses[name]
-                if all(r[i] == FANOUT or isinstance(r[i], Shard) for r in rows):
+                if all(r[i] == PARTIAL_GRAD or isinstance(r[i], Shard) for r in rows):
                     return False
         return True
 

@@ -17,12 +17,12 @@ from shardwise.sharding.placements import Layout, Partial, Replicate, Shard, loc
 # are one, all-reduce is two, all-to-all is one rank's part.
 PASSES = {
     ("S", "R"): (1, 0),
-    ("S", "R*"): (1, 1),
+    ("S", "R~"): (1, 1),
     ("P", "R"): (2, 0),
-    ("P", "R*"): (2, 2),
+    ("P", "R~"): (2, 2),
     ("P", "S"): (1, 1),
     ("R", "S"): (0, 1),
-    ("R", "R*"): (0, 2),
+    ("R", "R~"): (0, 2),
     ("S", "S"): (0.25, 0.25),
 }
 
@@ -94,7 +94,7 @@ class LinkPrices:
         size = self._local_bytes(parameter, stored)
         time = self.state_bytes * size / self.memory_bytes_per_s
         for axis, p in zip(self.task.axes, stored, strict=True):
-            if isinstance(p, Replicate) and p.differs:
+            if isinstance(p, Replicate) and p.partial_grad:
                 time += 2 * size * (axis.ranks - 1) / axis.ranks / self.link_bytes_per_s
         return time
 

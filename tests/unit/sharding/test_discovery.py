@@ -111,22 +111,22 @@ def test_elementwise() -> None:
     rule = found("discovery_test.swish.default", f(8, 6), f(6))
     assert rule.discovered
     assert rule.whole is None
-    assert cuts(rule) == [(["S(0)", "R*"], ["S(0)"]), (["S(1)", "S(0)"], ["S(1)"])]
+    assert cuts(rule) == [(["S(0)", "R~"], ["S(0)"]), (["S(1)", "S(0)"], ["S(1)"])]
 
 
 def test_row_wise_normalization_freezes_the_row() -> None:
     rule = found("discovery_test.rows.default", f(8, 4, 6), f(6))
     assert cuts(rule) == [
-        (["S(0)", "R*"], ["S(0)", "S(0)"]),
-        (["S(1)", "R*"], ["S(1)", "S(1)"]),
+        (["S(0)", "R~"], ["S(0)", "S(0)"]),
+        (["S(1)", "R~"], ["S(1)", "S(1)"]),
     ]
 
 
 def test_product_leaves_a_partial_sum() -> None:
     rule = found("discovery_test.product.default", f(8, 6), f(10, 6))
     assert (["S(1)", "S(1)"], ["P"]) in cuts(rule)
-    assert (["S(0)", "R*"], ["S(0)"]) in cuts(rule)
-    assert (["R*", "S(0)"], ["S(1)"]) in cuts(rule)
+    assert (["S(0)", "R~"], ["S(0)"]) in cuts(rule)
+    assert (["R~", "S(0)"], ["S(1)"]) in cuts(rule)
 
 
 def test_permutation_and_equal_sizes() -> None:
@@ -147,8 +147,8 @@ def test_coupled_elements_are_left_whole(op: str) -> None:
 
 def test_integer_operands_stay_in_range() -> None:
     rule = found("discovery_test.lookup.default", f(9, 6), torch.tensor([0, 3, 8, 1]))
-    assert (["R*", "S(0)"], ["S(0)"]) in cuts(rule)
-    assert (["S(1)", "R*"], ["S(1)"]) in cuts(rule)
+    assert (["R~", "S(0)"], ["S(0)"]) in cuts(rule)
+    assert (["S(1)", "R~"], ["S(1)"]) in cuts(rule)
     assert all(operands[0] != "S(0)" for operands, _ in cuts(rule))
 
 
