@@ -2,7 +2,7 @@
 
     python -m benchmarks.calibrate [--csv ../shared/data/published_calibration.csv] [--hold-out]
 
-For each kind of device of `shardwise.calibration.constants`: four factors (products, attention,
+For each kind of device of `shardwise.published.machines`: four factors (products, attention,
 memory, links) that make the simulated step times of all its rows fit the published ones. Residuals
 are logarithms of predicted over published, with a loss that grows linearly beyond 5%; each factor
 is held to its present value with a width of 10%, so that what the rows do not tell stays as it is.
@@ -24,12 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from shardwise.calibration import Entry, read_entries
-from shardwise.calibration.constants import REACHED, Reached
-from shardwise.calibration.devices import read_device
-from shardwise.calibration.machines import cluster_of
-from shardwise.calibration.predict import predict_row
-from shardwise.calibration.statistics import Errors, errors_of
+from shardwise.published import Entry, read_entries
+from shardwise.published.machines import REACHED, Reached, cluster_of, read_device
+from shardwise.published.predict import predict_row
+from shardwise.published.report import Errors, errors_of
 
 SHARED = Path("../shared/data/published_calibration.csv")
 NAMES = ("matmul", "attention", "memory", "link")

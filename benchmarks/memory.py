@@ -33,12 +33,12 @@ import torch.distributed as dist
 import shardwise as sw
 from benchmarks.memory_cases import CASES, Case
 from shardwise import runtime as rt
-from shardwise.api.alone import SingleRank
-from shardwise.api.captured import cast_model
+from shardwise.api.compile import cast_model
+from shardwise.api.memory import SingleRank
 from shardwise.runtime.mesh import axis_groups
 from shardwise.runtime.offload import grow_segments
 from shardwise.runtime.transport.process_group import ProcessGroupTransport, _combinations
-from shardwise.simulation.budget import Budget
+from shardwise.simulation.memory import Budget
 
 STEPS = 3
 LLAMA_8B = {

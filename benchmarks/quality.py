@@ -31,12 +31,10 @@ from shardwise.ir import Graph
 from shardwise.planner.stage_balance import balance
 from shardwise.plans import Precision
 from shardwise.sharding.factors import analyze
-from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import FoldedGraph
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.simulate import works_of
-from shardwise.simulation.times import Group
-from shardwise.simulation.works import WorkloadModel, batch_rows
+from shardwise.simulation.costs import ExecutionConfig, Group
+from shardwise.simulation.estimate import Evaluator, works_of
+from shardwise.simulation.folded_graph import FoldedGraph
+from shardwise.simulation.workload import WorkloadModel, batch_rows
 
 PRECISION = "bf16"
 OUTPUT = Path("benchmarks/results/quality.json")

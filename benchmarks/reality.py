@@ -42,10 +42,10 @@ import shardwise as sw
 from benchmarks.pipeline import machine
 from benchmarks.reality_models import MODELS, Made
 from benchmarks.run import ratio
-from shardwise.api.tuning import tune
 from shardwise.cost import OpTable
 from shardwise.errors import ShardwiseError
 from shardwise.profiling import profile
+from shardwise.tuning.tune import tune
 
 LIMITS = {"ratio": 1.03, "error": 0.15}
 WARM_UP, SCREENED = 1, 2  # rounds of all systems

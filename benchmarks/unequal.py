@@ -31,9 +31,9 @@ from benchmarks.pipeline import machine
 from benchmarks.reality import Job, launch
 from benchmarks.reality_models import MODELS
 from benchmarks.run import ratio
-from shardwise.api.measured import measure_plan
-from shardwise.api.tuning import tune
 from shardwise.profiling import profile
+from shardwise.tuning.measurement_server import measure_plan
+from shardwise.tuning.tune import tune
 
 LIMIT = 1.25
 BURN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"

@@ -30,12 +30,12 @@ from shardwise.collectives.derive import lowered
 from shardwise.collectives.derive import verify as verify_trees
 from shardwise.equivalence import check, double, run_reference
 from shardwise.equivalence.check import make_trials
-from shardwise.equivalence.precision import widen_graph
-from shardwise.equivalence.subject import subject_of
+from shardwise.equivalence.ranks import subject_of
+from shardwise.equivalence.reference import widen_graph
 from shardwise.errors import ShardwiseError
 from shardwise.messages import CollectiveChoice, MessageProgram, interpret
 from shardwise.messages import check as check_messages
-from shardwise.messages.forest import Tree
+from shardwise.messages.trees import Tree
 from tests.unit.equivalence import mutations as m
 
 Tensors = dict[str, torch.Tensor]

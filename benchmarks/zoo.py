@@ -43,8 +43,7 @@ def run_model(name: str, cases: Sequence[Case], dropout: float) -> list[Result]:
     import torch
 
     from shardwise.equivalence import double, run_reference
-    from shardwise.equivalence.precision import widen_graph
-    from shardwise.equivalence.randomness import draws, run_graph_reference
+    from shardwise.equivalence.reference import draws, run_graph_reference, widen_graph
     from shardwise.frontend import capture
 
     torch.set_num_threads(1)

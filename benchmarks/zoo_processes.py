@@ -14,7 +14,7 @@ import torch
 import shardwise as sw
 from shardwise.equivalence.certificate import TOLERANCE, Comparison
 from shardwise.equivalence.certificate import compare as compare_tensors
-from shardwise.equivalence.precision import KeepDouble, TraceDouble
+from shardwise.equivalence.reference import KeepDouble, TraceDouble
 from tests.support import zoo
 
 STEPS, LEARNING_RATE = 2, 1e-3

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.training.integrations.lightning import ShardwiseStrategy
+from shardwise.integrations.lightning import ShardwiseStrategy
 
 
 class Rows(Dataset[dict[str, Tensor]]):

@@ -13,7 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from shardwise.training.integrations.huggingface import ShardwiseTrainer
+from shardwise.integrations.huggingface import ShardwiseTrainer
 
 
 def sentences(rows: int) -> Dataset:

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.calibration.rows import read_entries
+from shardwise.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from shardwise.checkpoint.convert import convert_checkpoint
 from shardwise.cli import main
 from shardwise.collectives import Network, solve
 from shardwise.cost import OpTable
@@ -27,13 +28,12 @@ from shardwise.errors import PlanMismatch, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.messages.check import check as check_messages
-from shardwise.messages.forest import Forest, Tree, Wire
-from shardwise.reporting.recorded import read_trace
+from shardwise.messages.trees import Forest, Tree, Wire
+from shardwise.published.rows import read_entries
+from shardwise.report.recorded import read_trace
 from shardwise.runtime.loader import load
 from shardwise.schedules import Schedule, make
 from shardwise.schedules.check import check as check_schedule
-from shardwise.training.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
-from shardwise.training.checkpoint.convert import convert_checkpoint
 from shardwise.training.reading import load_config
 from shardwise.watch.run import Run
 

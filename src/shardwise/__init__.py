@@ -14,25 +14,24 @@ from shardwise.version import __version__
 if TYPE_CHECKING:
     from shardwise import collectives, errors, schedules, types
     from shardwise.api.advise import advise
-    from shardwise.api.captured import capture
-    from shardwise.api.certify import verify
-    from shardwise.api.compiled import compile
-    from shardwise.api.explanation import explain
-    from shardwise.api.parallel import parallelize
-    from shardwise.api.tuning import tune
+    from shardwise.api.compile import capture, compile
+    from shardwise.api.explain import explain
+    from shardwise.api.parallelize import parallelize
+    from shardwise.api.verify import verify
+    from shardwise.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
     from shardwise.cluster import Cluster, Mesh
     from shardwise.ir import Graph
     from shardwise.planner import strategies
     from shardwise.planner.plan import plan
     from shardwise.plans import Plan, Precision, Stage
-    from shardwise.reporting.build import report
+    from shardwise.report.build import report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
-    from shardwise.simulation.simulate import simulate
+    from shardwise.simulation.estimate import simulate
     from shardwise.training.callbacks import Callback
-    from shardwise.training.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
     from shardwise.training.export import export
     from shardwise.training.trainer import Trainer
+    from shardwise.tuning.tune import tune
 
 
 __all__ = [
@@ -71,7 +70,7 @@ __all__ = [
 
 _HOME = {
     "Callback": "shardwise.training.callbacks",
-    "CheckpointManager": "shardwise.training.checkpoint",
+    "CheckpointManager": "shardwise.checkpoint",
     "Cluster": "shardwise.cluster",
     "Graph": "shardwise.ir",
     "Mesh": "shardwise.cluster",
@@ -80,21 +79,21 @@ _HOME = {
     "Stage": "shardwise.plans",
     "Trainer": "shardwise.training.trainer",
     "advise": "shardwise.api.advise",
-    "capture": "shardwise.api.captured",
+    "capture": "shardwise.api.compile",
     "clip_grad_norm_": "shardwise.runtime",
-    "compile": "shardwise.api.compiled",
-    "explain": "shardwise.api.explanation",
+    "compile": "shardwise.api.compile",
+    "explain": "shardwise.api.explain",
     "export": "shardwise.training.export",
-    "load_checkpoint": "shardwise.training.checkpoint",
+    "load_checkpoint": "shardwise.checkpoint",
     "optimizer": "shardwise.runtime",
-    "parallelize": "shardwise.api.parallel",
+    "parallelize": "shardwise.api.parallelize",
     "plan": "shardwise.planner.plan",
     "register_rule": "shardwise.sharding",
-    "report": "shardwise.reporting.build",
-    "save_checkpoint": "shardwise.training.checkpoint",
-    "simulate": "shardwise.simulation.simulate",
-    "tune": "shardwise.api.tuning",
-    "verify": "shardwise.api.certify",
+    "report": "shardwise.report.build",
+    "save_checkpoint": "shardwise.checkpoint",
+    "simulate": "shardwise.simulation.estimate",
+    "tune": "shardwise.tuning.tune",
+    "verify": "shardwise.api.verify",
 }
 _MODULES = {
     "collectives": "shardwise.collectives",

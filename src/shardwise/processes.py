@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from shardwise.errors import LaunchError, RankError, ShardwiseError
-from shardwise.pages import keep_pages
+from shardwise.malloc_tuning import keep_pages
 
 __all__ = [
     "TIMEOUT_S",

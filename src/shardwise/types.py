@@ -6,29 +6,28 @@ Unlike `import shardwise`, importing this module imports torch.
 """
 
 from shardwise.api.advise import Advice, AdviceRow
-from shardwise.api.compiled import PipelineProgram, Program
+from shardwise.api.compile import PipelineProgram, Program
 from shardwise.api.steps import Plans
 from shardwise.api.weights import Init
+from shardwise.checkpoint import Loaded, Saving
+from shardwise.checkpoint.optimizer_state import Optimizers
 from shardwise.cluster import ClusterNode, Device, Link, Network, Start
 from shardwise.cluster.topology import Path as LinkPath
 from shardwise.collectives import Solution
 from shardwise.cost import OpTable
 from shardwise.equivalence.certificate import Certificate, Comparison
-from shardwise.frontend.loss import LossFn
-from shardwise.frontend.objective import Model, StepFn
+from shardwise.frontend.objective import LossFn, Model, StepFn
 from shardwise.ir import Buffer, Constant, GradientHook, Input, Node, Parameter, TensorType
 from shardwise.messages import CollectiveChoice
 from shardwise.planner.options import Constraints
 from shardwise.plans import ParameterEntry
-from shardwise.reporting.document import Report
-from shardwise.reporting.recorded import Recording
+from shardwise.report.document import Report
+from shardwise.report.recorded import Recording
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.optimizer import HasStore, Params, ShardedOptimizer
 from shardwise.schedules import Schedule
 from shardwise.sharding.rule import Call, NodeRule, RuleFunction
 from shardwise.simulation import Estimate, MemoryUse, Timeline
-from shardwise.training.checkpoint import Loaded, Saving
-from shardwise.training.checkpoint.optimizers import Optimizers
 from shardwise.training.config import TrainConfig
 from shardwise.training.trainer import DryRun, FitResult
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.cluster import Cluster
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.reference import KeepDouble
 from tests.support import training
 from tests.support.pool import Pool
 from tests.support.searches import unpolished

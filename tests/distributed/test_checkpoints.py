@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.training.checkpoint import reading
+from shardwise.checkpoint import transfer as reading
 from tests.support.checkpoints import (
     BEFORE,
     FURTHER,

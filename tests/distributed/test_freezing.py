@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.reference import KeepDouble
 from tests.support.pool import Pool
 from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import weights
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.reference import KeepDouble
 from tests.support.pool import Pool
 from tests.support.training import Odd, assert_close, error_of, plan_for, tokens
 

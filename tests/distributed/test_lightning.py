@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from shardwise.training.integrations.lightning import ShardwiseStrategy
+from shardwise.integrations.lightning import ShardwiseStrategy
 from tests.support.lightning import Classifier, Run, assert_same, fit
 from tests.support.pool import Pool
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.api.parallel import _Factory
+from shardwise.api.parallelize import _Factory
 from tests.support.pool import Pool
 from tests.support.training import error_of
 

@@ -13,9 +13,8 @@ import torch
 
 import shardwise as sw
 from shardwise.cluster import Cluster
-from shardwise.reporting.measured import compare
-from shardwise.reporting.overlay import both_traces
-from shardwise.reporting.recorded import read_trace
+from shardwise.report.measured import both_traces, compare
+from shardwise.report.recorded import read_trace
 from tests.support import trainer
 from tests.support.pool import Pool
 from tests.support.training import make, plan_for

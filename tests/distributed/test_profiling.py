@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.profiling.other_ways import other_ways
+from shardwise.profiling.links import other_ways
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.training.integrations.lightning import ShardwiseStrategy
+from shardwise.integrations.lightning import ShardwiseStrategy
 from tests.support import huggingface as hf
 from tests.support.lightning import Classifier, Run, assert_same, trainer
 from tests.support.lightning import loader as lightning_loader

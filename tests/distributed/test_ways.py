@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.reference import KeepDouble
 from shardwise.runtime import parameters as flat
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from shardwise.runtime.grad_sync import Reducer

@@ -10,10 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import CheckpointError
-from shardwise.runtime.splits import Split, local_runs, local_shape, take_local
-from shardwise.shares import part
-from shardwise.training.checkpoint.boxes import (
+from shardwise.checkpoint.shards import (
     Box,
     Placed,
     check_cover,
@@ -22,6 +19,9 @@ from shardwise.training.checkpoint.boxes import (
     range_boxes,
     split_box,
 )
+from shardwise.errors import CheckpointError
+from shardwise.runtime.splits import Split, local_runs, local_shape, take_local
+from shardwise.shares import part
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.collectives import OPERATIONS, Network, Send, Solution, solve
-from shardwise.collectives.demand import demand_of
-from shardwise.collectives.known import ring
+from shardwise.collectives.classical import ring
+from shardwise.collectives.spec import demand_of
 from shardwise.collectives.trees import load_time
 from shardwise.errors import ClusterError
 from shardwise.messages import MessageProgram, check, interpret

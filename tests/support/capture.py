@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.frontend import capture, flatten_batch
-from shardwise.frontend.loss import LossFn, find_loss
+from shardwise.frontend.objective import LossFn, find_loss
 from shardwise.ir import Graph
 from shardwise.ir.interpret import interpret
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.equivalence.precision import KeepDouble
+from shardwise.equivalence.reference import KeepDouble
 from tests.support import zoo
 from tests.support.training import make, plan_for
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import shardwise as sw
-from shardwise.training.signals import EXIT_STOPPED
+from shardwise.training.processes import EXIT_STOPPED
 from tests.support.trainer import Samples, fields
 
 

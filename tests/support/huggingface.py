@@ -182,7 +182,7 @@ def train(
     """Losses, norms, metrics and parameters of one training, plain where there is no plan."""
     import transformers
 
-    from shardwise.training.integrations.huggingface import ShardwiseTrainer
+    from shardwise.integrations.huggingface import ShardwiseTrainer
 
     transformers.utils.logging.disable_progress_bar()
     kind = transformers.Trainer if plan is None else ShardwiseTrainer

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.training.checkpoint import verify_checkpoint
+from shardwise.checkpoint import verify_checkpoint
 
 RANKS = 2
 END_S = 60.0  # for the others to end

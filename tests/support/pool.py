@@ -41,7 +41,7 @@ GRACE_S = 1.0  # after a failure, time for the other ranks to report theirs
 
 STACK_S = 5.0  # for a hanging rank to say where it is
 
-PRELOADED = ["torch.distributed", "torch.export._trace", "shardwise.api"]
+PRELOADED = ["torch.distributed", "torch.export._trace", "shardwise.api.parallelize"]
 
 
 class RankDied(RuntimeError):

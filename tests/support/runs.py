@@ -36,7 +36,7 @@ def add_rows(folder: Path, steps: range, **changes: Any) -> None:
 
 def ranks_line(step: int, own: list[float]) -> dict[str, Any]:
     """The times of all ranks, as the trainer writes them."""
-    from shardwise.training.records import ranks_row
+    from shardwise.training.run_files import ranks_row
 
     rows = [[mine, 0.01, max(own) * 1.1, (2 + rank / 10) * 2**30] for rank, mine in enumerate(own)]
     return ranks_row(step, rows, [tuple(range(len(own)))])

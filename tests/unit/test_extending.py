@@ -20,7 +20,7 @@ from shardwise.dtypes import DTYPES, DType, itemsize, torch_dtypes, torch_pairs
 from shardwise.errors import PlanError
 from shardwise.planner import strategies
 from shardwise.planner.search_space import SearchLimits, UserOptions, configs
-from shardwise.plans.fields import json_types, json_value
+from shardwise.plans.files import json_types, json_value
 from shardwise.schedules import SCHEDULES, Schedule, ScheduleError, ScheduleKind, check
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.planning import check_plan_name

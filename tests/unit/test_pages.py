@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from shardwise.pages import keep_pages
+from shardwise.malloc_tuning import keep_pages
 
 STEPS = """
 import resource, torch
-from shardwise.pages import keep_pages
+from shardwise.malloc_tuning import keep_pages
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.frontend.snapshot import ATOMS, DEPTH, LARGEST, MISSING, snapshot
+from shardwise.frontend.python_state import ATOMS, DEPTH, LARGEST, MISSING, snapshot
 
 __all__ = ["Guards", "ItemGuard", "class_member", "is_constant", "item_guards"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from shardwise import runtime as rt
-from shardwise.api.compiled import PipelineProgram, Program
-from shardwise.api.indices import BatchIndices
+from shardwise.api.batches import BatchIndices
+from shardwise.api.compile import PipelineProgram, Program
 from shardwise.errors import PlanError, PlanMismatch
 from shardwise.frontend import capture
 from shardwise.frontend.objective import Objective, StepFn, objective
 from shardwise.ir import Graph, Ref
-from shardwise.messages.ranks import format_ranks
+from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.program.program import Storage
 from shardwise.sharding.factors import gradient_carriers

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.api.captured import capture_for_plan
-from shardwise.api.certify import verify
-from shardwise.api.compiled import compile
+from shardwise.api.compile import capture_for_plan, compile
+from shardwise.api.verify import verify
 from shardwise.errors import ShardwiseError, VerifyError
 from shardwise.files import read_json, write_text
-from shardwise.frontend.loss import LossFn
-from shardwise.frontend.objective import Model
+from shardwise.frontend.objective import LossFn, Model
 from shardwise.plans import Plan
 from shardwise.runtime.rendezvous import starting
 from shardwise.version import __version__

@@ -23,11 +23,17 @@ from shardwise.api.guards import Guards, is_constant
 from shardwise.api.originals import user_level
 from shardwise.errors import ProgramError
 from shardwise.frontend import skeleton
+from shardwise.frontend.builder import Frame
 from shardwise.frontend.hooks import hooks_of
-from shardwise.frontend.provenance import Frame
-from shardwise.frontend.reach import Variable
-from shardwise.frontend.snapshot import INTERNAL, MISSING, Same, snapshot
-from shardwise.frontend.watch import Place, Reads
+from shardwise.frontend.python_state import (
+    INTERNAL,
+    MISSING,
+    Place,
+    Reads,
+    Same,
+    Variable,
+    snapshot,
+)
 
 _ID = " #"  # before what tells variables of one name apart
 STATES = 64  # whose numbers are remembered

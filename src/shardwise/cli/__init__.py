@@ -20,21 +20,24 @@ import typer
 
 from shardwise.cli.advise import advise
 from shardwise.cli.checkpoint import app as checkpoint_app
+from shardwise.cli.checkpoint import export
 from shardwise.cli.collective import app as collective_app
-from shardwise.cli.diff import diff
-from shardwise.cli.export import export
-from shardwise.cli.files import about, load_plan
-from shardwise.cli.kinds import require_own, require_own_folder
 from shardwise.cli.launch import CONTEXT as LAUNCH_CONTEXT
 from shardwise.cli.launch import launch
-from shardwise.cli.options import Wanted, with_plan_options
-from shardwise.cli.predict import predict
-from shardwise.cli.profile import profile
-from shardwise.cli.report import report
+from shardwise.cli.options import (
+    AsJson,
+    Loaded,
+    Target,
+    Wanted,
+    capture_target,
+    load_target,
+    with_plan_options,
+)
+from shardwise.cli.output import about, load_plan, require_own, require_own_folder
+from shardwise.cli.profile import predict, profile
+from shardwise.cli.report import diff, report
 from shardwise.cli.simulate import simulate
-from shardwise.cli.target import AsJson, Loaded, Target, capture_target, load_target
-from shardwise.cli.train import train
-from shardwise.cli.watch import watch
+from shardwise.cli.train import train, watch
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 from shardwise.formatting import NARROWEST, terminal_width
 from shardwise.version import __version__
@@ -121,7 +124,7 @@ def _finish_plan(
 ) -> None:
     """Write the plan to `out`, with its code, and print it."""
     if out is not None:
-        from shardwise.reporting.code import with_code_if_quick
+        from shardwise.report.render import with_code_if_quick
 
         made = with_code_if_quick(made, graph, target)
         made.save(out)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.clusters import cluster_of
-from shardwise.cli.target import AsJson, Target, capture_target
+from shardwise.cli.options import AsJson, Target, capture_target, cluster_of
 from shardwise.formatting import (
     Column,
     amount,

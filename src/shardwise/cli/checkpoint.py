@@ -1,7 +1,4 @@
-"""`shardwise checkpoint`: what is in one, whether it is sound, and other forms of it.
-
-Enters: the folder of a checkpoint, or one of Hugging Face. Leaves: a table or JSON, or new files.
-"""
+"""`shardwise checkpoint`: what is in one, whether it is sound, and other forms of it."""
 
 from __future__ import annotations
 
@@ -11,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.target import AsJson
+from shardwise.cli.options import AsJson, load_target
+from shardwise.cli.output import require_own
 from shardwise.formatting import Column, size, table, terminal_width
 
 if TYPE_CHECKING:
-    from shardwise.training.checkpoint.opening import Opened
+    from shardwise.checkpoint.opening import Opened
+
 
 app = typer.Typer(no_args_is_help=True, help="Look at, check and convert checkpoints.")
 
@@ -31,7 +30,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what is in a checkpoint; its tensors are not read."""
-    from shardwise.training.checkpoint.opening import open_checkpoint
+    from shardwise.checkpoint.opening import open_checkpoint
 
     opened = open_checkpoint(folder)
     if as_json:
@@ -61,8 +60,7 @@ def inspect(
 @app.command()
 def verify(folder: Folder, as_json: AsJson = False) -> None:
     """Read all of a checkpoint and compare checksums; exit 1 if something is damaged."""
-    from shardwise.training.checkpoint.opening import previous_of
-    from shardwise.training.checkpoint.verify import verify_checkpoint
+    from shardwise.checkpoint.opening import previous_of, verify_checkpoint
 
     found = verify_checkpoint(folder)
     earlier = None if found.ok else previous_of(folder)
@@ -109,8 +107,8 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, a plain torch file, or one of ours."""
-    from shardwise.training.checkpoint.convert import convert_checkpoint
-    from shardwise.training.checkpoint.types import dtype_named
+    from shardwise.checkpoint.convert import convert_checkpoint
+    from shardwise.checkpoint.files import dtype_named
 
     kind = None if dtype is None else dtype_named(dtype, "--dtype")
     files = convert_checkpoint(folder, out, to=to, config=config, section=section, dtype=kind)
@@ -143,8 +141,8 @@ def _as_json(opened: Opened, tensors: bool) -> dict[str, Any]:
 
 
 def _listed(opened: Opened) -> list[tuple[str, dict[str, Any]]]:
+    from shardwise.checkpoint.manifest import full_name
     from shardwise.dtypes import dtype_name
-    from shardwise.training.checkpoint.manifest import full_name
 
     return [
         (
@@ -154,3 +152,62 @@ def _listed(opened: Opened) -> list[tuple[str, dict[str, Any]]]:
         for section, found in opened.manifest.sections.items()
         for name, t in found.items()
     ]
+
+
+# `shardwise export`: a checkpoint as a program or a folder for serving.
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Its folder, or one of Hugging Face.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Output file MODEL.pt2 for a program, or output folder."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="For a program: MODULE.py:FUNCTION returning (model, inputs)."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="For a folder: config.json, or the folder.")
+    ] = None,
+    section: Annotated[
+        str, typer.Option("--section", help="What to take as the model: ema, …")
+    ] = "model",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of floating-point weights: bfloat16, …")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trained model for serving: a torch.export program, or a Hugging Face folder."""
+    from shardwise.checkpoint.files import dtype_named
+    from shardwise.checkpoint.write import require_free
+    from shardwise.training.export import PROGRAM
+    from shardwise.training.export import export as write
+
+    if out.suffix == PROGRAM:
+        require_own(out, "program")
+        if model is None:
+            raise typer.BadParameter(f"{out} needs --model MODULE.py:FUNCTION, of (model, inputs)")
+    else:
+        require_free(out)
+    loaded = None if model is None else load_target(model)
+    kind = None if dtype is None else dtype_named(dtype, "--dtype")
+    made = write(
+        checkpoint,
+        out,
+        model=None if loaded is None else loaded.model,
+        batch=None if loaded is None else loaded.batch,
+        dtype=kind,
+        config=config,
+        section=section,
+    )
+    files = [made] if made.is_file() else sorted(made.iterdir())
+    shown = [f"{file}  {file.stat().st_size:,} bytes" for file in files]
+    typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else "\n".join(shown))

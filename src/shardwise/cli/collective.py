@@ -6,6 +6,7 @@ times and bounds, the program as a file, its lists and trees as text, a picture;
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -16,19 +17,78 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.clusters import cluster_of
-from shardwise.cli.collective_tune import say_choices, tune
-from shardwise.cli.files import load_plan
-from shardwise.cli.kinds import require_own
-from shardwise.cli.target import AsJson
+from shardwise.cli.options import AsJson, cluster_of
+from shardwise.cli.output import load_plan, require_own
 from shardwise.dtypes import DTYPES
 from shardwise.errors import did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
+    from shardwise.collective_bench.bench import Bench, Row
     from shardwise.collectives import Network, Solution
-    from shardwise.measuring.bench import Bench, Row
     from shardwise.messages import Facts, MessageProgram
+    from shardwise.plans import Plan
+
+
+# `shardwise collective tune`: the chunks of a plan's collectives, measured on its ranks.
+
+
+MOST_S = 10**6  # more was mistyped, and gloo cannot wait that long
+
+
+def say_choices(plan: Plan) -> None:
+    """Print the collectives of a plan that are not the library's."""
+    for choice in plan.collectives:
+        typer.echo(str(choice))
+    if not plan.collectives:
+        typer.echo("all collectives are the library's")
+
+
+def tune(
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN.json", help="A plan with choices of collectives.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output file: the tuned plan.")
+    ] = None,
+    num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 3,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
+) -> None:
+    """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
+
+    torchrun --no-python --nproc-per-node 4 shardwise collective tune plan.json -o tuned.json
+    """
+    import os
+
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise.runtime.rendezvous import init_process_group
+
+    size = bytes_of(num_bytes)
+    if size < 1:
+        raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
+    if not 0 < timeout_s <= MOST_S:
+        raise typer.BadParameter(
+            f"--timeout-s {timeout_s:g}: seconds, above 0 and up to {MOST_S:,}"
+        )
+    require_own(out, "plan")
+    plan = load_plan(plan_file)
+    if "RANK" not in os.environ:
+        raise typer.BadParameter(
+            f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
+            f"{plan.num_ranks} shardwise collective tune {plan_file}"
+        )
+    init_process_group("gloo", datetime.timedelta(seconds=timeout_s))
+    tuned = shardwise.collectives.tune(plan, num_bytes=size, rounds=rounds, timeout_s=timeout_s)
+    if dist.get_rank() == 0:
+        say_choices(tuned)
+        if out is not None:
+            tuned.save(out)
+    dist.barrier()
+    dist.destroy_process_group()
+
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
 app.command()(tune)
@@ -132,7 +192,7 @@ def show(
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
     from shardwise.errors import ProgramError
     from shardwise.messages import check, svg
-    from shardwise.reporting.files import write_whole
+    from shardwise.report.sections import write_whole
     from shardwise.schema import Reader
 
     require_own(picture, "picture", option="--svg")
@@ -179,7 +239,7 @@ def bench(
     Under torchrun, on its processes; with --emulate, on network namespaces of this machine that
     have the cluster's rates; else on processes of this machine.
     """
-    from shardwise.measuring import bench as benches
+    from shardwise.collective_bench import bench as benches
 
     if use not in ("", benches.SOLVED, benches.LIBRARY):
         raise typer.BadParameter(f"--use {use!r}: {benches.SOLVED} or {benches.LIBRARY}")
@@ -212,7 +272,7 @@ def bench(
 
 def _timed(task: Bench, *, emulate: bool) -> list[Row] | None:
     """The rows; None on ranks that have nothing to say."""
-    from shardwise.measuring import bench as benches
+    from shardwise.collective_bench import bench as benches
 
     if emulate:
         return benches.on_emulated_hosts(task)

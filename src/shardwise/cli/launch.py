@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.kinds import require_own
+from shardwise.cli.output import require_own
 from shardwise.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def launch(
 ) -> None:
     """Start a command on every node of a cluster, or write a job file that does."""
     from shardwise import launch as launching
-    from shardwise.launch.commands import Settings
+    from shardwise.launch.hosts import Settings
 
     require_own(out, "job")
     machines = _cluster(cluster)
     if plan is not None:
-        from shardwise.cli.files import load_plan
-        from shardwise.simulation.simulate import check_cluster
+        from shardwise.cli.output import load_plan
+        from shardwise.simulation.estimate import check_cluster
 
         machines = check_cluster(load_plan(plan), machines)
     words, environment = command or [], _environment(env or [])
@@ -132,7 +132,7 @@ def _cluster(text: str) -> Cluster:
     path = Path(text)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         return Cluster.load(path)
-    from shardwise.cli.clusters import cluster_of
+    from shardwise.cli.options import cluster_of
 
     return cluster_of(text)
 
@@ -158,7 +158,7 @@ def _write(text: str, out: Path | None) -> None:
     if out is None:
         typer.echo(text, nl=False)
         return
-    from shardwise.reporting.files import write_whole
+    from shardwise.report.sections import write_whole
 
     write_whole(out, text)
     typer.echo(str(out))

@@ -1,26 +1,22 @@
-"""`shardwise report`: a plan as a page; from its file alone, or with the model.
-
-Enters: a plan's file, a recorded run, a model for what the file does not hold. Leaves: one HTML
-file, `--json` its data, `--perfetto` its timelines for https://ui.perfetto.dev.
-"""
+"""`shardwise report`: a plan as a page; from its file alone, or with the model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.clusters import cluster_of
-from shardwise.cli.files import about, load_plan
-from shardwise.cli.kinds import require_own
-from shardwise.cli.target import AsJson, Perfetto, capture_target
-from shardwise.formatting import size
+from shardwise.cli.options import AsJson, Perfetto, capture_target, cluster_of
+from shardwise.cli.output import about, load_plan, require_own
+from shardwise.formatting import Column, amount, seconds, size, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
-    from shardwise.reporting.recorded import Recording
+    from shardwise.report.diff import Change, Cost, Difference
+    from shardwise.report.recorded import Recording
 
 
 def report(
@@ -57,8 +53,8 @@ def report(
 ) -> None:
     """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
     import shardwise
-    from shardwise.reporting.files import write_whole
-    from shardwise.reporting.recorded import read_trace
+    from shardwise.report.recorded import read_trace
+    from shardwise.report.sections import write_whole
 
     if not as_json or out != Path("report.html"):
         require_own(out, "report")
@@ -96,8 +92,8 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
             )
         return plan
     from shardwise.cost import OpTable
-    from shardwise.reporting.build import with_figures
-    from shardwise.reporting.code import with_code
+    from shardwise.report.build import with_figures
+    from shardwise.report.render import with_code
 
     machines = None if cluster is None else cluster_of(cluster)
     _, graph = capture_target(target, plan=plan)
@@ -107,10 +103,123 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
 
 
 def _timelines(plan: Plan, recording: Recording | None) -> object:
-    from shardwise.reporting.measured import compare
-    from shardwise.reporting.overlay import both_traces
+    from shardwise.report.measured import both_traces, compare
     from shardwise.simulation import stored_estimate
 
     estimate = stored_estimate(plan)
     measured = None if recording is None else compare(recording, plan, estimate)
     return both_traces(plan, estimate, measured)
+
+
+# `shardwise diff`: what changed between two plans and what it costs.
+
+
+MOST_CHANGES = 12  # of a kind
+WORTH = 1e-4  # of the step or the peak: smaller differences are not listed
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    perfetto: Perfetto = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what changed between two plans, and what it costs."""
+    from shardwise.report.diff import diff as compare
+
+    require_own(perfetto, "trace", option="--perfetto")
+    plans = [load_plan(path) for path in (before, after)]
+    found = compare(*plans)
+    if perfetto is not None:
+        _write_trace(perfetto, [before, after], plans)
+    if as_json:
+        text = json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2)
+    else:
+        text = difference_text(found, before.stem, after.stem, terminal_width())
+    typer.echo(text)
+    if not as_json and perfetto is not None:
+        typer.echo(f"\n{perfetto}: open it at https://ui.perfetto.dev")
+
+
+def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
+    from shardwise.report.diff import side_by_side
+    from shardwise.report.sections import write_whole
+    from shardwise.simulation import stored_estimate
+
+    named = [(f.stem, plan, stored_estimate(plan)) for f, plan in zip(files, plans, strict=True)]
+    write_whole(path, json.dumps(side_by_side(named)), option="--perfetto")
+
+
+def difference_text(found: Difference, before: str, after: str, width: int) -> str:
+    """Decisions, then costs, as tables of the terminal's width."""
+    parts = [
+        [line for note in found.notes for line in wrapped(f"note: {note}", width, "", "  ")],
+        _summary(found, before, after, width),
+        _decisions(found.changes, width),
+    ]
+    for kind, title, text in (
+        ("time", "time by cause, of the ranks that end last", seconds),
+        ("memory", "memory of the fullest rank", size),
+        ("traffic", "bytes over the busiest link of a kind, in a step", size),
+    ):
+        parts.append(_costs([c for c in found.costs if c.kind == kind], title, text, width))
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _summary(found: Difference, before: str, after: str, width: int) -> list[str]:
+    lines = wrapped(f"from {before} to {after}", width, "", "  ")
+    if found.step_time_s is None or found.samples_per_s is None or found.memory_bytes is None:
+        return lines
+    (a, b), (c, d), (e, f) = found.step_time_s, found.samples_per_s, found.memory_bytes
+    ratio = f" ({b / a - 1:+.2%})" if a else ""
+    for text in (
+        f"  step    {seconds(a)} to {seconds(b)}{ratio}",
+        f"  rate    {amount(c)} to {amount(d)} samples/s",
+        f"  memory  {size(e)} to {size(f)} per device",
+    ):
+        lines += wrapped(text, width, "", " " * 10)
+    return lines
+
+
+def _decisions(changes: tuple[Change, ...], width: int) -> list[str]:
+    if not changes:
+        return ["the plans decide the same"]
+    lines = ["what changed"]
+    shown: dict[str, int] = {}
+    for change in changes:
+        shown[change.kind] = shown.get(change.kind, 0) + 1
+        if shown[change.kind] > MOST_CHANGES:
+            continue
+        what = f"{change.kind} {_shortened(change.name)}".rstrip()
+        text = f"  {what}: {_shortened(change.before)} -> {_shortened(change.after)}"
+        lines += wrapped(text, width, "", "      ")
+    for kind, count in shown.items():
+        if count > MOST_CHANGES:
+            lines.append(f"  … {count - MOST_CHANGES} more {kind}; --json has all")
+    return lines
+
+
+def _shortened(text: str) -> str:
+    """A long name's beginning and end; control characters as text."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= 160 else f"{shown[:100]}…{shown[-40:]}"
+
+
+def _costs(costs: list[Cost], title: str, text: Callable[[float], str], width: int) -> list[str]:
+    largest = max((max(abs(c.before), abs(c.after)) for c in costs), default=0.0)
+    shown = [c for c in costs if max(abs(c.before), abs(c.after)) > WORTH * largest]
+    if not shown:
+        return []
+    columns = [Column("from", 1), Column("to", 2), Column("difference")]
+    return [*wrapped(title, width, "", "  "), *table(columns, "", list(_rows(shown, text)), width)]
+
+
+def _rows(costs: list[Cost], text: Callable[[float], str]) -> Iterator[tuple[str, ...]]:
+    for cost in sorted(costs, key=lambda c: -abs(c.difference)):
+        sign = "+" if cost.difference > 0 else "-" if cost.difference < 0 else ""
+        yield (
+            text(cost.before),
+            text(cost.after),
+            sign + text(abs(cost.difference)),
+            _shortened(cost.text),
+        )

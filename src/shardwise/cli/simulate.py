@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.clusters import cluster_of
-from shardwise.cli.files import load_plan
-from shardwise.cli.kinds import require_own
-from shardwise.cli.target import AsJson, Perfetto, capture_target
+from shardwise.cli.options import AsJson, Perfetto, capture_target, cluster_of
+from shardwise.cli.output import load_plan, require_own
 from shardwise.formatting import amount, counted, seconds, size, terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -84,8 +82,8 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
 
 def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
     """The timeline and memory in the Chrome trace format; a process per group, with its ranks."""
-    from shardwise.messages.ranks import format_ranks
-    from shardwise.reporting.files import write_whole
+    from shardwise.messages.program import format_ranks
+    from shardwise.report.sections import write_whole
 
     found: dict[str, Any] = estimate.timeline.trace(estimate.memory)
     for event in found["traceEvents"]:
@@ -140,7 +138,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
 
 def _memory(plan: Plan, estimate: Estimate, width: int) -> list[list[str]]:
     """Memory of every group, those that are alike once."""
-    from shardwise.messages.ranks import format_ranks
+    from shardwise.messages.program import format_ranks
     from shardwise.simulation.stored import memory_over_time
 
     alike: dict[object, list[int]] = {}

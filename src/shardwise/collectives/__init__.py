@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise.collectives.demand import OPERATIONS
 from shardwise.collectives.network import Network, Send
-from shardwise.collectives.solution import Solution
-from shardwise.collectives.solve import solve
+from shardwise.collectives.solve import Solution, solve
+from shardwise.collectives.spec import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
 
-_ABOVE = {"choose": "shardwise.planner.collectives", "tune": "shardwise.api.tuned_ways"}
+_ABOVE = {"choose": "shardwise.planner.collectives", "tune": "shardwise.tuning.tune_collectives"}
 
 
 def __getattr__(name: str) -> Any:

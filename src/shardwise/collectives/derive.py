@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardwise.collectives.demand import Demand
+from shardwise.collectives.chunking import SMALLEST_CHUNK_BYTES
 from shardwise.collectives.lower import Lowered, Size, lower_parts
 from shardwise.collectives.network import NONE, Network
-from shardwise.collectives.pace import SMALLEST_CHUNK_BYTES
+from shardwise.collectives.spec import Demand
 from shardwise.collectives.trees import Part, load_time
 from shardwise.errors import PlanError, ProgramError
 from shardwise.messages import MessageProgram, check
 from shardwise.messages.choice import CollectiveChoice, format_groups
-from shardwise.messages.forest import Forest, Tree, Wire
+from shardwise.messages.trees import Forest, Tree, Wire
 
 WHOLE_CHUNK_BYTES = 16 << 20  # data from which on chunks have their full size
 MOST_CHUNKS = 4_000  # of a program

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.arrays import Floats, Ints
-from shardwise.collectives.demand import Demand
-from shardwise.collectives.generate import generate
-from shardwise.collectives.master import Column, Master
-from shardwise.collectives.network import Network
-from shardwise.collectives.symmetry import Symmetry
+from shardwise.collectives.master_lp import Column, Master, generate
+from shardwise.collectives.network import Network, Symmetry
+from shardwise.collectives.spec import Demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,5 @@
 """The fastest program for an operation on a network.
 
-Enters: a `Network` or a cluster's, an operation, a number of elements and the bytes of each.
-Leaves: `Solution`: the program, its predicted time, and what no program can be faster than.
-
 Trees are packed by a linear program (`trees.py`, `routes.py`), then again with fewer hops as long
 as this costs nothing that counts at this size; the known algorithms compete. Each candidate is
 lowered and its messages are replayed on the network; the least time wins.
@@ -12,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from shardwise.arrays import Floats, Ints
-from shardwise.collectives.bounds import cut_bound
-from shardwise.collectives.demand import Demand, demand_of, whole_number
-from shardwise.collectives.known import (
+from shardwise.collectives.chunking import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace, most_chunks
+from shardwise.collectives.classical import (
     Rounds,
     best_ring,
     binomial,
@@ -27,13 +24,135 @@ from shardwise.collectives.known import (
     recursive_doubling,
 )
 from shardwise.collectives.lower import Lowered, Size, even_counts, lower_parts, lower_routes
-from shardwise.collectives.network import Network
-from shardwise.collectives.pace import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace, most_chunks
+from shardwise.collectives.network import Network, Symmetry, find_symmetry
 from shardwise.collectives.routes import RouteProblem, Routing
-from shardwise.collectives.solution import Solution
-from shardwise.collectives.symmetry import Symmetry, find_symmetry
+from shardwise.collectives.spec import Demand, cut_bound, demand_of, whole_number
 from shardwise.collectives.trees import SLACK, Packing, Part, TreeProblem, deepest, load_time
 from shardwise.errors import ClusterError
+from shardwise.messages import MessageProgram
+
+# A solution as text for people.
+
+
+SHOWN = 4  # bottlenecks
+
+
+def solution_text(solution: Solution) -> str:
+    """Return some lines."""
+    program = solution.program
+    lines = [
+        f"{program.operation} of {solution.num_bytes:,} bytes on {program.num_ranks} ranks: "
+        f"{solution.name}",
+        f"  predicted      {_ms(solution.predicted_s)}",
+        f"  busiest        {_ms(solution.bandwidth_s)}   what the busiest resource takes",
+        f"  trees' bound   {_ms(solution.lp_bound_s)}   the least for any trees or routes",
+        f"  cuts' bound    {_ms(solution.cut_bound_s)}   the least for any algorithm",
+        f"  {proof(solution)}",
+    ]
+    if solution.bottlenecks:
+        more = len(solution.bottlenecks) - SHOWN
+        lines.append(
+            f"  limited by {', '.join(solution.bottlenecks[:SHOWN])}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+    lines.append(
+        f"  {len(program.chunks)} chunks, {program.num_messages} messages; trees of at most "
+        f"{solution.depth} hops; solved once for {solution.symmetry} symmetries"
+    )
+    if solution.others:
+        told = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in solution.others)
+        lines.append(f"  others: {told}")
+    return "\n".join(lines)
+
+
+def proof(solution: Solution) -> str:
+    """What is proved of the use of the network, in words."""
+    if solution.gap == math.inf:
+        return "not proved optimal: there is no bound for fewer elements than ranks"
+    if not solution.num_bytes or not max(solution.lp_bound_s, solution.cut_bound_s):
+        return "nothing limits the bytes: latencies alone count"
+    if not solution.proved:
+        return f"not proved optimal: {solution.gap:.2%} above the bound"
+    if solution.cut_bound_s >= solution.lp_bound_s * (1 - 1e-4):
+        return "proved: no algorithm uses the network better"
+    apart = solution.lp_bound_s / solution.cut_bound_s - 1 if solution.cut_bound_s else 1.0
+    return f"proved for trees and routes; the cuts that were tried are {apart:.2%} below"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+# What a solve found.
+
+
+PROVED = 1e-4  # a gap to the bound below which a time counts as optimal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A program with its times, for `numel` elements of `item_bytes`.
+
+    `bandwidth_s` is what the busiest resource takes; `lp_bound_s` is the least for any trees or
+    routes, `cut_bound_s` for any algorithm that moves sums and copies; both count no latency.
+    `predicted_s` is the whole time with latencies and the filling of pipelines.
+    """
+
+    name: str
+    program: MessageProgram
+    item_bytes: int
+    predicted_s: float
+    bandwidth_s: float
+    lp_bound_s: float
+    cut_bound_s: float
+    bottlenecks: tuple[str, ...]
+    depth: int
+    symmetry: int
+    others: tuple[tuple[str, float], ...]
+    parts: tuple[Part, ...] = field(default=(), compare=False)  # none of rounds and routes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.program.numel * self.item_bytes
+
+    @property
+    def gap(self) -> float:
+        """How much longer the busiest resource takes than the better bound, as a part of it.
+
+        Infinite where bytes take time and nothing bounds it: some rank has no element.
+        """
+        bound = max(self.lp_bound_s, self.cut_bound_s)
+        if bound > 0:
+            return max(0.0, self.bandwidth_s / bound - 1)
+        return math.inf if self.num_bytes and self.bottlenecks else 0.0
+
+    @property
+    def proved(self) -> bool:
+        """Whether no trees could use the network better."""
+        return self.gap <= PROVED
+
+    def to_json(self) -> dict[str, Any]:
+        """Its times for machines, and the program."""
+        return {
+            "name": self.name,
+            "num_bytes": self.num_bytes,
+            "item_bytes": self.item_bytes,
+            "predicted_s": self.predicted_s,
+            "bandwidth_s": self.bandwidth_s,
+            "lp_bound_s": self.lp_bound_s,
+            "cut_bound_s": self.cut_bound_s,
+            "gap": self.gap if self.gap < math.inf else None,
+            "proved": self.proved,
+            "bottlenecks": list(self.bottlenecks),
+            "depth": self.depth,
+            "symmetry": self.symmetry,
+            "others": dict(self.others),
+            "program": self.program.to_json(),
+        }
+
+    def __str__(self) -> str:
+        return solution_text(self)
+
 
 LIMIT_S = 20.0  # CPU seconds for the linear program; what it has not proved by then is said
 ROUNDS = 3  # of column generation for each limit of depth

@@ -1,12 +1,18 @@
 """Costs of local computation and of communication, in seconds and bytes."""
 
 from shardwise.cost.collectives import CollectiveModel, collective_model
-from shardwise.cost.kernels import CallCost, CollectiveCall, Kernel, Saved
-from shardwise.cost.rates import kernel_seconds, kernels_seconds
+from shardwise.cost.kernels import (
+    CallCost,
+    CollectiveCall,
+    Kernel,
+    Saved,
+    kernel_seconds,
+    kernels_seconds,
+)
+from shardwise.cost.meta_run import call_cost, cost_of
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import CallTime, OpTable, call_seconds
 from shardwise.cost.timing import measure
-from shardwise.cost.trial import call_cost, cost_of
 
 __all__ = [
     "CallCost",

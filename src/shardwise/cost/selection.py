@@ -24,17 +24,14 @@ import numpy as np
 from shardwise.arrays import Ints
 from shardwise.cluster import Cluster, Link
 from shardwise.cluster.links import factor_of
-from shardwise.collectives.bounds import cut_bound
-from shardwise.collectives.demand import demand_of
+from shardwise.collectives.classical import best_ring, hierarchical
 from shardwise.collectives.derive import forest_of, lowered
-from shardwise.collectives.hierarchical import hierarchical
-from shardwise.collectives.known import best_ring
-from shardwise.collectives.network import Network
+from shardwise.collectives.network import Network, find_symmetry
 from shardwise.collectives.solve import solve
-from shardwise.collectives.symmetry import find_symmetry
+from shardwise.collectives.spec import cut_bound, demand_of
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
 from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
-from shardwise.messages.forest import Forest
+from shardwise.messages.trees import Forest
 
 WORTH = 0.1  # of the library's time: what another way must save
 MOST_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request

@@ -19,9 +19,9 @@ from statistics import median
 from typing import Annotated, NamedTuple
 
 from shardwise.cluster import Curve, Device
-from shardwise.cost.rates import kernels_seconds
+from shardwise.cost.kernels import kernels_seconds
+from shardwise.cost.meta_run import cost_of
 from shardwise.cost.signature import Signature
-from shardwise.cost.trial import cost_of
 from shardwise.errors import ShardwiseError
 from shardwise.files import parse_json, read_text, write_text
 from shardwise.schema import Range, Reader, Stored, Writer

@@ -1,25 +1,129 @@
-"""The body of a `forward`: statements, grouped by the user's modules with their source lines.
-
-Enters: steps, block calls and loops in order. Leaves: lines of Python.
-"""
+"""The body of a `forward`: statements, grouped by the user's modules with their source lines."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
 from shardwise.emit.blocks import BlockCall, Loop
-from shardwise.emit.names import Names, wish_for
-from shardwise.emit.quote import comment, in_fstring, is_attribute, literal
-from shardwise.emit.regions import Region, fold_regions, recomputed
-from shardwise.emit.render import Device, UserFunction, render
+from shardwise.emit.expressions import Device, UserFunction, render
+from shardwise.emit.quote import comment, identifier, in_fstring, is_attribute, literal
 from shardwise.ir import Ref
 from shardwise.program import Step
+from shardwise.program.recompute import keeps_products
 from shardwise.sharding.rule import MeshAxis
+
+# Recomputed parts of a function: steps that backward computes again.
+#
+# A block all of whose steps are of one group needs no function: the block itself is called so.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Neighbouring steps of one group, with what they take from outside and give to it."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def group(self) -> str | None:
+        return self.steps[0].recompute
+
+
+def recomputed(function: str, arguments: list[str], group: str | None) -> str:
+    """Return a call whose backward computes it again.
+
+    Random draws are keyed by node and step: they repeat without a saved state of a generator.
+    """
+    passed = ", ".join([function, *arguments])
+    options = "use_reentrant=False, preserve_rng_state=False"
+    if keeps_products(group):
+        options += ", context_fn=rt.keep_products"
+    return f"checkpoint({passed}, {options})"
+
+
+def fold_regions(items: list[Any], returned: tuple[str, ...], own: Any) -> list[Any]:
+    """Items with recomputed steps folded; `own` are values that the function finds in `self`."""
+    folded: list[Any] = []
+    runs = [(k, list(g)) for k, g in groupby(items, lambda item: getattr(item, "recompute", None))]
+    after: list[set[str]] = [set(returned)]
+    for _, run in reversed(runs):
+        after.append(after[-1] | {name for item in run for name in _inputs(item)})
+    after.reverse()
+    for index, (group, run) in enumerate(runs):
+        region = None if group is None else _region(run, after[index + 1], own)
+        if region is None or not region.outputs or all(step.is_move for step in run):
+            folded += run
+        else:
+            folded.append(region)
+    return folded
+
+
+def _inputs(item: Any) -> list[str]:
+    calls = getattr(item, "calls", None) or (item,)
+    return [name for call in calls for name in call.inputs]
+
+
+def _region(steps: list[Step], used_after: set[str], own: Any) -> Region:
+    made = {out for step in steps for out in step.outputs}
+    inputs = dict.fromkeys(
+        n for step in steps for n in step.inputs if n not in made and n not in own
+    )
+    outputs = [out for step in steps for out in step.outputs if out in used_after]
+    return Region(steps=tuple(steps), inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+# Names for local variables: readable, and reused once their value is dead.
+#
+# A name that is reused lets Python free the old tensor, as nested modules do when they return.
+
+
+class Names:
+    """Hands out names in one function; `release` makes a name free again."""
+
+    def __init__(self, taken: tuple[str, ...] = ()) -> None:
+        self.taken = set(taken)
+        self.of: dict[str, str] = {}
+
+    def __getitem__(self, value: str) -> str:
+        return self.of[value]
+
+    def __contains__(self, value: str) -> bool:
+        return value in self.of
+
+    def bind(self, value: str, wish: str) -> str:
+        """Return a free name like `wish` for a value."""
+        stem = identifier(wish)
+        name, count = stem, 1
+        while name in self.taken:
+            count += 1
+            name = f"{stem}{count}" if not stem[-1].isdigit() else f"{stem}_{count}"
+        self.taken.add(name)
+        self.of[value] = name
+        return name
+
+    def release(self, value: str) -> None:
+        name = self.of.get(value)
+        if name is not None:
+            self.taken.discard(name)
+
+
+def wish_for(outputs: int, fn: str, module: str, leaves_module: bool) -> str:
+    """What to call a result: its module's last name when it is what the module returns."""
+    leaf = module.rsplit(".", 1)[-1]
+    if leaves_module and leaf and not leaf.isdigit() and outputs == 1:
+        return leaf
+    if fn.startswith("autograd_function."):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", fn.rsplit(".", 1)[1]).lower()
+    name = fn.split(".")[1] if fn.count(".") else fn
+    return name.strip("_") or "x"
+
 
 WIDTH = 100
 INLINE = 72

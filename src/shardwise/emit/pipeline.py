@@ -7,12 +7,10 @@ what travels between stages, and in which order every group works: the schedule 
 from __future__ import annotations
 
 from shardwise.dtypes import dtype_name
+from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT
-from shardwise.emit.head import collectives_text
+from shardwise.emit.module import collectives_text, emit, splits_text
 from shardwise.emit.quote import comment, literal, mapping
-from shardwise.emit.source import emit
-from shardwise.emit.specs import splits_text
-from shardwise.emit.wrap import wrap
 from shardwise.ir import Ref
 from shardwise.plans import TIME
 from shardwise.program.pipeline import Pipeline, StageProgram, Transfer

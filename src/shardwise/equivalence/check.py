@@ -1,6 +1,6 @@
 """Run an emitted program, a thread per rank, and compare it with the model.
 
-Enters: a `Program` and a `Reference`. Leaves: a `Certificate`. What runs is the emitted code with
+What runs is the emitted code with
 the runtime's own reducer and optimizer; only the transport is in memory.
 
 There are two trials: one with the weights and batch as they are, one with both changed so that no
@@ -25,17 +25,47 @@ from shardwise.equivalence.certificate import (
     vagueness,
 )
 from shardwise.equivalence.edits import Edit, differing_statements, locate_edit
-from shardwise.equivalence.exercised import not_exercised
-from shardwise.equivalence.locate import locate
-from shardwise.equivalence.perturb import perturbed
-from shardwise.equivalence.probed import Probed, run_probed
-from shardwise.equivalence.ranks import TIMEOUT_S, Outcome
+from shardwise.equivalence.locate import compare_gradients, compare_values, locate
+from shardwise.equivalence.ranks import TIMEOUT_S, Outcome, Probed, Subject, run_probed, subject_of
 from shardwise.equivalence.reference import Reference
-from shardwise.equivalence.subject import Subject, subject_of
-from shardwise.equivalence.trial import Trial, make_trial
-from shardwise.equivalence.values import compare_gradients, compare_values
+from shardwise.equivalence.trial import Trial, make_trial, perturbed
 from shardwise.errors import ShardwiseError
+from shardwise.ir import Graph
 from shardwise.program import Pipeline, Program
+
+# What no trial of a check could show to be right.
+#
+# A parameter whose gradient is zero, a value that is always zero or an input that nothing reads:
+# the program may treat it in any way and still agree with the model. A certificate names them.
+
+
+def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
+    """Describe what stayed zero, or had no gradient, in every trial."""
+    lines = []
+    for parameter in graph.parameters:
+        gradients = [trial.reference.gradients.get(parameter.name) for trial in trials]
+        if parameter.requires_grad and all(map(_is_zero, gradients)):
+            lines.append(f"parameter {parameter.name}: its gradient is zero")
+    used = {name for node in graph.nodes for name in node.inputs}
+    for source in graph.inputs:
+        if source.value not in used:
+            lines.append(f"input {source.name}: nothing reads it")
+    for node in graph.nodes:
+        for name in node.outputs:
+            if name not in trials[0].truth.gradients:
+                continue
+            if all(_is_zero(trial.truth.values[name]) for trial in trials):
+                lines.append(f"%{name} ({node.op}) at {node.origin}: its value is zero")
+            elif all(_is_zero(trial.truth.gradients.get(name)) for trial in trials):
+                lines.append(f"%{name} ({node.op}) at {node.origin}: its gradient is zero")
+    if len(trials) == 1:
+        lines.append("other weights and batches: the model does not run on changed ones")
+    return tuple(lines)
+
+
+def _is_zero(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or not bool(tensor.any())
+
 
 AS_GIVEN = "weights and batch as given"
 Tensors = Mapping[str, torch.Tensor]

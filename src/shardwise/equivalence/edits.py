@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise import runtime as rt
-from shardwise.equivalence.certificate import TOLERANCE, Comparison, relative_error
-from shardwise.equivalence.rounding import EPSILON
-from shardwise.equivalence.subject import Subject
+from shardwise.equivalence.certificate import EPSILON, TOLERANCE, Comparison, relative_error
+from shardwise.equivalence.ranks import Subject
 from shardwise.equivalence.trial import Trial
 
 

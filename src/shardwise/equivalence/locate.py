@@ -1,21 +1,234 @@
-"""Where a program that differs from the model differs first.
-
-Enters: a check that failed. Leaves: text that names the node, where the user wrote it, and the
-plan's entry: the first value that differs, forward in the order of statements; then the gradient
-nearest to the loss; then a parameter, buffer or result.
-"""
+"""Where a program that differs from the model differs first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import linecache
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from shardwise.equivalence.blame import Blame
-from shardwise.equivalence.certificate import Comparison
-from shardwise.equivalence.failures import failed_statement
-from shardwise.equivalence.probed import Probed
-from shardwise.equivalence.subject import Subject, View
+import torch
+
+from shardwise import runtime as rt
+from shardwise.equivalence.certificate import EPSILON, Comparison, compare
+from shardwise.equivalence.ranks import (
+    Probed,
+    Subject,
+    Unassembled,
+    View,
+    gradient_layout,
+    whole_values,
+)
 from shardwise.equivalence.trial import Trial
-from shardwise.equivalence.values import Compared, compare_gradients, compare_values
+from shardwise.errors import ProgramError, ShardwiseError
+from shardwise.ir import Node, Parameter
+from shardwise.plans import Resolved, resolve
+from shardwise.program import Program, Step
+from shardwise.program.program import LocalValue
+from shardwise.sharding.placements import Layout, Partial
+
+# Compare every value of a program with the graph's, and every gradient on its way back.
+#
+# The program is written with a probe after each statement. What the ranks recorded is assembled by
+# its layout and compared by its own size. A wrong value is thus seen at the node that makes it,
+# whatever hides it later: a factor of zero, a larger term of the loss, a maximum.
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A value or gradient of a program that was compared."""
+
+    step: Step
+    held: LocalValue
+    comparison: Comparison
+
+
+def compare_values(view: View, records: Sequence[rt.Records], trial: Trial) -> Iterator[Compared]:
+    """Values in the order of the program's statements."""
+    stored = view.program.rank_programs[0].values
+    used = _used(view.program)
+    for step, name in _probed(view.program):
+        held = stored[name]
+        expected = trial.truth.values.get(held.value)
+        parts = view.values(records, name)
+        if parts is None or expected is None or name not in used:
+            continue
+        what, noise = f"value of %{held.value}", trial.noise.values.get(held.value)
+        yield Compared(
+            step, held, _compare(what, view, parts, held.layout, expected, noise, trial.about)
+        )
+
+
+def compare_gradients(
+    view: View, records: Sequence[rt.Records], trial: Trial
+) -> Iterator[Compared]:
+    """Gradients of values, from the loss backward."""
+    stored = view.program.rank_programs[0].values
+    for step, name in reversed(list(_probed(view.program))):
+        held = stored[name]
+        expected = trial.truth.gradients.get(held.value)
+        if name != held.value or expected is None:
+            continue  # a moved copy sees only part of its value's gradient
+        parts = view.gradients(records, name)
+        if parts is None:
+            continue
+        what, noise = (
+            f"arriving gradient of %{held.value}",
+            trial.noise.value_gradients.get(held.value),
+        )
+        layout = gradient_layout(held.layout)
+        yield Compared(
+            step, held, _compare(what, view, parts, layout, expected, noise, trial.about)
+        )
+
+
+def _probed(program: Program) -> Iterator[tuple[Step, str]]:
+    for step in program.rank_programs[0].steps:
+        for name in step.outputs:
+            yield step, name
+
+
+def _used(program: Program) -> set[str]:
+    """Values that something reads: an operator may leave others as it likes."""
+    first = program.rank_programs[0]
+    used = {name for s in (*first.steps, *first.output_steps) for name in s.inputs}
+    used |= {first.loss or "", *(name for _, name in first.mutations)}
+    return used | set(program.graph.sends)
+
+
+def _compare(
+    what: str,
+    view: View,
+    parts: Sequence[torch.Tensor],
+    layout: Layout,
+    expected: torch.Tensor,
+    noise: torch.Tensor | None,
+    about: str,
+) -> Comparison:
+    shape, mesh = tuple(expected.shape), view.program.mesh
+    try:
+        wholes = whole_values(parts, layout, shape, mesh)
+        if noise is not None and any(isinstance(p, Partial) for _, p in layout.axes):
+            sizes = [part.abs().to(noise.dtype) for part in parts]
+            noise = noise + EPSILON * whole_values(sizes, layout, shape, mesh)[0][1]
+    except Unassembled as error:
+        return Comparison(what, float("inf"), str(error), about)
+    found = [compare(what, whole, expected, noise=noise, trial=about) for _, whole in wholes]
+    worst = max(range(len(found)), key=lambda i: found[i].relative_error)
+    if worst == 0 or found[worst].ok:
+        return found[worst]
+    which = wholes[worst][0]
+    return Comparison(what, found[worst].relative_error, f"{which} should hold the same", about)
+
+
+# Which decision of a plan a node follows from.
+
+
+class Blame:
+    """Answers for one program; the plan is resolved again on the first question."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph, self.plan = program.graph, program.plan
+        self.nodes = {node.name: node for node in self.graph.nodes}
+        self.parameters = {p.value: p for p in self.graph.parameters}
+        self._resolved: Resolved | None = None
+
+    def describe(self, node: Node) -> str:
+        """`node linear_3 (aten.linear.default) at blocks.0.fc (model.py:41)`."""
+        text = f" `{node.source_text}`" if node.source_text else ""
+        return f"node {node.name} ({node.op}) at {node.origin}{text}"
+
+    def entries(self, node: Node) -> str:
+        """Return the plan's entries that decide this node, as they stand in the plan file."""
+        found = []
+        for axis, choice in self.plan.choices(self.graph).get(node.name, {}).items():
+            found.append(f'nodes["{node.name}"]: {axis} "{choice}"')
+        for value in dict.fromkeys(node.inputs):
+            if value in self.parameters:
+                found += self.parameter_entries(self.parameters[value])
+        return "; ".join([*found, *self._choices(node)]) or "no entry of the plan"
+
+    def parameter_entries(self, parameter: Parameter) -> list[str]:
+        """Return the globs that match a parameter, with what they say."""
+        found = []
+        for glob, entry in self.plan.parameters.items():
+            if not any(fnmatchcase(n, glob) for n in (parameter.name, *parameter.aliases)):
+                continue
+            said = [f"{axis} {cut}" for axis, cut in entry.layout.items()]
+            said += [f"zero {entry.zero}"] if entry.zero else []
+            found.append(f'parameters["{glob}"]: {", ".join(said) or "whole"}')
+        return found
+
+    def _choices(self, node: Node) -> list[str]:
+        try:
+            self._resolved = self._resolved or resolve(self.graph, self.plan)
+        except ShardwiseError:
+            return [f"{axis}: {role}" for axis, role in self.plan.roles.items()]
+        return [
+            f"{a.axis} ({self.plan.roles[a.axis]}): {a.nodes[node.name].choice}"
+            for a in self._resolved.assignments
+            if node.name in a.nodes
+        ]
+
+    def structure(self) -> str | None:
+        """What the program's own check finds wrong, if anything."""
+        try:
+            self.program.verify()
+        except ProgramError as error:
+            return str(error).splitlines()[0]
+        return None
+
+    def uses(self, value: str) -> list[str]:
+        """Return the nodes that use a graph value, described."""
+        return [self.describe(n) for n in self.graph.nodes if value in n.inputs]
+
+    def step_text(self, step: Step) -> str:
+        """`rt.reduce over tp for node …`, or the node itself."""
+        if not step.node:
+            return f"{step.fn} over {'.'.join(step.axes)}"
+        described = self.describe(self.nodes[step.node])
+        if not step.is_move:
+            return described
+        return f"{step.fn} over {'.'.join(step.axes)} for {described}"
+
+
+# Which statement of emitted code raised.
+
+
+PROBE = re.compile(r"rt\.probe\('([^']+)'")
+
+
+def failed_statement(program: Program, error: BaseException, blame: Blame) -> str:
+    """Return the statement in emitted code where an exception came from, and the node it belongs
+    to.
+    """
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.filename.startswith("<shardwise program") and f.lineno is not None
+    ]
+    if not frames:
+        return f"the program stopped outside its own statements: {type(error).__name__}: {message}"
+    line = frames[-1].lineno or 0
+    statement = linecache.getline(frames[-1].filename, line).strip()
+    value = _probed_after(frames[-1].filename, line)
+    step = next((s for s in program.rank_programs[0].steps if value in s.outputs), None)
+    where = f" of {blame.step_text(step)}" if step else ""
+    entries = f"; plan: {blame.entries(blame.nodes[step.node])}" if step and step.node else ""
+    return f"`{statement}`{where} raised {type(error).__name__}: {message}{entries}"
+
+
+def _probed_after(filename: str, line: int) -> str | None:
+    """Return the value that the statement at a line makes: the next one probed."""
+    for number in range(line, line + 40):
+        found = PROBE.search(linecache.getline(filename, number))
+        if found:
+            return found.group(1)
+    return None
 
 
 def locate(

@@ -1,26 +1,177 @@
-"""The original model on one device in float64: what every plan is compared with.
-
-Enters: the user's model, batch and loss function. Leaves: `Reference`.
-"""
+"""The original model on one device in float64: what every plan is compared with."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise import runtime as rt
 from shardwise.batch import flatten_batch, read_batch
-from shardwise.equivalence.precision import KeepDouble, widen_tensor
+from shardwise.dtypes import torch_pairs
+from shardwise.equivalence.certificate import Jitter, jittered
 from shardwise.errors import VerifyError
-from shardwise.frontend.functions import without_checkpoints
+from shardwise.frontend.convert import without_checkpoints
 from shardwise.frontend.hooks import copy_hooks
-from shardwise.frontend.loss import find_loss
-from shardwise.frontend.objective import Objective, loss_of, run_objective
-from shardwise.frontend.outputs import flatten_output, kept_leaf
+from shardwise.frontend.objective import (
+    Objective,
+    find_loss,
+    flatten_output,
+    kept_leaf,
+    loss_of,
+    run_objective,
+)
+from shardwise.ir import Constant, Graph, Node, Ref, TensorType, map_refs, node_keys
+from shardwise.ir.interpret import interpret, is_random
+from shardwise.plans import Plan
+from shardwise.sharding.placements import Layout
+from shardwise.sharding.registry import rule_for
+from shardwise.sharding.rule import Call, Local
+
+# Everything in float64: casts to narrower types inside a model are widened for a check.
+#
+# A model may cast to float32 on the way (norms, attention weights, the loss). Where parts are
+# summed in another order such a cast would leave errors of 1e-7 that say nothing about the plan.
+# Both the original and the captured graph are therefore run with every such cast widened.
+
+
+WIDE = torch_pairs("exact")
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+_COMPLEX_CASTS = {getattr(torch.Tensor, name) for name in ("cfloat", "chalf")}
+# Reading a tensor, or writing into it, needs the tensor itself and not a copy of it.
+_ITSELF = ("__get__", "__set__", "__setitem__", "requires_grad_", "backward", "set_", "copy_")
+
+
+def widen(arg: Any) -> Any:
+    """Return the argument with narrow floating dtypes replaced by wide ones."""
+    if isinstance(arg, torch.dtype):
+        return WIDE.get(arg, arg)
+    if isinstance(arg, tuple | list):
+        return type(arg)(widen(a) for a in arg) if type(arg) in (tuple, list) else arg
+    return arg
+
+
+def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float64 or complex128, if it is narrower; the same one otherwise."""
+    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
+
+
+class KeepDouble(TorchFunctionMode):
+    """While active, PyTorch calls make and keep float64 where they ask for less.
+
+    Tensors from outside of the model (class weights in a closure, a constant) are widened where a
+    call takes them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _CASTS:
+            return args[0].double()
+        if func in _COMPLEX_CASTS:
+            return args[0].to(torch.complex128)
+        wide = {key: widen(value) for key, value in (kwargs or {}).items()}
+        args = tuple(widen(a) if isinstance(a, torch.dtype) else a for a in args)
+        if func is torch.full and "dtype" not in wide and _is_float(args, 1):
+            wide["dtype"] = torch.float64
+        name = getattr(func, "__name__", "")
+        if not (name in _ITSELF or (name.endswith("_") and not name.endswith("__"))):
+            args, wide = _widen_operands(args), _widen_operands(wide)
+        return func(*args, **wide)
+
+
+class TraceDouble(TorchFunctionMode):
+    """While a float64 model is traced: widen the operands of calls that refuse to mix types.
+
+    Casts to narrower types stay in the graph, which then has every node that the plan may speak of;
+    `widen_graph` widens them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        narrow = _any_narrow((args, kwargs))
+        if narrow and _PRODUCT.fullmatch(getattr(func, "__name__", "")) and _is_mixed(args):
+            return func(*_widen_operands(args), **_widen_operands(kwargs))
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            if not narrow:
+                raise
+            return func(*_widen_operands(args), **_widen_operands(kwargs))
+
+
+# Products refuse to mix dtypes on devices, but not on the tensors without data of a trace.
+_PRODUCT = re.compile(r"linear|(__r?)?matmul(__)?|mm|addmm|bmm|baddbmm|conv(_transpose)?[123]d")
+
+
+def _is_mixed(args: tuple[Any, ...]) -> bool:
+    return len({arg.dtype for arg in args if isinstance(arg, torch.Tensor)}) > 1
+
+
+def _any_narrow(arg: Any) -> bool:
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype in WIDE
+    if type(arg) in (tuple, list):
+        return any(_any_narrow(a) for a in arg)
+    return type(arg) is dict and any(_any_narrow(a) for a in arg.values())
+
+
+def _widen_operands(arg: Any) -> Any:
+    """Return the arguments with all floating-point tensors in float64."""
+    if isinstance(arg, torch.Tensor):
+        if type(arg) not in (torch.Tensor, torch.nn.Parameter) or arg.requires_grad:
+            return widen_tensor(arg)
+        with _disable_current_modes():  # while tracing: a constant, not a computed value
+            return widen_tensor(arg)
+    if type(arg) in (tuple, list):
+        return type(arg)(_widen_operands(a) for a in arg)
+    return {k: _widen_operands(a) for k, a in arg.items()} if type(arg) is dict else arg
+
+
+@contextlib.contextmanager
+def double_by_default() -> Iterator[None]:
+    """Make floating-point tensors float64 where code does not say which type it wants."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def widen_graph(graph: Graph) -> Graph:
+    """Return the graph with float64 for every narrower floating type."""
+    return dataclasses.replace(
+        graph,
+        nodes=tuple(_widen_node(node) for node in graph.nodes),
+        values={name: TensorType(t.shape, widen(t.dtype)) for name, t in graph.values.items()},
+        constants=tuple(
+            Constant(value=c.value, data=widen_tensor(c.data)) for c in graph.constants
+        ),
+    )
+
+
+def _is_float(args: tuple[Any, ...], place: int) -> bool:
+    return len(args) > place and isinstance(args[place], float)
+
+
+def _widen_node(node: Node) -> Node:
+    kwargs = {key: widen(value) for key, value in node.kwargs}
+    if node.op == "aten.full.default" and kwargs.get("dtype") is None and _is_float(node.args, 1):
+        kwargs["dtype"] = torch.float64  # without a type it would be that of the process
+    return dataclasses.replace(node, args=widen(node.args), kwargs=tuple(kwargs.items()))
+
 
 LEARNING_RATE = 1e-3
 
@@ -113,3 +264,151 @@ def join_outputs(parts: Sequence[Any]) -> Any:
         return torch.cat(whole)
     total = torch.stack(whole).sum(0)
     return total / len(whole) if first.is_floating_point() else total
+
+
+# The captured graph on one device: the reference of models that draw random numbers.
+#
+# Random nodes draw by key from the same source as every rank's program. The run also gives every
+# value and its gradient (`Truth`), which the values of the program are compared with.
+
+
+NOWHERE = Layout(())
+
+
+def draws(graph: Graph) -> bool:
+    """Whether the graph has nodes that draw random numbers."""
+    return any(is_random(node) for node in graph.nodes)
+
+
+def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
+    """For `interpret(random=…)`: runs a random node as one rank would, keyed by its place."""
+    keys = node_keys(graph)
+
+    def run(node: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call.of(node, graph.values)
+        found = rule_for(call)
+        if found is None or found.localize is None:
+            return function(*args, **kwargs)
+        shapes = [graph.values[name].shape for name in node.outputs]
+        local = Local(
+            cuts={},
+            operands=call.operands,
+            results=tuple(shapes),
+            result_layouts=tuple(NOWHERE for _ in shapes),
+            operand_layouts=tuple(NOWHERE for _ in node.inputs),
+            coordinate={},
+        )
+        written = found.localize(call, local)
+        if not written.fn.startswith("rt."):
+            return function(*args, **kwargs)
+        given = dict(_pairs(node.args, args)) | dict(
+            _pairs(tuple(v for _, v in node.kwargs), tuple(kwargs[k] for k, _ in node.kwargs))
+        )
+        bound = map_refs((written.args, written.kwargs), lambda ref: given[ref.name])
+        options = dict(bound[1])
+        if "key" in options:
+            options |= {"key": keys[node.name], "rng": rng}
+        return getattr(rt, written.fn.removeprefix("rt."))(*bound[0], **options)
+
+    return run
+
+
+def _pairs(names: Any, values: Any) -> list[tuple[str, torch.Tensor]]:
+    """Value names with the tensors given for them."""
+    if isinstance(names, Ref):
+        return [(names.name, values)]
+    if isinstance(names, tuple | list):
+        return [p for n, v in zip(names, values, strict=True) for p in _pairs(n, v)]
+    return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """The graph's own values in its first micro-batch, and the gradients of the loss by them."""
+
+    values: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+
+
+def run_graph_reference(
+    graph: Graph,
+    plan: Plan,
+    state: Mapping[str, torch.Tensor],
+    batch: Any,
+    *,
+    more: Sequence[Any] = (),
+) -> Reference:
+    """Forward, backward and one AdamW step of the graph itself, on one device."""
+    batches = [flatten_batch(batch)[0] for batch in (batch, *more)]
+    return run_graph(graph, plan, state, batches)[0]
+
+
+def run_graph(
+    graph: Graph,
+    plan: Plan,
+    state: Mapping[str, torch.Tensor],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    jitter: Jitter | None = None,
+) -> tuple[Reference, Truth]:
+    """One training step of the graph on one device, with every value of the first micro-batch."""
+    if jitter is not None:
+        state = {name: jitter.change(tensor.detach()) for name, tensor in state.items()}
+        batches = [{n: jitter.change(t.detach()) for n, t in b.items()} for b in batches]
+    parameters = {
+        p.name: state[p.name].detach().clone().requires_grad_(p.requires_grad)
+        for p in graph.parameters
+    }
+    buffers = {b.name: state[b.name].detach().clone() for b in graph.buffers}
+    count = len(batches)
+    mesh = rt.ProcessMesh({}, num_microbatches=count, timed=False)
+    random = keyed_random(graph, rt.Rng(plan.seed, plan.rng, mesh))
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    gradients: dict[str, torch.Tensor | None] = dict.fromkeys(parameters)
+    truth: Truth | None = None
+    assert graph.loss is not None
+    losses, outputs = [], []
+    for mesh.microbatch, inputs in enumerate(batches):
+        with jittered(jitter):
+            values = interpret(graph, parameters, buffers, inputs, random=random)
+            loss = values[graph.loss] / count
+            named = {n: v for n, v in values.items() if v.requires_grad and truth is None}
+            targets = [*trained.values(), *named.values()]
+            found = torch.autograd.grad(loss, targets, allow_unused=True)
+        for name, gradient in zip(trained, found, strict=False):
+            gradients[name] = _added(gradients[name], _dense(gradient))
+        by_value = zip(named, found[len(trained) :], strict=True)
+        truth = truth or Truth(
+            values={n: v.detach() for n, v in values.items()},
+            gradients={n: g for n, gradient in by_value if (g := _dense(gradient)) is not None},
+        )
+        losses.append(loss.detach())
+        outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
+        buffers = {b.name: values[b.mutation or b.value].detach() for b in graph.buffers}
+    for hook in graph.hooks:
+        known, held = gradients[hook.parameter], parameters[hook.parameter]
+        if known is not None:
+            gradients[hook.parameter] = hook.function(known.clone(), held.detach())
+    after = {name: p.detach().clone() for name, p in parameters.items()}
+    for name in trained:
+        after[name].grad = gradients[name]
+    if trained:
+        torch.optim.AdamW([after[name] for name in trained], lr=LEARNING_RATE).step()
+    after |= {name: value.clone() for name, value in buffers.items()}
+    assert truth is not None
+    reference = Reference(
+        state=dict(state),
+        loss=torch.stack(losses).sum(),
+        outputs=tuple(join_outputs(leaf) for leaf in zip(*outputs, strict=True)),
+        gradients=gradients,
+        state_after=after,
+        batches=tuple(batches),
+    )
+    return reference, truth
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b

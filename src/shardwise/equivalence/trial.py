@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.equivalence.randomness import Truth, run_graph
-from shardwise.equivalence.reference import Reference
-from shardwise.equivalence.rounding import Jitter, distance, farthest
+from shardwise.equivalence.certificate import Jitter, distance, farthest
+from shardwise.equivalence.reference import Reference, Truth, run_graph
 from shardwise.errors import VerifyError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -131,3 +131,169 @@ def _require(what: str, tensor: Any, about: str, *, finite: bool) -> None:
         f"itself ({about}): a comparison with it would show nothing",
         hint="verify with weights and a batch whose loss and gradients are finite",
     )
+
+
+# Weights and a batch with which no path of the model is hidden.
+#
+# Behind a layer that is initialized with zeros nothing can be seen, nor in a batch of zeros, nor
+# beside numbers that are 1e14 times larger. The second trial of a check therefore changes both.
+# Parameters move by a part of their own size, and are drawn where they are zero, tiny or huge. The
+# floating-point numbers of the batch are mixed and freed of extremes, indices are drawn from the
+# range of what they index, masks without a hole get one. Shapes stay as they are.
+#
+# A model may not run on such data, or give no finite loss. Then less is changed.
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+SMALLEST, LARGEST = 1e-3, 1e2  # sizes of parameters that are kept
+MOVED = 0.25  # of a parameter's size
+EXTREME = 1e6  # of the batch: larger numbers are masks, or hide others
+WIDEST = 10.0  # times the usual size of an input's numbers
+IGNORED = -100
+
+
+class _Change(NamedTuple):
+    """What is changed beside the parameters."""
+
+    about: str
+    buffers: bool
+    floats: bool
+    integers: bool
+
+
+LADDER = (
+    _Change("weights, buffers and batch changed", True, True, True),
+    _Change("weights and batch changed", False, True, True),
+    _Change("weights and floating-point inputs changed", False, True, False),
+    _Change("weights changed, batch as given", False, False, False),
+)
+
+
+def perturbed(
+    graph: Graph,
+    plan: Plan,
+    given: Trial,
+    rerun: Callable[[Tensors, Tensors], Reference] | None = None,
+) -> Trial | None:
+    """Return a trial with changed weights and batch; None where the model runs on none."""
+    batches = given.reference.batches
+    for change in LADDER:
+        if rerun is None and len(batches) > 1 and (change.floats or change.integers):
+            continue  # which rows make a micro-batch only the caller knows
+        state = perturb_state(given.reference.state, given.reference.gradients, change.buffers)
+        inputs = perturb_inputs(graph, given.inputs, change.floats, change.integers)
+        try:
+            if rerun is not None:
+                reference = rerun(state, inputs)
+            else:
+                others = [inputs] if len(batches) == 1 else batches
+                reference = run_graph(graph, plan, state, others)[0]
+            return make_trial(graph, plan, reference, inputs, change.about)
+        except Exception:  # of any kind: the model was not made for these numbers
+            continue
+    return None
+
+
+def perturb_state(
+    state: Tensors, parameters: Mapping[str, object], buffers: bool
+) -> dict[str, torch.Tensor]:
+    """Return the state with other parameters, and with other floating-point buffers if asked."""
+    generator = torch.Generator().manual_seed(20)
+    changed: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+            changed[name] = tensor
+        elif name in parameters:
+            changed[name] = _other_parameter(tensor, generator)
+        else:
+            changed[name] = _other_buffer(tensor, generator) if buffers else tensor
+    return changed
+
+
+def _other_parameter(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+    size = tensor.abs().square().mean().sqrt().item()
+    if SMALLEST <= size <= LARGEST:
+        return tensor + MOVED * size * noise
+    if tensor.dim() > 1:
+        return noise * math.sqrt(tensor.shape[0] / tensor.numel())
+    return noise * 0.2 + 0.5  # of a scale, a gate or a bias
+
+
+def _other_buffer(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Signs and order of size stay: a variance is positive, a mask has its extremes."""
+    if tensor.is_complex() or bool((tensor.abs() > EXTREME).any()):
+        return tensor
+    part = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+    if not bool(tensor.any()):
+        return 0.2 * (part - 0.5)
+    return tensor * (0.9 + 0.2 * part)
+
+
+def perturb_inputs(
+    graph: Graph, inputs: Tensors, floats: bool, integers: bool
+) -> dict[str, torch.Tensor]:
+    """Return other numbers of the same shapes and types."""
+    # `twin` imports `check`, which imports this module.
+    from shardwise.equivalence.twin.scale import ignores_some, index_bounds
+
+    generator = torch.Generator().manual_seed(21)
+    values = {source.name: source.value for source in graph.inputs}
+    changed = dict(inputs)
+    for name, tensor in inputs.items():
+        if not tensor.numel():
+            continue
+        if tensor.is_floating_point():
+            changed[name] = _other_floats(tensor, generator) if floats else tensor
+        elif integers and not tensor.is_complex():
+            value = values.get(name)
+            bounds = list(index_bounds(graph, value)) if value else []
+            if bounds and tensor.dtype != torch.bool:
+                ignored = value is not None and ignores_some(graph, value)
+                changed[name] = _other_indices(tensor, min(bounds), ignored, generator)
+            else:
+                changed[name] = _other_integers(tensor, generator)
+    return changed
+
+
+def _other_floats(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Mixtures of two elements each, so that the range stays; without what is extreme."""
+    usual = tensor[tensor.isfinite() & (tensor.abs() < EXTREME)]
+    count = tensor.numel()
+    part = torch.rand(count, generator=generator, dtype=tensor.dtype)
+    if not len(usual) or bool((usual == usual[0]).all()):
+        size = abs(usual[0].item()) if len(usual) else 0.0
+        return (part * (size if SMALLEST < size < LARGEST else 1.0)).reshape(tensor.shape)
+    nonzero = usual[usual != 0].abs()
+    limit = WIDEST * nonzero.median().item()
+    a, b = (
+        usual[torch.randint(len(usual), (count,), generator=generator)].clamp(-limit, limit)
+        for _ in range(2)
+    )
+    return (part * a + (1 - part) * b).reshape(tensor.shape)
+
+
+def _other_indices(
+    tensor: torch.Tensor, bound: int, ignored: bool, generator: torch.Generator
+) -> torch.Tensor:
+    """Indices of the whole range; as many as before are negative, if not all are."""
+    drawn = torch.randint(bound, tensor.shape, generator=generator, dtype=tensor.dtype)
+    order = torch.randperm(tensor.numel(), generator=generator)
+    before = tensor.reshape(-1)[order].reshape(tensor.shape)
+    if bool((before < 0).all()):
+        before = torch.zeros_like(tensor)
+    if ignored and not bool((before < 0).any()) and tensor.numel() > 2:
+        before = before.clone()
+        before.view(-1)[:: max(3, tensor.numel() // 4)] = IGNORED  # a count that is not the size
+    return torch.where(before < 0, before, drawn)
+
+
+def _other_integers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return the same integers in another order; a mask of ones (or all true) gets a hole."""
+    if bool((tensor == 1).all()) and tensor.dim() > 1 and tensor.shape[-1] > 1:
+        holed = tensor.clone()
+        holed[::2, ..., -max(1, tensor.shape[-1] // 4) :] = 0
+        return holed
+    order = torch.randperm(tensor.numel(), generator=generator)
+    return tensor.reshape(-1)[order].reshape(tensor.shape)

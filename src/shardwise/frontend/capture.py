@@ -27,30 +27,37 @@ from torch.export.graph_signature import InputKind, OutputKind
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
 from shardwise.frontend.aliasing import Alias, NotFunctional
-from shardwise.frontend.assemble import Sources, assemble
-from shardwise.frontend.builder import Builder, Region
-from shardwise.frontend.convert import Converter
-from shardwise.frontend.cures import cure_for
-from shardwise.frontend.derivatives import refusing_derivatives
-from shardwise.frontend.failures import capture_error, explained
-from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
-from shardwise.frontend.functions import Recorder, recording
+from shardwise.frontend.build_graph import Sources, assemble
+from shardwise.frontend.builder import ROOT, Builder, Region, keeping_user_frames
+from shardwise.frontend.convert import Converter, Recorder, recording
+from shardwise.frontend.errors import (
+    capture_error,
+    check_regions_can_go,
+    cure_for,
+    explained,
+    refusing_derivatives,
+)
+from shardwise.frontend.fake import (
+    eager_masks,
+    fake_copy,
+    fake_tensor,
+    logical_device,
+    new_fake_mode,
+)
 from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
-from shardwise.frontend.masks import eager_masks
 from shardwise.frontend.objective import (
+    Around,
     Model,
     Objective,
+    Step,
     StepFn,
     StepFunction,
     as_module,
     check_objective,
     objective,
 )
-from shardwise.frontend.provenance import ROOT, keeping_user_frames
+from shardwise.frontend.python_state import Change, Place, Reads, Watch
 from shardwise.frontend.random_control import controlled_random
-from shardwise.frontend.regions import check_regions_can_go
-from shardwise.frontend.step import Around, Step
-from shardwise.frontend.watch import Change, Place, Reads, Watch
 from shardwise.ir import GradientHook, Graph
 
 _FRAMES = 4000  # of Python's stack while a model is traced

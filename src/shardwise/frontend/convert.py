@@ -1,27 +1,222 @@
 """From export's fx graph to calls on values that never change.
 
-Enters: an `ExportedProgram` and aliases of its placeholders. Leaves: a filled `Builder` and the
-aliases of the graph's outputs. Regions are flattened, in-place writes become new values, and
+Regions are flattened, in-place writes become new values, and
 `normalize` turns device- and tracing-specific calls into plain ones.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from shardwise.frontend import inplace, normalize
+from shardwise.errors import CaptureError
+from shardwise.frontend import functionalize as inplace
+from shardwise.frontend import functionalize as normalize
 from shardwise.frontend.aliasing import Alias, NotFunctional
-from shardwise.frontend.builder import SYMBOLIC, Builder, tensor_type
-from shardwise.frontend.calls import append_call, refs
-from shardwise.frontend.functions import RECOMPUTE, Recorder
-from shardwise.frontend.provenance import origin_of
+from shardwise.frontend.builder import SYMBOLIC, Builder, append_call, origin_of, refs, tensor_type
 from shardwise.ir import Ref, TensorType, map_refs
+
+# Calls that export would take apart: custom autograd functions and activation checkpointing.
+#
+# Export traces through `Function.forward` and forgets `backward`. While capturing, `Function.apply`
+# records one opaque operator instead; checkpointed regions mark their nodes with a group name.
+
+
+RECOMPUTE = "shardwise_recompute"
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_LIBRARY = torch.library.Library("shardwise_capture", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "function(Tensor[] tensors, int key) -> Tensor[]"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """One `cls.apply(*args)`: tensors in `args` are `Ref("0")`, `Ref("1")`… in order."""
+
+    cls: type
+    args: tuple[Any, ...]
+
+    @property
+    def op(self) -> str:
+        return f"autograd_function.{self.cls.__module__}.{self.cls.__qualname__}"
+
+
+@dataclass(slots=True)
+class Recorder:
+    """What the patched calls saw during one capture."""
+
+    calls: list[FunctionCall] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)  # structure of the last results, per call
+    num_groups: int = 0
+    depth: int = 0
+
+
+_active: list[Recorder] = []
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Patch `Function.apply` and checkpointing; undone on the way out."""
+    original = torch.autograd.Function.__dict__["apply"]
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if recorder.depth or get_proxy_mode() is None or cls.__module__.startswith("torch._"):
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls is torch_checkpoint.CheckpointFunction:
+            with _group(recorder):
+                return args[0](*args[2:])
+        return record_call(recorder, cls, args, kwargs)
+
+    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if recorder.depth or get_proxy_mode() is None:
+            yield from generator(function, *args, **kwargs)
+            return
+        with _group(recorder):
+            yield
+
+    _active.append(recorder)
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    torch_checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch_checkpoint._checkpoint_without_reentrant_generator = generator
+        _active.pop()
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Run checkpointed regions as they are: the same numbers, activations kept."""
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = direct  # type: ignore[assignment]
+    torch_checkpoint.CheckpointFunction.apply = lambda run, _, *args: run(*args)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = generator
+        del torch_checkpoint.CheckpointFunction.apply  # what it inherits shows again
+
+
+@contextlib.contextmanager
+def _group(recorder: Recorder) -> Iterator[None]:
+    """Mark the nodes traced inside as one recompute group; an outer group takes its inner ones."""
+    name = f"checkpoint_{recorder.num_groups}"
+    recorder.num_groups += 1
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph = mode.tracer.graph
+    last = next(iter(reversed(graph.nodes)))
+    yield
+    node = last.next
+    while node.op != "root":
+        node.meta[RECOMPUTE] = name
+        node = node.next
+
+
+def record_call(
+    recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Record `cls.apply(*args)` as one opaque operator and return its results."""
+    if kwargs:
+        raise CaptureError(f"{cls.__qualname__}.apply is called with keyword arguments")
+    tensors: list[torch.Tensor] = []
+    template = tuple(_template(cls, i, arg, tensors) for i, arg in enumerate(args))
+    key = len(recorder.calls)
+    recorder.calls.append(FunctionCall(cls=cls, args=template))
+    recorder.outputs.append(None)
+    results = iter(torch.ops.shardwise_capture.function.default(tensors, key))
+    structure = recorder.outputs[key]
+    if not isinstance(structure, tuple):
+        return next(results)
+    return tuple(next(results) if x is torch.Tensor else x for x in structure)
+
+
+def _template(cls: type, position: int, arg: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(arg, torch.Tensor):
+        tensors.append(arg)
+        return Ref(str(len(tensors) - 1))
+    if isinstance(arg, tuple | list):
+        return tuple(_template(cls, position, item, tensors) for item in arg)
+    if isinstance(arg, _CONSTANTS):
+        return arg
+    raise CaptureError(
+        f"argument {position} of {cls.__qualname__}.apply is a {type(arg).__name__}; "
+        "a custom autograd function is kept whole, so its arguments must be tensors or constants",
+        hint="pass the tensors it needs as arguments, or use plain PyTorch operations",
+    )
+
+
+def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
+    """Shapes and dtypes of a function's results: its own forward, on fake tensors."""
+    recorder = _active[-1]
+    call = recorder.calls[key]
+    args = map_refs(call.args, lambda ref: tensors[int(ref.name)])
+    context = _Context(args)
+    recorder.depth += 1
+    try:
+        with torch.no_grad():
+            results = _forward(call.cls, context, args)
+    finally:
+        recorder.depth -= 1
+    if context.dirty:
+        raise CaptureError(f"{call.cls.__qualname__} modifies its inputs in place (mark_dirty)")
+    several = isinstance(results, tuple | list)
+    flat = tuple(results) if several else (results,)
+    kept = tuple(torch.Tensor if isinstance(x, torch.Tensor) else x for x in flat)
+    recorder.outputs[key] = kept if several else torch.Tensor
+    return [torch.empty_like(x) for x in flat if isinstance(x, torch.Tensor)]
+
+
+torch.library.register_fake("shardwise_capture::function", _run_forward, lib=_LIBRARY)
+
+
+def _forward(cls: Any, context: _Context, args: tuple[Any, ...]) -> Any:
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return cls.forward(context, *args)
+    results = cls.forward(*args)
+    inspect.unwrap(cls.setup_context)(context, args, results)
+    return results
+
+
+class _Context:
+    """Stands in for `ctx` while a forward runs for its shapes only."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.needs_input_grad = tuple(isinstance(arg, torch.Tensor) for arg in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.dirty: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    save_for_forward = save_for_backward
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 _SKIPPED = {
     *("aten._assert_tensor_metadata.default", "aten._assert_scalar.default"),

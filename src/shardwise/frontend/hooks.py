@@ -33,8 +33,8 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import CaptureError, ShardwiseError
-from shardwise.frontend.functions import Recorder, record_call
-from shardwise.frontend.provenance import Frame, is_user_code, running_frame
+from shardwise.frontend.builder import Frame, is_user_code, running_frame
+from shardwise.frontend.convert import Recorder, record_call
 from shardwise.ir import GradientHook
 
 Hook = Callable[..., Any]

@@ -1,21 +1,85 @@
-"""What one training step computes: the model's own call, or a function of several modules.
-
-Enters: what the user passes as model, `loss_fn` and `step`. Leaves: one module that holds every
-parameter under its name, and an objective that capture and verification call in the same way.
-"""
+"""What one training step computes: the model's own call, or a function of several modules."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from shardwise.batch import Call
-from shardwise.errors import CaptureError
-from shardwise.frontend.loss import LossFn
+from shardwise.batch import Call, path_name, register_dataclasses
+from shardwise.errors import CaptureError, LossError
+from shardwise.frontend.python_state import Change, Watch
+
+# Which value is the loss.
+
+
+LossFn = Callable[[Any, Any], Any]
+_HINT = (
+    'loss_fn=lambda output, batch: output["..."], or return the loss alone, as .loss or ["loss"]'
+)
+
+
+def find_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    """Return the loss of one step, or a `LossError` that says how to mark it.
+
+    >>> find_loss({"loss": torch.tensor(1.0), "aux": torch.tensor(2.0)}, None, None)
+    tensor(1.)
+    """
+    if loss_fn is not None:
+        return _checked(_marked(loss_fn(output, batch)), "loss_fn's result")
+    marked = _marked(output)
+    if marked is not None:
+        return _checked(marked, "the model's loss")
+    scalars = [leaf for leaf in pytree.tree_leaves(output) if _is_scalar(leaf)]
+    if len(scalars) == 1:
+        return _checked(scalars[0], "the only scalar")
+    if scalars:
+        raise LossError(
+            f"the model returns {len(scalars)} scalars and none is marked as the loss", hint=_HINT
+        )
+    raise LossError(f"the model's output has no scalar: {_describe(output)}", hint=_HINT)
+
+
+def _marked(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", None)
+
+
+def _checked(loss: Any, what: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"{what} is {_describe(loss)}, not a tensor", hint=_HINT)
+    if loss.numel() != 1:
+        raise LossError(
+            f"{what} has shape {list(loss.shape)}; a loss is one number",
+            hint="reduce it: loss.mean(), or loss_fn=lambda output, batch: ...",
+        )
+    if not loss.is_floating_point():
+        raise LossError(f"{what} has dtype {loss.dtype}; a loss is floating-point", hint=_HINT)
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {list(output.shape)}"
+    if isinstance(output, Mapping):
+        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in output.items()) + "}"
+    if isinstance(output, tuple | list):
+        return "(" + ", ".join(map(_describe, output)) + ")"
+    return f"a {type(output).__name__}"
+
 
 StepFn = Callable[[Any, Any], Any]
 Model = nn.Module | Mapping[str, nn.Module]
@@ -103,3 +167,151 @@ def run_objective(model: nn.Module, call: Call, batch: Any, chosen: Objective) -
 def loss_of(chosen: Objective) -> LossFn | None:
     """Return the loss function for `find_loss`; a step's output holds its loss."""
     return None if isinstance(chosen, StepFunction) else chosen
+
+
+# The leaves of a model's output that a training step keeps.
+#
+# Caches of keys and values (transformers' `DynamicCache` and its like) are for generating text. In
+# training they are written and never read, so they are left out as a whole: they are neither
+# results of the step nor compared with the model's.
+
+
+def flatten_output(output: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of an output and how they nest; a cache is one leaf."""
+    leaves, spec = pytree.tree_flatten(output, is_leaf=is_cache)
+    return leaves, spec
+
+
+def kept_leaf(leaf: Any) -> Any:
+    """Return what the step gives for a leaf: tensors and plain values, None for other objects."""
+    plain = isinstance(leaf, torch.Tensor | bool | int | float | str)
+    return leaf if plain else None
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an object is a cache of keys and values, by its class or by its methods."""
+    if any(c.__module__.startswith("transformers.cache_utils") for c in type(value).__mro__):
+        return True
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+# The module that is exported: the model's call, its loss, and what forward leaves behind.
+#
+# Wrapping keeps export away from the user's containers.
+
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What the flat outputs of the exported step are, filled in while it is traced."""
+
+    has_loss: bool = False
+    leaves: list[Any] = field(default_factory=list)  # a constant, or the marker `TENSOR`
+    spec: Any = None
+    assigned: list[str] = field(default_factory=list)  # buffers that forward reassigned
+    replaced: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # plain attributes
+    cached: list[Change] = field(default_factory=list)  # attributes that now hold these tensors
+    warnings: list[str] = field(default_factory=list)
+    has_symbols: bool = False  # whether a leaf is a number that depends on sizes
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+
+
+class Step(nn.Module):
+    """`forward(*tensors)`: the model on the batch rebuilt from `tensors`, then the loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        chosen: Objective,
+        *,
+        needs_loss: bool,
+        watch: Watch,
+        around: Around = nullcontext,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        # A tuple hides these from export's search for attributes.
+        self._hidden = (call, chosen, needs_loss, watch, around)
+        self.outputs = (StepOutputs(),)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call, chosen, needs_loss, watch, around = self._hidden
+        report = self.outputs[0]
+        before = _state(self.model)
+        results: list[torch.Tensor] = []
+        with watch.watching(), around():
+            output = run_objective(self.model, call, call.batch_with(tensors), chosen)
+            register_dataclasses(output)
+            try:
+                results.append(find_loss(output, call.batch_with(tensors), loss_of(chosen)))
+                report.has_loss = True
+            except LossError:
+                if needs_loss or chosen is not None:
+                    raise
+        leaves, report.spec = flatten_output(output)
+        report.leaves = [_leaf(leaf, results, report) for leaf in leaves]
+        watch.compare()
+        report.warnings += watch.warnings()
+        cached = [(change, t) for change in watch.changes for t in change.tensors]
+        report.cached = [change for change, _ in cached]
+        results.extend(_reassigned(self.model, before, report))
+        results.extend(tensor for _, tensor in cached)
+        return tuple(results)
+
+
+def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        results.append(leaf)
+        return TENSOR
+    if kept_leaf(leaf) is None and leaf is not None:
+        report.has_symbols |= isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
+        report.warnings.append(f"the output's {type(leaf).__name__} is not kept: None in its place")
+    return kept_leaf(leaf)
+
+
+def _state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
+    return [
+        (path, module, dict(vars(module)), dict(module._buffers))
+        for path, module in model.named_modules()
+    ]
+
+
+def _reassigned(model: nn.Module, before: Any, report: StepOutputs) -> list[torch.Tensor]:
+    """New contents of buffers bound to another tensor; other attributes are put back."""
+    fresh: list[torch.Tensor] = []
+    for path, module, attributes, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            where = path_name(tuple(filter(None, (path, name))))
+            if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise CaptureError(
+                    f"forward changes the shape or dtype of buffer {where}",
+                    hint="keep the buffer's shape, or pass the state in the batch",
+                )
+            fresh.append(new)
+            report.assigned.append(where)
+            module._buffers[name] = old
+        for name, new in list(vars(module).items()):
+            old = attributes.get(name)
+            if new is old or not isinstance(new, torch.Tensor):
+                continue
+            if isinstance(old, torch.Tensor):
+                report.replaced.append((path_name(tuple(filter(None, (path, name)))), old))
+            if name in attributes:
+                vars(module)[name] = old
+            else:
+                del vars(module)[name]
+    return fresh

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CaptureError
-from shardwise.frontend.provenance import is_user_code
+from shardwise.frontend.builder import is_user_code
 
 _HINT = "set layerdrop (or the drop probability) to 0, or use torch.where on a drawn tensor"
 

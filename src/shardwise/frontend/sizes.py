@@ -26,7 +26,7 @@ from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.capture import Traced, capture, trace_step
 from shardwise.frontend.objective import Model, Objective
-from shardwise.frontend.watch import Reads
+from shardwise.frontend.python_state import Reads
 from shardwise.ir import Graph
 
 __all__ = ["GraphsBySize", "SizedTrace"]

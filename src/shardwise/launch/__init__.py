@@ -11,11 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.launch.commands import NodeCommand, Settings, launch_commands
-    from shardwise.launch.kubernetes import pytorch_job
-    from shardwise.launch.ray import ray_driver
+    from shardwise.launch.hosts import NodeCommand, Settings, launch_commands
+    from shardwise.launch.jobs import pytorch_job, ray_driver, slurm_script
     from shardwise.launch.run import launch
-    from shardwise.launch.slurm import slurm_script
 
 __all__ = [
     "NodeCommand",
@@ -28,13 +26,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "NodeCommand": "commands",
-    "Settings": "commands",
+    "NodeCommand": "hosts",
+    "Settings": "hosts",
     "launch": "run",
-    "launch_commands": "commands",
-    "pytorch_job": "kubernetes",
-    "ray_driver": "ray",
-    "slurm_script": "slurm",
+    "launch_commands": "hosts",
+    "pytorch_job": "jobs",
+    "ray_driver": "jobs",
+    "slurm_script": "jobs",
 }
 
 

@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(mine)
     folder = os.path.expanduser(given.folder)
     if given.verb == "check":
-        from shardwise.launch.probe import show
+        from shardwise.launch.check import show
 
         show(folder, given.script, given.meet, given.port, given.gpus)
         return 0

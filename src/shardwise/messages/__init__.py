@@ -1,10 +1,9 @@
 """Collectives as lists of messages: data that are checked, interpreted, drawn and run."""
 
-from shardwise.messages.check import Facts, check
+from shardwise.messages.check import Facts, check, interpret
 from shardwise.messages.choice import CollectiveChoice
-from shardwise.messages.interpret import interpret
-from shardwise.messages.picture import svg, trees_text
 from shardwise.messages.program import Chunk, Instruction, MessageProgram
+from shardwise.messages.trees import svg, trees_text
 
 __all__ = [
     "Chunk",

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from shardwise.errors import PlanError
 from shardwise.formatting import short_seconds, short_size
-from shardwise.messages.forest import Forest
-from shardwise.messages.ranks import Ranks, format_steps, parse_ranks
+from shardwise.messages.program import Ranks, format_steps, parse_ranks
+from shardwise.messages.trees import Forest
 from shardwise.schema import Form, OneOf, Range, Reader, Stored, Writer, check_fields
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # that a step repeats, with trees

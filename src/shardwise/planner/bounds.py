@@ -27,14 +27,12 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.layout_cache import LayoutCache, Layouts
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import schedule_kind
-from shardwise.simulation.budget import Budget
+from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.memory import stage_memory
-from shardwise.simulation.setting import ExecutionConfig
+from shardwise.simulation.gradient_traffic import PURPOSES
+from shardwise.simulation.memory import Budget, stage_memory
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.step import pairs
-from shardwise.simulation.sums import PURPOSES
-from shardwise.simulation.times import ClusterCosts, Group
 
 Ints = NDArray[np.int64]
 

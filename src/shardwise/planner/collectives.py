@@ -14,8 +14,8 @@ from shardwise.cost.selection import chooser
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.messages.choice import OPERATIONS, WAYS, Chooser, CollectiveChoice
 from shardwise.plans import Plan
-from shardwise.simulation.simulate import check_cluster
-from shardwise.simulation.times import Group
+from shardwise.simulation.costs import Group
+from shardwise.simulation.estimate import check_cluster
 
 MOST_RANKS = 64  # of a group that is solved on request: some seconds for that many unequal ones
 SUMS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # what gradients take, by zero level

@@ -17,10 +17,10 @@ from math import gcd
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import ClusterError, InfeasiblePlan
-from shardwise.messages.ranks import format_ranks
+from shardwise.messages.program import format_ranks
 from shardwise.plans.search_result import LeftOutDevices
 from shardwise.shares import Shares
-from shardwise.simulation.times import Group
+from shardwise.simulation.costs import Group
 
 RESOLUTION = 24  # parts into which the fastest rank's share is divided
 SAME_SPEED = 1.25  # ratio of speeds within a class: measured ones differ a little

@@ -40,11 +40,17 @@ from shardwise.plans.search_result import (
     WhatIf,
 )
 from shardwise.plans.text import summary
-from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.estimate import (
+    Estimate,
+    Evaluator,
+    as_run,
+    check_plan,
+    setting_of,
+    works_of,
+)
+from shardwise.simulation.gradient_traffic import ParamClass
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.simulate import as_run, check_plan, setting_of, works_of
 from shardwise.simulation.stored import memory_figures
-from shardwise.simulation.sums import ParamClass
 
 RUNNERS_UP = 5
 MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a constraint gains if it is binding

@@ -25,9 +25,8 @@ from shardwise.planner.search_space import (
 from shardwise.planner.what_if import GIB, Rerun, copy_cluster, gib_text
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, schedule_kind
-from shardwise.simulation.budget import Budget
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.memory import MemoryUse, peak_of
+from shardwise.simulation.memory import Budget, MemoryUse, peak_of
 
 MAX_CHECKED = 2_000  # configurations with the lowest bounds whose memory is computed
 MAX_SIMULATED = 32  # of those with the least memory, for a smaller batch

@@ -28,16 +28,15 @@ from shardwise.layouts.problem import (
 from shardwise.layouts.solve import solve_options
 from shardwise.layouts.tie_layers import LayerTies
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
-from shardwise.program.local import local_call
+from shardwise.program.lower import local_call
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Placement, Replicate, Shard, local_shape
+from shardwise.simulation.costs import ClusterCosts, Group
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import FoldedGraph
-from shardwise.simulation.times import ClusterCosts, Group
-from shardwise.simulation.work import Workload
-from shardwise.simulation.works import WorkloadModel, batch_rows
+from shardwise.simulation.folded_graph import FoldedGraph
+from shardwise.simulation.workload import Workload, WorkloadModel, batch_rows
 
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.dtypes import dtype_name
-from shardwise.messages.ranks import format_ranks
+from shardwise.messages.program import format_ranks
 from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans import Plan
 from shardwise.plans.search_result import MODULE_FIGURES as FIGURES
 from shardwise.plans.search_result import ModuleTree
-from shardwise.simulation.work import Floats, LocalParameter
+from shardwise.simulation.workload import Floats, LocalParameter
 
 DIGITS = 12
 NODE_DIGITS = 7

@@ -46,10 +46,9 @@ from shardwise.plans.search_result import LeftOutDevices, ParallelConfig
 from shardwise.program.pipeline import check_micro_batches
 from shardwise.sharding.factors import analyze
 from shardwise.sharding.placements import Placement
-from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import FoldedGraph
-from shardwise.simulation.simulate import in_parts
-from shardwise.simulation.times import Group
+from shardwise.simulation.costs import Group
+from shardwise.simulation.estimate import Evaluator, in_parts
+from shardwise.simulation.folded_graph import FoldedGraph
 
 MAX_MIXED_RANKS = 16  # up to which nodes may differ in whether they shard the batch
 TINY_GRAPH = 16  # nodes up to which equal layers may have different layouts

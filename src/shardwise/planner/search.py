@@ -23,10 +23,9 @@ from shardwise.planner.stage_balance import Costs, Cutter
 from shardwise.plans import Precision
 from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
+from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.times import Group
 
 MAX_SIMULATED = 400
 MAX_CHECKED = 4_000  # configurations whose memory is computed, once there is one that fits

@@ -19,20 +19,17 @@ from numpy.typing import NDArray
 
 from shardwise.cluster import Mesh
 from shardwise.cluster.names import expand
-from shardwise.cost.collectives import CollectiveModel, crossing_bytes
-from shardwise.cost.traffic import PHASES
+from shardwise.cost.collectives import PHASES, CollectiveModel, crossing_bytes
 from shardwise.ir import Graph
 from shardwise.plans.search_result import LinkTraffic, MemoryCurve
 from shardwise.schedules.levels import levels_of
+from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.memory import MemoryUse
-from shardwise.simulation.setting import ExecutionConfig
 from shardwise.simulation.stages import Layers, StageCost
 from shardwise.simulation.step import pairs
-from shardwise.simulation.times import Group
-from shardwise.simulation.work import FORWARD, Floats
-from shardwise.simulation.works import WorkloadModel
+from shardwise.simulation.workload import FORWARD, Floats, WorkloadModel
 
 SAVED = {"none": "saved", "selective": "saved_selective"}
 TIMES = ("forward", "backward", "forward_talk", "backward_talk", "again")

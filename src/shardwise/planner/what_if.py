@@ -20,11 +20,10 @@ from shardwise.planner.search import Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
 from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans.search_result import WhatIf
+from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.times import Group
-from shardwise.simulation.works import WorkloadModel
+from shardwise.simulation.workload import WorkloadModel
 
 GIB = 2**30
 MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # fractions of a device's memory

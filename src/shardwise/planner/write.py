@@ -14,9 +14,9 @@ from shardwise.ir.blocks import block_glob, large_blocks
 from shardwise.planner.search import Candidate
 from shardwise.planner.strategies.fields import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
-from shardwise.plans.choices import known_choices
+from shardwise.plans.plan import known_choices
 from shardwise.schedules import DEFAULT_SCHEDULE
-from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.folded_graph import FoldedGraph
 
 Choices = dict[str, dict[str, str]]
 

@@ -14,8 +14,8 @@ from shardwise.cluster import Mesh
 from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import Graph
-from shardwise.messages.ranks import format_ranks, parse_ranks
-from shardwise.plans.fields import read_fields
+from shardwise.messages.program import format_ranks, parse_ranks
+from shardwise.plans.files import read_fields
 
 RECOMPUTE_MODES = ("none", "full", "selective")
 OFFLOADS = ("activations", "optimizer", "parameters")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.formatting import Column, amount, bar, counted, money, seconds, size, table, wrapped
-from shardwise.messages.ranks import format_ranks
+from shardwise.messages.program import format_ranks
 from shardwise.plans.search_result import (
     CAUSES,
     LayerFigures,

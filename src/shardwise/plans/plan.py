@@ -1,6 +1,5 @@
 """The decision: which mesh, which parameter is cut how, and what follows for gradients.
 
-Enters: a strategy's decisions, or a JSON file a person wrote or edited. Leaves: `Plan`.
 A plan holds few decisions; the layout of every node follows from them (`shardwise.plans.resolve`),
 and any node or parameter can be overridden by name or glob. Later entries win.
 """
@@ -9,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from shardwise.cluster import Mesh
+from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
 from shardwise.files import read_json, write_text
-from shardwise.ir import Graph, node_keys
+from shardwise.ir import Graph, Node, node_keys
+from shardwise.ir.blocks import ConstraintKey, block_glob
 from shardwise.messages.choice import CollectiveChoice, check_ranks, read_choices
-from shardwise.plans.choices import check_choices, find_choices
+from shardwise.messages.program import parse_ranks
 from shardwise.plans.execution import (
     OFFLOADS,
     RECOMPUTE_MODES,
@@ -29,17 +29,105 @@ from shardwise.plans.execution import (
     Stage,
     check_stages,
 )
-from shardwise.plans.fields import (
+from shardwise.plans.files import (
     ENTRY_FIELDS,
     check_items,
     json_types,
     json_value,
+    plan_file_text,
     read_fields,
 )
-from shardwise.plans.files import plan_file_text
-from shardwise.plans.fingerprint import model_fingerprint
 from shardwise.plans.search_result import SearchResult
 from shardwise.schedules.schedule import require_size
+
+__all__ = ["used_devices"]
+
+
+# A digest that identifies the model a plan is for.
+
+
+def model_fingerprint(graph: Graph) -> str:
+    """Identifies a model by its class, parameters and buffers; batch and dtype are left out."""
+    lines = [graph.name]
+    for parameter in graph.parameters:
+        kind = "trained" if parameter.requires_grad else "frozen"
+        names = " ".join((parameter.name, *parameter.aliases))
+        lines.append(f"{names} {graph.values[parameter.value].shape} {kind}")
+    lines += [f"{b.name} {graph.values[b.value].shape}" for b in graph.buffers]
+    return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+# Look up what a plan says about nodes and blocks, by name, by place or by a glob of places.
+
+
+def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[str, dict[str, str]]:
+    """Node -> mesh axis -> choice; later keys win. A part of a graph has some of the nodes."""
+    found: dict[str, dict[str, str]] = {}
+    for key, names in _meant(nodes, graph).items():
+        for name in names:
+            found.setdefault(name, {}).update(nodes[key])
+    return found
+
+
+def check_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> None:
+    """Raise unless every key means a node."""
+    for key, names in _meant(nodes, graph).items():
+        if not names:
+            known = [name for pair in node_keys(graph).items() for name in pair]
+            raise PlanError(
+                f"the plan names node {key!r}, the graph has none{did_you_mean(key, known)}",
+                hint="shardwise explain lists the nodes",
+            )
+
+
+def known_choices(
+    nodes: Mapping[str, Mapping[str, str]], graph: Graph
+) -> dict[str, Mapping[str, str]]:
+    """Those choices whose nodes the graph has."""
+    return {key: nodes[key] for key, names in _meant(nodes, graph).items() if names}
+
+
+def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
+    """For every key the nodes that it means."""
+    keys = list(keys)
+    if not keys:
+        return {}
+    places = node_keys(graph)
+    by_key: dict[str, list[str]] = {}
+    for name, place in places.items():
+        for key in dict.fromkeys((place, block_glob(place))):
+            by_key.setdefault(key, []).append(name)
+    by_key |= {name: [name] for name in places}  # outside of all modules a place may be a name
+    found = {}
+    for key in keys:
+        found[key] = by_key.get(key, [])
+        if not found[key] and any(c in key for c in "*?["):
+            found[key] = [name for name, place in places.items() if fnmatchcase(place, key)]
+    return found
+
+
+def block_constraints(plan: Plan, graph: Graph) -> ConstraintKey:
+    """Return what a plan says about a block: parameter entries, choices of nodes, recomputation."""
+    forced = plan.choices(graph)
+    globs = () if isinstance(plan.recompute, str) else plan.recompute
+    owned: dict[str, list[str]] = {}
+    for parameter in graph.parameters:
+        pieces = parameter.name.split(".")
+        for end in range(1, len(pieces)):
+            owned.setdefault(".".join(pieces[:end]), []).append(parameter.name)
+
+    def key(path: str, nodes: Sequence[Node]) -> str:
+        entries = {n.removeprefix(f"{path}."): plan.entry(n) for n in owned.get(path, ())}
+        choices = [forced.get(node.name) for node in nodes]
+        recomputed = sorted(
+            module.removeprefix(path)
+            for module in {path, *(node.module for node in nodes)}
+            if any(fnmatchcase(module, glob) for glob in globs)
+        )
+        return f"{entries} {choices} {recomputed}"
+
+    return key
+
 
 FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
@@ -310,7 +398,7 @@ class Plan:
         return format_plan(self)
 
     def _repr_html_(self) -> str:
-        from shardwise.plans.notebook import plan_html
+        from shardwise.plans.text import plan_html
 
         return plan_html(self)
 
@@ -409,3 +497,17 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
                 f"{what} {glob!r} of the plan matches none of the model's {len(names)}"
                 f"{did_you_mean(glob, names)}"
             )
+
+
+# The devices that a plan uses: all of a cluster, or those that the planner did not leave out.
+
+
+def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
+    """Return the part of `cluster` that `plan` runs on: all of it, unless it was planned otherwise.
+
+    A plan whose search left devices out says of which cluster, and which ranks of it remain.
+    """
+    left_out = plan.search.left_out if plan.search is not None else None
+    if left_out is None or left_out.fingerprint != cluster.fingerprint:
+        return cluster
+    return cluster.subset(parse_ranks(left_out.used, "search.left_out.used"))

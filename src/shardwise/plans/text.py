@@ -1,15 +1,15 @@
-"""A plan as a table for people.
-
-Enters: a `Plan`. Leaves: text of at most 100 columns.
-"""
+"""A plan as a table for people."""
 
 from __future__ import annotations
 
+import html
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib import import_module
 
-from shardwise.messages.ranks import format_ranks
+from shardwise.errors import ShardwiseError
+from shardwise.messages.program import format_ranks
 from shardwise.plans.plan import Plan
 
 WIDTH = 100
@@ -152,3 +152,21 @@ def _fit(line: str) -> list[str]:
     if len(line) <= WIDTH:
         return [line]
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
+
+
+# A plan in a notebook: a verdict in a line, and its report in a frame.
+
+
+def plan_html(plan: Plan) -> str:
+    """Return the verdict and the report of a plan that was searched for; else its text."""
+    build = import_module("shardwise.report.build")  # in a layer above this one
+    try:
+        report = build.report(plan)
+        verdict = report.verdict
+        text = (
+            f"{report.title}: {verdict.plan}; a step takes {verdict.step_time_s * 1e3:,.2f} "
+            f"ms, {verdict.rows_per_s:,.1f} samples/s; {verdict.limit['text']}"
+        )
+        return f"<p>{html.escape(text)}</p>{report._repr_html_()}"
+    except ShardwiseError:  # no figures, or those of another plan
+        return f"<pre>{html.escape(str(plan))}</pre>"

@@ -1,23 +1,134 @@
 """What one device computes: products, attention, memory traffic, and the cost of a call.
 
-Enters: a `Clock`. Leaves: rates by size as plain lists. All ranks measure the same things
+All ranks measure the same things
 at the same time, so that cores and memory that they share are shared here, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from shardwise.cluster import Cluster, Curve, Device
+from shardwise.cluster.device import Rates
 from shardwise.dtypes import dtype_name, torch_dtypes
-from shardwise.pages import keep_pages
-from shardwise.profiling.timing import Clock, largest
+from shardwise.malloc_tuning import keep_pages
+from shardwise.profiling.fit import rounded
+
+# Timing on one rank, while all ranks are busy.
+
+
+SHORTEST_SAMPLE_S = 2.0e-4  # well above the clock's resolution and the cost of reading it
+FEWEST_SAMPLES = 3
+MOST_SAMPLES = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """How this rank measures: for `budget_s` at a time, and every call `repeats` times over.
+
+    A rank that is to appear slow repeats its work. `gap_s` lies between two kernels of a GPU.
+    """
+
+    device: torch.device
+    budget_s: float
+    repeats: int = 1
+    gap_s: float = 0.0
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds per call, with all ranks starting at the same moment."""
+        number = self._calls_per_sample(call)
+        meet()
+        samples: list[float] = []
+        end = time.perf_counter() + self.budget_s
+        while len(samples) < FEWEST_SAMPLES or (
+            time.perf_counter() < end and len(samples) < MOST_SAMPLES
+        ):
+            samples.append(self._sample(call, number))
+        return median(samples)
+
+    def pace(self, call: Callable[[], object], window_s: float) -> float:
+        """Calls per second that this rank gets done in a window in which all ranks are busy."""
+        self._sample(call, 1)
+        meet()
+        started = time.perf_counter()
+        calls, passed_s = 0, 0.0
+        while passed_s < window_s:
+            self._sample(call, 1)
+            calls += 1
+            passed_s = time.perf_counter() - started
+        return calls / passed_s
+
+    def _calls_per_sample(self, call: Callable[[], object]) -> int:
+        self._sample(call, 1)
+        once = max(self._sample(call, 1), 1e-7)
+        return max(1, math.ceil(SHORTEST_SAMPLE_S / once))
+
+    def _sample(self, call: Callable[[], object], number: int) -> float:
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(number * self.repeats):
+            call()
+        self._wait()
+        return (time.perf_counter() - started) / number
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def graph_seconds(self, call: Callable[[], object], number: int = 20) -> float:
+        """Seconds per call on a GPU without its launches: a recorded graph of many calls."""
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(number):
+                call()
+        return self.seconds(graph.replay) / number
+
+
+def largest(value: float, device: torch.device) -> float:
+    """Return the largest value of any rank, so that all decide alike."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def meet() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def timed(call: Callable[[], object], work: torch.Tensor) -> float:
+    """Seconds of a message between ranks that computed until then, and meet first.
+
+    In training, what a message carries has left the caches, or has just been written.
+    """
+    _ = work + 1.0
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
+    meet()
+    started = time.perf_counter()
+    call()
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
+    return time.perf_counter() - started
+
 
 Points = list[list[float]]
 
@@ -189,3 +300,100 @@ def _offload(clock: Clock) -> float:
     x = torch.ones(size // 4, device=clock.device)
     host = torch.empty(x.shape, pin_memory=clock.device.type == "cuda")
     return size / clock.seconds(lambda: host.copy_(x, non_blocking=True))
+
+
+# What training takes on this machine over what its rates say: `training_factor`.
+#
+# Rates are those of one call after the other on the same tensors. A training step finds its
+# operands out of the caches, runs Python between the calls, and waits for the slowest rank. Two
+# small models are trained here, on all ranks at once and without communication, to see what that
+# costs.
+
+
+ROWS, POSITIONS, WIDTH, WORDS, REFERENCE_HEADS = 8, 128, 256, 1024, 4
+PIXELS, CHANNELS = 48, 32
+
+
+class _Transformer(nn.Module):
+    """Two blocks that compute much for each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(4)])
+        self.attend = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)])
+        self.up = nn.ModuleList([nn.Linear(WIDTH, 4 * WIDTH) for _ in range(2)])
+        self.down = nn.ModuleList([nn.Linear(4 * WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for i in range(2):
+            parts = self.attend[i](self.norms[2 * i](x)).chunk(3, -1)
+            q, k, v = (p.unflatten(-1, (REFERENCE_HEADS, -1)).transpose(1, 2) for p in parts)
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            x = x + self.down[i](F.gelu(self.up[i](self.norms[2 * i + 1](x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class _Convolutions(nn.Module):
+    """A few layers on images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.layers = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(3)])
+        self.head = nn.Linear(CHANNELS, WORDS)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = F.relu(self.first(pixels))
+        for layer in self.layers:
+            x = F.relu(x + layer(x))
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out.square().mean()
+
+
+def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> float:
+    """Measured over computed seconds of training: the mean of two models, 1 where none runs.
+
+    `report` is told why one did not run.
+    """
+    from shardwise.cost import OpTable
+    from shardwise.frontend import capture
+    from shardwise.planner.strategies import ddp
+    from shardwise.tuning.measurement_server import proving_ground, rehearsed
+
+    rows = ROWS * cluster.num_ranks
+    batches: list[tuple[nn.Module, Tensor]] = [
+        (_Transformer(), torch.zeros(rows, POSITIONS, dtype=torch.int64)),
+        (_Convolutions(), torch.zeros(rows, 3, PIXELS, PIXELS)),
+    ]
+    found, table = [], OpTable()
+    graphs = [capture(model, (batch,)) for model, batch in batches]
+    with contextlib.ExitStack() as stack:
+        grounds = [stack.enter_context(proving_ground(graph, cluster)) for graph in graphs]
+        for ground in grounds:
+            found += rehearsed(ground, ddp(ground.graph, cluster), table)
+    for note in table.notes:
+        report(note)
+    if not found:
+        report("nothing was trained: rates are those of single calls, which programs do not reach")
+    return math.prod(training for _, training, _ in found) ** (1 / len(found)) if found else 1.0
+
+
+def at_training(device: Device, factor: float) -> Device:
+    """Return the device with the rates that training reaches."""
+
+    def slower(curve: Curve) -> Curve:
+        return Curve(tuple((x, rounded(rate / factor)) for x, rate in curve.points))
+
+    def rates(each: Rates) -> Rates:
+        return tuple((dtype, slower(curve)) for dtype, curve in each)
+
+    return replace(
+        device,
+        matmul_flops_per_s=rates(device.matmul_flops_per_s),
+        attention_flops_per_s=rates(device.attention_flops_per_s),
+        memory_bytes_per_s=slower(device.memory_bytes_per_s),
+        overhead_s=rounded(device.overhead_s * factor),
+    )

@@ -39,7 +39,7 @@ def profile(
     process of a CPU uses `threads` threads; torchrun starts them with one. `progress` is told what
     is being measured, `report` what could not be.
     """
-    from shardwise.cost.rates import GAP_S
+    from shardwise.cost.kernels import GAP_S
 
     kind, ranks = _chosen(device, num_ranks)
     repeats = _repeats(slow or {}, ranks)
@@ -74,7 +74,7 @@ def profile(
 
 def as_training(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> Cluster:
     """Return the cluster with the rates that training reaches on this machine."""
-    from shardwise.profiling.reference import at_training, training_factor
+    from shardwise.profiling.compute import at_training, training_factor
 
     factor = training_factor(cluster, report)
     (node,) = cluster.nodes

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.profiling import compute, overlap, wires
-from shardwise.profiling.timing import Clock
+from shardwise.profiling import compute
+from shardwise.profiling import links as overlap
+from shardwise.profiling import links as wires
+from shardwise.profiling.compute import Clock
 
 
 def main() -> None:
@@ -55,11 +57,13 @@ def _measure(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
     def exchange() -> None:
         if job["ranks"] > 1:
-            found["wires"] += wires.measure(device, progress, job["budget_s"] / 2, job["quick"])
+            found["wires"] += wires.measure_links(
+                device, progress, job["budget_s"] / 2, job["quick"]
+            )
 
     exchange()
     found |= compute.measure(clock, progress, job["quick"])
-    found["overlap_loss"] = overlap.measure(device, progress) if job["ranks"] > 1 else 0.0
+    found["overlap_loss"] = overlap.measure_overlap(device, progress) if job["ranks"] > 1 else 0.0
     if not job["quick"]:  # once more: from minute to minute, sends differ by a fifth
         exchange()
     return found

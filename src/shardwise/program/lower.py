@@ -1,7 +1,5 @@
 """From decisions to a program: local calls, moves between layouts, gradient synchronization.
 
-Enters: `Resolved` (a graph with a choice for every node on every mesh axis). Leaves: `Program`.
-
 1. Decide how sources are held: inputs as the shard all their uses agree on; parameters as the plan
    stores them, with a partial gradient on an axis where all their uses differ (`sync`).
 2. Walk the nodes: bring every operand into the layout its node needs (one conversion serves all
@@ -11,16 +9,13 @@ Enters: `Resolved` (a graph with a choice for every node on every mesh axis). Le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from shardwise.ir import Node, Ref, TensorType, map_refs, node_keys
 from shardwise.layouts.moves import Move, plan_moves
 from shardwise.plans import Resolved
-from shardwise.program.classes import merge_equal, rank_classes
-from shardwise.program.deferral import deferred, refers
-from shardwise.program.local import local_call
 from shardwise.program.program import (
     LocalInput,
     LocalValue,
@@ -28,9 +23,13 @@ from shardwise.program.program import (
     RankProgram,
     Step,
     Storage,
+    merge_equal,
+    rank_classes,
 )
-from shardwise.program.recompute import mark_recompute, recompute_notes
+from shardwise.program.recompute import deferred, mark_recompute, recompute_notes, refers
 from shardwise.program.sources import Sources, find_sources
+from shardwise.sharding.candidates import Choice, Cut, Pass
+from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL,
     PARTIAL_GRAD,
@@ -42,7 +41,50 @@ from shardwise.sharding.placements import (
     local_pattern,
     local_shape,
 )
-from shardwise.sharding.rule import LocalCall, MeshAxis
+from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
+
+# What one rank runs for a node: its call in local sizes.
+
+
+def local_call(
+    node: Node,
+    facts: Facts,
+    types: Mapping[str, TensorType],
+    choices: Iterable[tuple[str, Choice]],
+    needs: tuple[Layout, ...],
+    gives: tuple[Layout, ...],
+    coordinate: Coordinate,
+) -> LocalCall:
+    """Return the call of the rank at `coordinate`; `choices` are pairs of mesh axis and choice."""
+    rule, call = facts.rules[node.name], facts.calls[node.name]
+    results = tuple(
+        local_shape(layout, types[name].shape, coordinate)
+        for name, layout in zip(node.outputs, gives, strict=True)
+    )
+    if rule.localize is not None:
+        cuts: dict[str, tuple[str, ...]] = {}
+        partial: list[str] = []
+        for axis, choice in choices:
+            if isinstance(choice, Cut):
+                cuts[choice.axis] = (*cuts.get(choice.axis, ()), axis)
+            if isinstance(choice, Pass):
+                partial.append(axis)
+        local = Local(
+            cuts=cuts,
+            operands=tuple(
+                local_shape(layout, types[name].shape, coordinate)
+                for name, layout in zip(node.inputs, needs, strict=True)
+            ),
+            results=results,
+            result_layouts=gives,
+            operand_layouts=needs,
+            coordinate=coordinate,
+            partial=tuple(partial),
+        )
+        return rule.localize(call, local)
+    if rule.size_arg is not None:
+        return replace_arguments(node, call.arguments, {rule.size_arg: results[0]})
+    return LocalCall(node.op, node.args, node.kwargs)
 
 
 def lower(

@@ -15,9 +15,8 @@ from shardwise.ir import Graph, Ref, TensorType
 from shardwise.layouts.microbatch_axis import Timed, assign_time
 from shardwise.plans import TIME, ParameterEntry, Plan, Resolved
 from shardwise.plans.resolve import input_cuts, resolve_part
-from shardwise.program.beforehand import restrict, take_beforehand
 from shardwise.program.lower import lower
-from shardwise.program.means import separate_means
+from shardwise.program.microbatches import restrict, separate_means, take_beforehand
 from shardwise.program.program import Program
 from shardwise.program.stages import Part, partition, with_keys
 from shardwise.schedules import Action, Schedule, check, default_schedule, make

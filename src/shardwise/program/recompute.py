@@ -1,7 +1,6 @@
 """Which nodes backward computes again: the groups that a plan's `recompute` asks for.
 
-Enters: a graph, with the checkpoints of the user's model on its nodes, and a plan. Leaves: the
-graph with `Node.recompute` as the plan wants it. A group is the nodes of one module:
+A group is the nodes of one module:
 
     "none"       the model's own checkpoints, as captured
     "full"       every block of the plan's units: only what enters it is kept
@@ -16,13 +15,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.ir import Graph, Node
+from shardwise.ir import Graph, Node, Ref
 from shardwise.ir.blocks import node_blocks
 from shardwise.plans import Plan
+from shardwise.sharding.rule import LocalCall
 
 PRODUCTS_KEPT = " with products kept"
 STATISTICS = ("shardwise.batch_norm",)  # give new statistics, and results that do not use the old
@@ -172,3 +173,72 @@ def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
 def _prefixes(path: str) -> list[str]:
     pieces = path.split(".")
     return [".".join(pieces[: i + 1]) for i in range(len(pieces))]
+
+
+# Products with a parameter in a form whose weight gradients can wait.
+
+
+Weights = Callable[[Any], bool]  # whether an argument is a parameter as it is stored
+
+
+def deferred(call: LocalCall, is_weight: Weights, dims: Callable[[Any], int]) -> LocalCall:
+    """Return the call as one of `pipeline.weight_grad`, if it multiplies with a parameter."""
+    args, kwargs = call.args, dict(call.kwargs)
+    weight = _WEIGHT.get(call.fn)
+    if weight is None or len(args) <= weight or not is_weight(args[weight]):
+        return call
+    if call.fn in _CONVOLUTIONS:
+        return _convolution(call, dims(args[weight]) - 2)
+    if kwargs or len(args) > _MOST[call.fn]:
+        return call
+    return LocalCall(_NAMES[call.fn], args)
+
+
+def _convolution(call: LocalCall, space: int) -> LocalCall:
+    given = [*call.args, *([None] * (7 - len(call.args)))]
+    x, weight, bias, stride, padding, dilation, groups = given
+    if call.kwargs or isinstance(padding, str):
+        return call
+    sizes = [_spread(stride, 1, space), _spread(padding, 0, space), _spread(dilation, 1, space)]
+    return LocalCall(
+        "rt.conv", (x, weight, bias, *sizes, False, (0,) * space, 1 if groups is None else groups)
+    )
+
+
+def _spread(sizes: Any, default: int, space: int) -> tuple[int, ...]:
+    """One number for every dim of space."""
+    if sizes is None:
+        return (default,) * space
+    if isinstance(sizes, int):
+        return (sizes,) * space
+    return tuple(sizes) if len(sizes) == space else tuple(sizes) * space
+
+
+_CONVOLUTIONS = {f"aten.conv{n}d.default" for n in (1, 2, 3)}
+_NAMES = {
+    "aten.linear.default": "rt.linear",
+    "aten.addmm.default": "rt.addmm",
+    "aten.matmul.default": "rt.matmul",
+    "aten.mm.default": "rt.matmul",
+    "aten.embedding.default": "rt.embedding",
+}
+_MOST = {
+    "aten.linear.default": 3,
+    "aten.addmm.default": 3,
+    "aten.matmul.default": 2,
+    "aten.mm.default": 2,
+    "aten.embedding.default": 3,
+}
+_WEIGHT = {
+    "aten.linear.default": 1,
+    "aten.addmm.default": 2,
+    "aten.matmul.default": 1,
+    "aten.mm.default": 1,
+    "aten.embedding.default": 0,
+    **dict.fromkeys(_CONVOLUTIONS, 1),
+}
+
+
+def refers(arg: Any, names: frozenset[str]) -> bool:
+    """Whether an argument is one of these values."""
+    return isinstance(arg, Ref) and arg.name in names

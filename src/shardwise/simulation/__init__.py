@@ -1,14 +1,12 @@
 """Predictions of a step: time, memory and what happens when, before anything runs."""
 
-from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.costs import ExecutionConfig, Group
+from shardwise.simulation.estimate import Estimate, Evaluator, simulate
+from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.memory import MemoryUse
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.simulate import simulate
 from shardwise.simulation.step import Timeline
 from shardwise.simulation.stored import stored_estimate
-from shardwise.simulation.times import Group
-from shardwise.simulation.works import WorkloadModel
+from shardwise.simulation.workload import WorkloadModel
 
 __all__ = [
     "Estimate",

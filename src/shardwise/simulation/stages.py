@@ -13,11 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.simulation.fold import FoldedGraph
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.sums import PURPOSES, Key, ParamClass, Traffic, before, sent, shares
-from shardwise.simulation.times import ClusterCosts, Group, NodeTimes
-from shardwise.simulation.work import Floats, Workload
+from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
+from shardwise.simulation.folded_graph import FoldedGraph
+from shardwise.simulation.gradient_traffic import (
+    PURPOSES,
+    Key,
+    ParamClass,
+    Traffic,
+    before,
+    sent,
+    shares,
+)
+from shardwise.simulation.workload import Floats, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

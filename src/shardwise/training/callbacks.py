@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.training.config import EarlyStopConfig
-from shardwise.training.schedule import from_plain, to_plain
+from shardwise.training.lr_schedule import from_plain, to_plain
 
 if TYPE_CHECKING:
     from shardwise.training.trainer import FitResult, Trainer

@@ -1,7 +1,6 @@
 """A trained model for serving: `export(source, out)`.
 
-Enters: a parallel module, a plain model, or the folder of a checkpoint. Leaves: a file `.pt2` with
-a `torch.export` program, or a Hugging Face folder. Names and shapes are those of one device,
+Names and shapes are those of one device,
 whatever plan the model was trained under.
 """
 
@@ -25,17 +24,58 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.batch import read_batch
+from shardwise.checkpoint import convert_checkpoint, save_checkpoint
+from shardwise.checkpoint.load import read_section
+from shardwise.checkpoint.opening import open_checkpoint
 from shardwise.errors import ShardwiseError
 from shardwise.files import write_text
 from shardwise.frontend.capture import quiet
-from shardwise.frontend.failures import capture_error
-from shardwise.runtime import ParallelModule
-from shardwise.training.checkpoint import convert_checkpoint, save_checkpoint
-from shardwise.training.checkpoint.loading import read_section
-from shardwise.training.checkpoint.opening import open_checkpoint
-from shardwise.training.whole import whole_tensors
+from shardwise.frontend.errors import capture_error
+from shardwise.runtime import ParallelModule, share_lists
+from shardwise.runtime.parameters import torch_dtype
 
-__all__ = ["export"]
+__all__ = ["export", "whole_tensors"]
+
+
+# Whole tensors out of a parallel module, one after the other.
+
+
+def whole_tensors(parallel: ParallelModule, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, whole, one after the other; all ranks go through it."""
+    store, mesh = parallel.store, parallel.mesh
+    entries = {
+        e.spec.name: e for e in store.entries if not e.spec.borrowed and (frozen or e.trained)
+    }
+    mine = [[name, list(e.spec.shape), str(e.master)] for name, e in entries.items()]
+    for spec in store.buffer_specs:
+        if spec.persistent:
+            mine.append([spec.name, list(spec.shape), str(store.buffers[spec.name].dtype)])
+    seen: set[str] = set()
+    here = mesh.ranks[mesh.rank]
+    for ranks, table in zip(mesh.groups, share_lists(mesh, mine, store.device), strict=True):
+        root = mesh.everyone.ranks.index(ranks[0])
+        for name, shape, dtype in table:
+            if name in seen:
+                continue
+            seen.add(name)
+            if here in ranks:
+                found = _whole(parallel, name)
+            else:
+                found = torch.empty(shape, dtype=torch_dtype(dtype), device=store.device)
+            if len(mesh.groups) > 1:
+                found = found.to(store.device).contiguous()
+                found = mesh.everyone.broadcast(found, root).wait()
+            yield name, found
+
+
+def _whole(parallel: ParallelModule, name: str) -> Tensor:
+    store = parallel.store
+    if name in store.buffers:
+        return store.buffers[name].clone()
+    entry = store.entry(name)
+    value, piece = store.stored(entry)
+    return store.gather_full(entry, value, piece=piece)
+
 
 PROGRAM = ".pt2"
 _SAME_MODEL = "the model that was trained, with the same sizes"

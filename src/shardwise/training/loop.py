@@ -20,14 +20,14 @@ from shardwise.dtypes import dtype_name
 from shardwise.errors import TrainingError
 from shardwise.runtime import clip_grad_norm_
 from shardwise.runtime.failures import naming_failures
-from shardwise.training.counting import count_flops, count_tokens
-from shardwise.training.loading import Fetched
+from shardwise.training.data import Fetched
+from shardwise.training.evaluation import count_flops, count_tokens
 from shardwise.training.logs import Log
 from shardwise.training.logs.console import Terminal, summary
 from shardwise.training.planning import Planned
-from shardwise.training.records import Records, peak_memory_bytes
+from shardwise.training.processes import Stop, StopRequests
+from shardwise.training.run_files import Records, peak_memory_bytes
 from shardwise.training.session import Session
-from shardwise.training.signals import Stop, StopRequests
 
 if TYPE_CHECKING:
     from shardwise.training.trainer import Trainer

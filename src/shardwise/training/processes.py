@@ -1,26 +1,42 @@
-"""The processes of a training: the group that this one is in, and a start of several here.
-
-Enters: what torchrun put into the environment, or a number of ranks. Leaves: `World`; for a start,
-the exit code of all.
-"""
+"""The processes of a training: the group that this one is in, and a start of several here."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, RankError, did_you_mean
+from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean
 from shardwise.processes import run_until_exit
+from shardwise.runtime.failures import has_ended, report_of
+from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rendezvous import host_store, init_process_group
 
-__all__ = ["World", "choose_device", "process_group", "start_ranks"]
+__all__ = [
+    "EXIT_STOPPED",
+    "Stop",
+    "StopRequests",
+    "WorkerStart",
+    "World",
+    "choose_device",
+    "print_errors_once",
+    "process_group",
+    "start_ranks",
+    "tell",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +124,176 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
     command = [sys.executable, "-m", "shardwise.cli", *arguments]
     own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return run_until_exit(command, own)
+
+
+# How a rank ends after an error: the message is printed once, and without a traceback.
+#
+# All ranks usually meet the same error. Rank 0 prints it; another rank prints its own only if rank
+# 0 has met none, or another one. A rank that leaves the message to rank 0 waits until rank 0 has
+# ended: torchrun kills all others as soon as one has failed, and the message would be lost.
+#
+# torchrun prints a report of its own, with the stack of its own process. It takes the cause from a
+# file for each rank, which gets the message.
+
+
+WAIT_S = 2.0  # for rank 0 to meet the same error
+STAY_S = 5.0  # for rank 0 to end after it has met the same error
+_EXIT_POLL_S = 0.05
+
+
+def tell(error: ShardwiseError) -> None:
+    """Print an error that ends this process, unless rank 0 prints it."""
+    text, rank = f"{type(error).__name__}: {error}", int(os.environ.get("RANK", "0"))
+    record(text)
+    if rank == 0:
+        _say(text)
+    elif not _rank_0_tells(error, text.partition("\n")[0]):
+        _say(f"rank {rank}: {text}")
+
+
+def record(text: str) -> None:
+    """Write the message where torchrun's report takes the cause of a failure from."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": more}}, file)
+
+
+def print_errors_once() -> None:
+    """In a script that torchrun has started, print Shardwise's errors without a traceback.
+
+    `python -X dev` keeps the tracebacks.
+    """
+    before = sys.excepthook
+    if "RANK" not in os.environ or sys.flags.dev_mode or getattr(before, "tells_once", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShardwiseError):
+            tell(error)
+        elif isinstance(error, KeyboardInterrupt):
+            if os.environ["RANK"] == "0":
+                _say("interrupted")
+        else:
+            before(kind, error, trace)
+
+    hook.tells_once = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _rank_0_tells(error: ShardwiseError, first_line: str) -> bool:
+    """Wait for rank 0 to report this error; if it does, until it has ended."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        report = report_of(0)
+        # All ranks name one cause for a rank that is lost, whatever each of them saw.
+        if report is not None and (isinstance(error, RankError) or report == first_line):
+            deadline = time.monotonic() + STAY_S
+            while time.monotonic() < deadline and not has_ended(0):
+                time.sleep(_EXIT_POLL_S)
+            return True
+        time.sleep(_EXIT_POLL_S)
+    return False
+
+
+# Requests to stop, from the system or from a callback, that all ranks follow together.
+#
+# SIGTERM, or SIGINT once, asks for a stop after the step under way; a second SIGINT ends at once. A
+# request on one rank becomes that of all by a maximum over ranks, once a step. The signal handler
+# itself says that the request was heard: a step may take minutes.
+
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved; run the same command again to continue
+_WORKER_S, _AGAIN_S = 300, 30  # that a loading process goes on after a signal, and another one
+_SAME_S = 2.0  # a terminal and torchrun both pass one Ctrl-C on
+
+
+class Stop(IntEnum):
+    """Why to stop; a larger one wins."""
+
+    NO = 0
+    CALLBACK = 1
+    SIGNAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """Lets a loader's process finish the step under way after a signal to the whole group.
+
+    Slurm's scancel and systemd signal all processes at once. The training itself stops after its
+    step, for which it still needs this process: it ends some minutes later, or half a minute after
+    another signal, if it has not been told to end by then. `then` is the user's `worker_init_fn`.
+    """
+
+    then: Callable[[int], Any] | None = None
+
+    def __call__(self, worker: int) -> None:
+        """Begin a process; it may still take other signals for its own."""
+        left = iter((_WORKER_S,))
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            signal.alarm(next(left, _AGAIN_S))
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, heard)
+        if self.then is not None:
+            self.then(worker)
+
+
+class StopRequests:
+    """What this rank was asked, and what all have agreed on."""
+
+    def __init__(self) -> None:
+        self.asked = Stop.NO
+        self._interrupted: float | None = None
+        self._answer = ""
+
+    @contextlib.contextmanager
+    def listening(self, answer: str = "") -> Iterator[None]:
+        """Inside, signals are requests; only the main thread can listen.
+
+        `answer` is what the first signal writes to stderr at once.
+        """
+        self._answer = answer
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in before:
+            signal.signal(number, self._heard)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted is not None and now - self._interrupted > _SAME_S:
+                raise KeyboardInterrupt
+            self._interrupted = self._interrupted or now
+        if self._answer and self.asked is not Stop.SIGNAL:
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            begin = "\n" if sys.stderr.isatty() else ""
+            with contextlib.suppress(OSError):  # written past buffers that may be in use
+                os.write(2, f"{begin}{name}: {self._answer}\n".encode())
+        self.asked = Stop.SIGNAL
+
+    def ask(self) -> None:
+        """A callback wants to stop."""
+        self.asked = max(self.asked, Stop.CALLBACK)
+
+    def agreed(self, everyone: Axis, device: torch.device, wish: bool = False) -> tuple[Stop, bool]:
+        """The largest request of any rank, and whether any has the wish; all ranks call it."""
+        if everyone.size == 1:
+            return self.asked, wish
+        mine = torch.tensor([int(self.asked), int(wish)], device=device)
+        stop, wished = everyone.all_reduce(mine, "max").wait().tolist()
+        return Stop(stop), bool(wished)

@@ -19,31 +19,30 @@ from torch.optim import lr_scheduler
 
 import shardwise.runtime as rt
 from shardwise.api import verified
-from shardwise.api.parallel import parallelize
+from shardwise.api.parallelize import parallelize
+from shardwise.checkpoint import CheckpointManager, Saving, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.runtime.precision import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
-from shardwise.training.checkpoint import (
-    CheckpointManager,
-    Saving,
-    load_checkpoint,
-    save_checkpoint,
-)
-from shardwise.training.checkpoint.manifest import Manifest
 from shardwise.training.config import TrainConfig, config_to_json
-from shardwise.training.data_loaders import Loading, loading_of
-from shardwise.training.ema import Ema
-from shardwise.training.evaluation import Evaluator
-from shardwise.training.imports import build, find_class, load_function, make, resolved
-from shardwise.training.loading import MapLoader, StreamLoader, make_source
+from shardwise.training.data import BatchParts, MapLoader, StreamLoader, make_source, whole_like
+from shardwise.training.evaluation import Evaluator, check_metrics, make_metrics
 from shardwise.training.logs.files import check_logs
-from shardwise.training.metrics import check_metrics, make_metrics
-from shardwise.training.parts import BatchParts, whole_like
-from shardwise.training.planning import Planned, check_plan_name, make_planned
-from shardwise.training.positions import Position
+from shardwise.training.lr_schedule import LrSchedule, from_plain, to_plain
+from shardwise.training.planning import (
+    Planned,
+    build,
+    check_plan_name,
+    find_class,
+    load_function,
+    make,
+    make_planned,
+    resolved,
+)
 from shardwise.training.processes import World, choose_device
-from shardwise.training.random_state import load_random_state, random_state, seed_everything
-from shardwise.training.schedule import LrSchedule, from_plain, to_plain
+from shardwise.training.sampling import Loading, Position, loading_of
+from shardwise.training.state import Ema, load_random_state, random_state, seed_everything
 
 __all__ = ["Ingredients", "Session", "check", "gather"]
 

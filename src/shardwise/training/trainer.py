@@ -26,15 +26,18 @@ from shardwise.runtime import ParallelModule, ShardedOptimizer
 from shardwise.runtime.failures import naming_failures
 from shardwise.simulation import Estimate, simulate
 from shardwise.training.config import TrainConfig
-from shardwise.training.ending import print_errors_once
 from shardwise.training.loop import Loop
-from shardwise.training.outputs import RunOutputs
 from shardwise.training.planning import make_planned
-from shardwise.training.processes import choose_device, process_group
+from shardwise.training.processes import (
+    Stop,
+    StopRequests,
+    choose_device,
+    print_errors_once,
+    process_group,
+)
 from shardwise.training.reading import config_from, load_config
-from shardwise.training.records import Records
+from shardwise.training.run_files import Records, RunOutputs
 from shardwise.training.session import Ingredients, Session, check, gather
-from shardwise.training.signals import Stop, StopRequests
 
 __all__ = ["DryRun", "FitResult", "Trainer"]
 

@@ -6,21 +6,242 @@ Enters: a run's folder: `metrics.jsonl`, and where they are `run.json` and `rank
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from shardwise.errors import WatchError
 from shardwise.files import read_json
-from shardwise.watch.history import History, is_number
-from shardwise.watch.tail import Tail
 
-__all__ = ["ENDED", "Run", "find_run"]
+__all__ = ["ENDED", "MOST", "History", "Run", "Tail", "find_run"]
+
+
+# Figures over all steps in bounded memory.
+#
+# When there are too many, neighbours are joined two by two: so a run of any length has the same
+# number of points, and what is new is always at the end.
+
+
+MOST = 240  # about as many as can be told apart on a chart
+LARGEST = 1e100  # sums and squares of smaller ones are finite
+
+
+class _Bucket:
+    """Some neighbouring rows."""
+
+    __slots__ = ("figures", "rows", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step, self.rows = step, 0
+        self.figures: dict[str, list[float]] = {}  # sum, count, least, most
+
+    def add(self, step: int, row: Mapping[str, float]) -> None:
+        self.step, self.rows = step, self.rows + 1
+        for name, value in row.items():
+            found = self.figures.get(name)
+            if found is None:
+                self.figures[name] = [value, 1, value, value]
+            else:
+                found[0] += value
+                found[1] += 1
+                if value < found[2]:
+                    found[2] = value
+                elif value > found[3]:
+                    found[3] = value
+
+    def join(self, other: _Bucket) -> None:
+        self.step, self.rows = other.step, self.rows + other.rows
+        for name, (total, count, least, most) in other.figures.items():
+            mine = self.figures.setdefault(name, [0.0, 0, math.inf, -math.inf])
+            mine[0] += total
+            mine[1] += count
+            mine[2], mine[3] = min(mine[2], least), max(mine[3], most)
+
+
+class History:
+    """The course of some figures.
+
+    >>> history = History(("loss",))
+    >>> for step in range(1, 4):
+    ...     history.add(step, {"loss": 4.0 - step})
+    >>> history.means("loss")
+    [3.0, 2.0, 1.0]
+    """
+
+    def __init__(self, names: tuple[str, ...], most: int = MOST) -> None:
+        self.names, self._most = names, most
+        self._buckets: list[_Bucket] = []
+        self.width = 1  # rows of a bucket
+        self.rows = 0
+
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
+        """One row; what is no finite number is left out."""
+        if not self._buckets or self._buckets[-1].rows >= self.width:
+            if len(self._buckets) >= self._most:
+                self._halve()
+            if not self._buckets or self._buckets[-1].rows >= self.width:
+                self._buckets.append(_Bucket(step))
+        figures = {n: float(row[n]) for n in self.names if n in row and is_number(row[n])}
+        self._buckets[-1].add(step, figures)
+        self.rows += 1
+
+    def _halve(self) -> None:
+        old, self._buckets = self._buckets, []
+        for place in range(0, len(old), 2):
+            kept = old[place]
+            if place + 1 < len(old):
+                kept.join(old[place + 1])
+            self._buckets.append(kept)
+        self.width *= 2
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def means(self, name: str) -> list[float | None]:
+        """Return the mean of each bucket."""
+        return [_mean(bucket, name) for bucket in self._buckets]
+
+    def to_json(self, first: int = 0) -> dict[str, Any]:
+        """Columns from a bucket on; figures that never came are left out."""
+        buckets = self._buckets[first:]
+        columns = {
+            name: {
+                "mean": [_short(_mean(b, name)) for b in buckets],
+                "min": [_short(_extreme(b, name, 2)) for b in buckets],
+                "max": [_short(_extreme(b, name, 3)) for b in buckets],
+            }
+            for name in self.names
+            if any(name in b.figures for b in self._buckets)
+        }
+        return {"from": first, "width": self.width, "step": [b.step for b in buckets], **columns}
+
+
+def _mean(bucket: _Bucket, name: str) -> float | None:
+    found = bucket.figures.get(name)
+    return None if found is None else found[0] / found[1]
+
+
+def _extreme(bucket: _Bucket, name: str, place: int) -> float | None:
+    found = bucket.figures.get(name)
+    return None if found is None else found[place]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that can be added up and drawn.
+
+    >>> is_number(1.5), is_number(None), is_number(float("nan")), is_number(True), is_number(1e300)
+    (True, False, False, False, False)
+    """
+    return type(value) in (int, float) and -LARGEST < value < LARGEST
+
+
+# The lines of a file that grows: each call gives those that are new.
+#
+# The last line may be half written: it is left for later. A file that became shorter, or another
+# one of the same name (a resumed run leaves out the steps that it does again), is read from its
+# beginning.
+
+
+CHUNK = 1 << 20
+LONGEST_LINE = 1 << 20
+HEAD = 256  # bytes by which a file is known again
+
+
+class Tail:
+    """Follows one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0  # lines that are no rows
+        self._identity: tuple[int, bytes] | None = None
+        self._offset = self._lines = 0
+
+    def restarted(self) -> bool:
+        """Whether the file is another one now, or was cut: what was read no longer counts."""
+        if self._identity is None:
+            return False
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                inode, head = self._identity
+                same = found.st_ino == inode and found.st_size >= self._offset
+                if same and file.read(len(head)) == head:
+                    return False
+        except OSError:
+            return self._forget()
+        return self._forget()
+
+    def _forget(self) -> bool:
+        self._identity, self._offset, self._lines, self.damaged = None, 0, 0, 0
+        return True
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """New rows, as far as their lines are complete."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise WatchError(f"cannot be read: {error.strerror}", where=str(self.path)) from None
+        with file:
+            head = file.read(HEAD)
+            if self._identity is None or len(self._identity[1]) < HEAD:
+                self._identity = (os.fstat(file.fileno()).st_ino, head)
+            file.seek(self._offset)
+            for line in self._complete(file):
+                row = self._row(line)
+                if row is not None:
+                    yield row
+
+    def _complete(self, file: Any) -> Iterator[bytes]:
+        rest = b""
+        while piece := file.read(CHUNK):
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > LONGEST_LINE:
+                raise self._foreign(f"line {self._lines + len(lines) + 1} does not end")
+            for line in lines:
+                self._offset += len(line) + 1
+                self._lines += 1
+                if line.strip():
+                    yield line
+
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        """Return a row, or nothing for a line that a crash cut off; a file without any row is
+        another.
+        """
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and _is_step(row.get("step")):
+            return row
+        if self._lines == self.damaged + 1:
+            raise self._foreign(f"line {self._lines} is no JSON object with a step")
+        self.damaged += 1
+        return None
+
+    def _foreign(self, reason: str) -> WatchError:
+        return WatchError(
+            f"holds no figures of a training: {reason}",
+            where=str(self.path),
+            hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG",
+        )
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
 
 FIGURES = (
     "loss", "gradient_norm", "learning_rate", "step_s", "samples_per_s", "tokens_per_s", "mfu",

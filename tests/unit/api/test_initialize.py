@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.api.initialize import initialize
+from shardwise.api.weights import initialize
 
 
 def values(make: Any, init: Any = None, seed: int = 3) -> tuple[dict[str, Tensor], dict[str, str]]:

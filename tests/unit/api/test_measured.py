@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.api.measured import measure_plan
 from shardwise.cluster import Cluster
 from shardwise.cost import OpTable, call_seconds, cost_of
-from shardwise.cost.calls import decode, encode
 from shardwise.cost.table import UPDATE
-from shardwise.simulation.simulate import plan_calls
+from shardwise.cost.timing import decode, encode
+from shardwise.simulation.estimate import plan_calls
+from shardwise.tuning.measurement_server import measure_plan
 from tests.support import training
 
 

@@ -13,11 +13,15 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.api import proving, tuning
-from shardwise.api.alone import SingleRank
-from shardwise.api.measured import rehearsed
-from shardwise.api.proving import ProvingGround
-from shardwise.api.rehearsal import (
+from shardwise.api.memory import SingleRank
+from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.errors import RankError, ShardwiseError
+from shardwise.profiling.compute import at_training
+from shardwise.runtime import UninitializedTransport
+from shardwise.tuning import measurement_server as proving
+from shardwise.tuning import tune as tuning
+from shardwise.tuning.compute_time import (
     WEIGHT,
     Rehearsal,
     Samples,
@@ -27,12 +31,8 @@ from shardwise.api.rehearsal import (
     fill,
     rehearse,
 )
-from shardwise.api.tuning import tune
-from shardwise.cluster import Cluster
-from shardwise.cost import OpTable
-from shardwise.errors import RankError, ShardwiseError
-from shardwise.profiling.reference import at_training
-from shardwise.runtime import UninitializedTransport
+from shardwise.tuning.measurement_server import ProvingGround, rehearsed
+from shardwise.tuning.tune import tune
 from tests.support import training
 
 CPU = torch.device("cpu")

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 import shardwise as sw
-from shardwise.api import trials, tuning
-from shardwise.api.proving import ProvingGround, proving_ground
-from shardwise.api.trials import can_try, fitting, try_plans
-from shardwise.api.tuning import tune
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
 from shardwise.processes import fork_ranks, fork_server
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
+from shardwise.tuning import race as trials
+from shardwise.tuning import tune as tuning
+from shardwise.tuning.measurement_server import ProvingGround, proving_ground
+from shardwise.tuning.race import can_try, fitting, try_plans
+from shardwise.tuning.tune import tune
 from tests.support import training
 from tests.support.clusters import measured
 from tests.support.searches import unpolished

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.calibration.float8 import FLOAT8
-from shardwise.calibration.layouts import prepare
-from shardwise.calibration.machines import cluster_of
-from shardwise.calibration.values import Unusable
-from shardwise.simulation.work import Workload
+from shardwise.published.machines import FLOAT8, cluster_of
+from shardwise.published.models import prepare
+from shardwise.published.rows import Unusable
+from shardwise.simulation.workload import Workload
 from tests.unit.calibration.test_models import ROW
 
 LLAMA = replace(

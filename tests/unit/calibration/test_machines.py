@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.calibration.devices import read_device
-from shardwise.calibration.machines import cluster_of, read_machine
-from shardwise.calibration.values import Unusable
 from shardwise.cost.collectives import collective_model
+from shardwise.published.machines import cluster_of, read_device, read_machine
+from shardwise.published.rows import Unusable
 from tests.unit.calibration.test_models import ROW
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.calibration.models import Shape, build, shape_of
-from shardwise.calibration.rows import Row
-from shardwise.calibration.values import Sharding
+from shardwise.published.models import Shape, build, shape_of
+from shardwise.published.rows import Row, Sharding
 
 TINY = Shape(
     layers=2,

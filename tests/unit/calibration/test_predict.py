@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
-from shardwise.calibration import Row, predict_entry, predict_file, read_entries, summarize
-from shardwise.calibration.machines import cluster_of
-from shardwise.calibration.predict import predict_row
-from shardwise.calibration.values import Sharding
+from shardwise.published import Row, predict_entry, predict_file, read_entries, summarize
+from shardwise.published.machines import cluster_of
+from shardwise.published.predict import predict_row
+from shardwise.published.rows import Sharding
 from tests.unit.calibration.test_models import ROW
 from tests.unit.calibration.test_rows import LINE
 

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.calibration.rows import Entry, read_entries
-from shardwise.calibration.values import (
+from shardwise.errors import ShardwiseError
+from shardwise.published.rows import (
+    Entry,
     Sharding,
     Unusable,
+    read_entries,
     read_precision,
     read_recompute,
     read_sharding,
     rounding,
     whole,
 )
-from shardwise.errors import ShardwiseError
 
 LINE = {
     "row_id": "a:1",

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from shardwise.calibration import Row
-from shardwise.calibration.statistics import Outcome, rank_correlation, summarize
+from shardwise.published import Row
+from shardwise.published.report import Outcome, rank_correlation, summarize
 from tests.unit.calibration.test_models import ROW
 
 FEW = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12)

@@ -6,7 +6,7 @@ from itertools import combinations, permutations
 
 import pytest
 
-from shardwise.calibration.wires import CUBE_MESH, WIRES, ring_wires, slowest
+from shardwise.published.machines import CUBE_MESH, WIRES, ring_wires, slowest
 
 DEVICES = range(len(CUBE_MESH))
 

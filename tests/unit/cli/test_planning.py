@@ -13,8 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import cli
 from shardwise.api.advise import cluster_of_kind
-from shardwise.cli.clusters import cluster_of
-from shardwise.cli.options import constraints_of
+from shardwise.cli.options import cluster_of, constraints_of
 from shardwise.cli.simulate import chart
 from shardwise.errors import ClusterError
 from shardwise.formatting import Column, table

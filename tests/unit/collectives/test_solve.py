@@ -8,10 +8,9 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Send, solve
-from shardwise.collectives.arborescence import cheapest, depths, shallow
-from shardwise.collectives.demand import demand_of
-from shardwise.collectives.known import ring
-from shardwise.collectives.trees import load_time
+from shardwise.collectives.classical import ring
+from shardwise.collectives.spec import demand_of
+from shardwise.collectives.trees import cheapest, depths, load_time, shallow
 from shardwise.errors import ClusterError
 from shardwise.messages import check
 from tests.support.work import calls

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.cost import CallCost, Kernel, call_cost
-from shardwise.cost.flops import seen_part
+from shardwise.cost.kernels import seen_part
 from shardwise.ir import Ref, TensorType, map_refs
 from shardwise.ir.schema import operator
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cost import shapes
+from shardwise.cost import signature as shapes
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.emit.names import Names, wish_for
+from shardwise.emit.expressions import WIDTH, render, wrap
+from shardwise.emit.function import Names, wish_for
 from shardwise.emit.quote import RESERVED, identifier, literal
-from shardwise.emit.render import render
-from shardwise.emit.wrap import WIDTH, wrap
 from shardwise.ir import Ref
 
 

@@ -12,8 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.check import make_trials
-from shardwise.equivalence.precision import widen_graph
-from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.reference import Reference, widen_graph
 from shardwise.equivalence.trial import Trial
 from shardwise.plans import resolve
 from shardwise.program import Program, lower

@@ -7,8 +7,8 @@ import torch
 
 from shardwise.cluster import Mesh
 from shardwise.emit import emit
-from shardwise.equivalence.assembly import Unassembled, gradient_layout, whole_values
 from shardwise.equivalence.edits import instrument
+from shardwise.equivalence.ranks import Unassembled, gradient_layout, whole_values
 from shardwise.sharding.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Shard
 from tests.unit.equivalence import mutations as m
 from tests.unit.equivalence.cases import case

@@ -14,9 +14,8 @@ import torch
 import shardwise as sw
 from shardwise.equivalence import Certificate, check, double, run_reference
 from shardwise.equivalence.check import make_trials
-from shardwise.equivalence.precision import widen_graph
-from shardwise.equivalence.reference import Reference
-from shardwise.equivalence.subject import subject_of
+from shardwise.equivalence.ranks import subject_of
+from shardwise.equivalence.reference import Reference, widen_graph
 from shardwise.equivalence.trial import Trial
 from shardwise.program import Pipeline, RankProgram, build_pipeline
 from shardwise.runtime.pipeline.batch_slicing import BatchReader

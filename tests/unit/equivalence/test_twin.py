@@ -12,13 +12,13 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.equivalence import check
-from shardwise.equivalence.precision import widen_graph
+from shardwise.equivalence.reference import widen_graph
 from shardwise.equivalence.twin import build_twin, prepare_twin
-from shardwise.equivalence.twin.counts import small_size
+from shardwise.equivalence.twin.scale import small_size
 from shardwise.errors import VerifyError
 from shardwise.ir.blocks import BLOCKS_PER_KIND, block_kinds, drop_blocks
 from shardwise.plans import ParameterEntry
-from shardwise.plans.choices import block_constraints
+from shardwise.plans.plan import block_constraints
 from tests.support import zoo
 from tests.unit.equivalence import mutations as m
 

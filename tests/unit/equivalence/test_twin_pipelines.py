@@ -12,9 +12,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.cluster import Mesh
 from shardwise.equivalence import Certificate, check
-from shardwise.equivalence.precision import widen_graph
+from shardwise.equivalence.reference import widen_graph
 from shardwise.equivalence.twin import build_twin, needed_bytes, prepare_twin
-from shardwise.equivalence.twin.schedule import few_microbatches, fewer_stages
+from shardwise.equivalence.twin.scale import few_microbatches, fewer_stages
 from shardwise.ir import node_keys
 from shardwise.ir.blocks import drop_blocks
 from shardwise.runtime.pipeline.p2p import Exchange, Message

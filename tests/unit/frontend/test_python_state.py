@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.errors import CaptureError, ProgramError
 from shardwise.frontend import capture
-from shardwise.frontend.reach import reachable
-from shardwise.frontend.watch import Reads
+from shardwise.frontend.python_state import Reads, reachable
 
 BATCH = (torch.ones(5, 3),)
 CALLS = 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster, ClusterNode, Ssh, Start
 from shardwise.errors import ClusterError
 from shardwise.launch import launch_commands
-from shardwise.launch.commands import rank_program
+from shardwise.launch.hosts import rank_program
 from tests.support.launching import HOSTILE, write
 
 arguments = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))

@@ -5,7 +5,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.launch.output import Lines, Printer
+from shardwise.launch.run import Lines, Printer
 
 
 @given(st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"])), st.data())

@@ -22,7 +22,7 @@ from shardwise.planner.write import write_plan
 from shardwise.plans import Precision
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.sharding.factors import analyze
-from shardwise.simulation.fold import FoldedGraph
+from shardwise.simulation.folded_graph import FoldedGraph
 from tests.support.tiers import thinned
 from tests.unit.layouts.exhaustive import lowered_cost, resolutions
 from tests.unit.layouts.prices import RandomPrices

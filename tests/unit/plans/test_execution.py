@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError
 from shardwise.messages import CollectiveChoice
-from shardwise.messages.ranks import format_ranks, format_steps, parse_ranks
+from shardwise.messages.program import format_ranks, format_steps, parse_ranks
 from shardwise.plans import TIME, ParameterEntry, Plan, Precision, Stage
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.api.proving import ProvingGround
-from shardwise.api.rehearsal import Rehearsal
 from shardwise.cluster import Cluster
 from shardwise.errors import RankError
 from shardwise.plans import Plan
-from shardwise.profiling.reference import training_factor
+from shardwise.profiling.compute import training_factor
+from shardwise.tuning.compute_time import Rehearsal
+from shardwise.tuning.measurement_server import ProvingGround
 
 
 @pytest.mark.parametrize("failing", [1, 2])

@@ -10,9 +10,9 @@ import pytest
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.cli.diff import difference_text
+from shardwise.cli.report import difference_text
 from shardwise.messages import CollectiveChoice
-from shardwise.reporting.diff import diff
+from shardwise.report.diff import diff
 from tests.support.reported import HOSTILE, LAYERS
 
 

@@ -15,9 +15,8 @@ from shardwise.plans.search_result import (
     StageTimes,
     StepTimes,
 )
-from shardwise.reporting import timeline
-from shardwise.reporting.classes import MOST_CLASSES, classes_of
-from shardwise.reporting.timeline import Step
+from shardwise.report import timeline
+from shardwise.report.timeline import MOST_CLASSES, Step, classes_of
 from shardwise.simulation import stored_estimate
 
 

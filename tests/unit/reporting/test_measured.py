@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 import shardwise as sw
-from shardwise.api.parallel import trace_labels
+from shardwise.api.parallelize import trace_labels
 from shardwise.cluster import Cluster
 from shardwise.errors import TraceError
-from shardwise.reporting import recorded
-from shardwise.reporting.expected import predicted_causes
-from shardwise.reporting.measured import MOST_ROWS, Measured, compare
-from shardwise.reporting.overlay import both_traces
-from shardwise.reporting.recorded import read_trace
+from shardwise.report import recorded
+from shardwise.report.build import predicted_causes
+from shardwise.report.measured import MOST_ROWS, Measured, both_traces, compare
+from shardwise.report.recorded import read_trace
 from shardwise.runtime.tracing import Event, merge, write_trace
 from shardwise.simulation import Estimate
 

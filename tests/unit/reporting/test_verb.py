@@ -10,8 +10,8 @@ import pytest
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.reporting import files
-from shardwise.reporting.files import write_whole
+from shardwise.report import sections as files
+from shardwise.report.sections import write_whole
 
 SOURCE = """
 import torch

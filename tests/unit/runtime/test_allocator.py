@@ -7,7 +7,7 @@ import torch
 
 from shardwise.cluster import Cluster
 from shardwise.runtime.offload import GROWING, SETTINGS, grow_segments
-from shardwise.simulation.budget import Budget
+from shardwise.simulation.memory import Budget
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

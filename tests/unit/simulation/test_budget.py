@@ -12,14 +12,14 @@ import torch
 import shardwise as sw
 from benchmarks.models import GPT, tokens
 from shardwise.cluster import Cluster, Device
-from shardwise.simulation.budget import (
+from shardwise.simulation.estimate import Estimate
+from shardwise.simulation.memory import (
     COMMUNICATOR_BYTES,
     LEAST_LEFT_OVER_BYTES,
     WORKSPACE_BYTES,
     Budget,
+    MemoryUse,
 )
-from shardwise.simulation.estimate import Estimate
-from shardwise.simulation.memory import MemoryUse
 
 GIB = 2**30
 

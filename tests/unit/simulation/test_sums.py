@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.api.alone import SingleRank
+from shardwise.api.memory import SingleRank
 from shardwise.runtime.grad_sync import Reduction
 from shardwise.runtime.parameters import FlatGroup
 from shardwise.simulation import Evaluator
-from shardwise.simulation.simulate import setting_of, works_of
+from shardwise.simulation.estimate import setting_of, works_of
 from tests.support.tiers import thinned
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from shardwise.errors import TrainingError
 from shardwise.training.config import DataConfig
-from shardwise.training.data_loaders import loading_of
-from shardwise.training.loading import MapLoader, StreamLoader, ahead, make_source
-from shardwise.training.positions import Permutation, Position, batch_positions
-from shardwise.training.random_state import load_random_state, random_state, seeded
+from shardwise.training.data import MapLoader, StreamLoader, ahead, make_source
+from shardwise.training.sampling import Permutation, Position, batch_positions, loading_of
+from shardwise.training.state import load_random_state, random_state, seeded
 from tests.support.trainer import Samples, StatefulStream, Stream
 
 

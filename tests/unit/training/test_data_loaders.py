@@ -22,9 +22,8 @@ from torch.utils.data.distributed import DistributedSampler
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.training.config import DataConfig
-from shardwise.training.data_loaders import loading_of
-from shardwise.training.loading import make_source
-from shardwise.training.positions import Position
+from shardwise.training.data import make_source
+from shardwise.training.sampling import Position, loading_of
 from tests.support import trainer as support
 
 

@@ -20,9 +20,9 @@ import pytest
 import shardwise as sw
 from shardwise.errors import CheckpointError, TrainingError
 from shardwise.runtime.rendezvous import host_store
-from shardwise.training.folder_lock import locked_folder
 from shardwise.training.logs.files import JsonlLog
-from shardwise.training.signals import EXIT_STOPPED
+from shardwise.training.processes import EXIT_STOPPED
+from shardwise.training.run_files import locked_folder
 from tests.support import trainer as support
 from tests.support.forked import in_child
 
@@ -158,7 +158,7 @@ def test_the_store_listens_where_it_is_told(host: str, address: str) -> None:
 
 
 def test_a_damaged_state_of_a_training_is_refused(tmp_path: Path) -> None:
-    from shardwise.training.checkpoint.manifest import MANIFEST, _checksum, _dumps
+    from shardwise.checkpoint.manifest import MANIFEST, _checksum, _dumps
 
     support.fit(folder=str(tmp_path), steps=1)
     (path,) = (tmp_path / "checkpoints").glob(f"*/{MANIFEST}")

@@ -16,7 +16,7 @@ from tests.support import trainer as support
 
 def whole(state: dict[str, torch.Tensor], size: int = 9) -> dict[str, float]:
     """The metrics of a model in plain PyTorch, over all evaluation samples at once."""
-    from shardwise.training.loading import _Samples
+    from shardwise.training.data import _Samples
 
     samples = _Samples(support.Samples(size), 0)
     batch = default_collate([samples[0, index] for index in range(size)])

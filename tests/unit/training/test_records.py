@@ -12,7 +12,7 @@ import pytest
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.runtime import ShardedOptimizer
-from shardwise.training.records import ranks_row
+from shardwise.training.run_files import ranks_row
 from tests.support import trainer
 
 

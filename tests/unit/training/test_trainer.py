@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 import shardwise as sw
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.training.positions import Position
+from shardwise.training.sampling import Position
 from tests.support import trainer as support
 
 
@@ -27,8 +27,8 @@ def plain(steps: int, **changes: Any) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     source = sw.Trainer(**made).config.data.train
     from shardwise.training.config import DataConfig
-    from shardwise.training.data_loaders import loading_of
-    from shardwise.training.loading import make_source
+    from shardwise.training.data import make_source
+    from shardwise.training.sampling import loading_of
 
     config = DataConfig(train=source, batch_size=4)
     losses = []
@@ -66,7 +66,7 @@ def test_evaluation_is_the_mean_over_all_labels() -> None:
         found = trainer.evaluate()["evaluation_loss"]
         model = support.Net()
         model.load_state_dict(trainer.state_dict())
-    from shardwise.training.random_state import seeded
+    from shardwise.training.state import seeded
 
     rows = []
     for index in range(9):

@@ -18,9 +18,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.errors import WatchError
-from shardwise.watch.history import History
-from shardwise.watch.run import Run, find_run
-from shardwise.watch.tail import Tail
+from shardwise.watch.run import History, Run, Tail, find_run
 from shardwise.watch.terminal import line, panel, sparkline, summary
 from tests.support.runs import add_rows, make_run, ranks_line, row
 from tests.support.work import calls

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.training.metrics import FIGURES
+from shardwise.training.evaluation import FIGURES
 
 __all__ = ["Bar", "Lines", "Silence", "Terminal", "make_console", "summary"]
 

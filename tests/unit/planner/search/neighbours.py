@@ -33,13 +33,11 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
 from shardwise.sharding.factors import analyze
-from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.fold import FoldedGraph
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.simulate import works_of
+from shardwise.simulation.costs import ExecutionConfig
+from shardwise.simulation.estimate import Evaluator, works_of
+from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.stages import Layers
-from shardwise.simulation.work import Workload
-from shardwise.simulation.works import WorkloadModel
+from shardwise.simulation.workload import Workload, WorkloadModel
 from tests.unit.planner.search.tried import Kind, plan_of
 
 LINES = ((2, 4), (1, 2), (4, 8))  # rows of programs between which `WorkloadModel.at` interpolates

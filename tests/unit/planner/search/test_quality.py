@@ -22,9 +22,8 @@ from shardwise.planner.search import SIMPLER_SLACK
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
-from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.simulate import works_of
-from shardwise.simulation.works import WorkloadModel
+from shardwise.simulation.estimate import Evaluator, works_of
+from shardwise.simulation.workload import WorkloadModel
 from tests.unit.planner.search.everything import quicker
 from tests.unit.planner.search.tried import divisors, kinds, plan_of, quickest, settings
 

@@ -13,10 +13,9 @@ from shardwise.planner.stage_balance import unfit
 from shardwise.plans import ParameterEntry, Plan, model_fingerprint
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.placements import Shard, format_shard
+from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.setting import ExecutionConfig
-from shardwise.simulation.times import Group
-from shardwise.simulation.works import WorkloadModel, batch_rows
+from shardwise.simulation.workload import WorkloadModel, batch_rows
 
 SCHEDULES = ("1f1b", "zb_h1")
 RECOMPUTES = ("none", "selective", "full")

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import verify_checkpoint
+from shardwise.checkpoint import write as writing_module
 from shardwise.errors import CheckpointError
-from shardwise.training.checkpoint import verify_checkpoint
-from shardwise.training.checkpoint import writing as writing_module
 
 
 def model_of(value: float = 1.0) -> nn.Module:

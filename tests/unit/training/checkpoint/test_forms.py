@@ -14,11 +14,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.checkpoint import convert_checkpoint
+from shardwise.checkpoint import transfer as reading
+from shardwise.checkpoint.opening import open_checkpoint
+from shardwise.checkpoint.shards import Box, Placed, narrow
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
-from shardwise.training.checkpoint import convert_checkpoint, reading
-from shardwise.training.checkpoint.boxes import Box, Placed, narrow
-from shardwise.training.checkpoint.opening import open_checkpoint
 
 
 class Base(nn.Module):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import save as saving_module
+from shardwise.checkpoint.write import Staging
 from shardwise.errors import CheckpointError
-from shardwise.training.checkpoint import saving as saving_module
-from shardwise.training.checkpoint.staging import Staging
 
 
 class Strange(nn.Module):

@@ -16,8 +16,8 @@ pytest.importorskip("accelerate", reason="the Hugging Face integration is an ext
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from shardwise.integrations.huggingface import ShardwiseTrainer
 from shardwise.runtime import ShardedOptimizer
-from shardwise.training.integrations.huggingface import ShardwiseTrainer
 
 
 def make(folder: Path, kind: Any = ShardwiseTrainer, **keywords: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import shardwise as sw
 from shardwise.errors import BatchError, CaptureError, ConfigError, OptimizerError
-from shardwise.training.integrations.lightning import ShardwiseStrategy, step_batch, step_model
+from shardwise.integrations.lightning import ShardwiseStrategy, step_batch, step_model
 from tests.support.lightning import Classifier, Run, assert_same, fit, loader, trainer
 
 

@@ -1,0 +1,95 @@
+"""Why a plan does what it does: every node with its choice on every mesh axis, and each move."""
+
+from __future__ import annotations
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.ir import Graph, node_keys
+from shardwise.messages.program import format_ranks
+from shardwise.plans import Plan, Resolved, resolve
+from shardwise.program import Pipeline, Program, build_pipeline, lower
+from shardwise.sharding.candidates import candidates
+
+NAME_WIDTH = 32
+
+
+def explain(graph: Graph, plan: Plan, node: str | None = None) -> str:
+    """All nodes in one line each; or one node with everything it could do."""
+    if plan.is_scheduled:
+        pipeline = build_pipeline(graph, plan)
+        if node is None:
+            return _every_stage(pipeline)
+        solved = [stage.resolved for stage in pipeline.stages]
+        return _one_node(next((r for r in solved if node in _names(r.graph)), solved[0]), node)
+    resolved = resolve(graph, plan)
+    if node is not None:
+        return _one_node(resolved, node)
+    return "\n".join([str(plan), "", *_nodes(resolved, lower(resolved))])
+
+
+def _every_stage(pipeline: Pipeline) -> str:
+    lines = [str(pipeline.plan), "", str(pipeline.schedule)]
+    for stage in pipeline.stages:
+        lines += ["", f"stage {stage.index} on ranks {format_ranks(stage.ranks)}:"]
+        for transfer in pipeline.transfers:
+            if transfer.target == stage.index:
+                back = ", its gradient goes back" if transfer.gradient else ""
+                lines.append(
+                    f"  receives %{transfer.value} {transfer.type} of stage {transfer.source}{back}"
+                )
+        if stage.beforehand is not None:
+            names = [ref.name for ref in stage.beforehand.graph.outputs]
+            lines.append(f"  computes {', '.join(names)} of the whole batch beforehand")
+        lines += _nodes(stage.resolved, stage.program)
+    tied = [f"{n} of stages {', '.join(map(str, s))}" for n, s in pipeline.tied.items()]
+    lines += ["", f"tied: {'; '.join(tied)}"] if tied else []
+    return "\n".join(lines)
+
+
+def _names(graph: Graph) -> set[str]:
+    return {node.name for node in graph.nodes}
+
+
+def _nodes(resolved: Resolved, program: Program) -> list[str]:
+    """The moves and nodes of a program as its first rank runs them, with choices and places."""
+    ranks, graph = program.rank_programs[0], program.graph
+    keys, nodes = node_keys(graph), {node.name: node for node in graph.nodes}
+    lines = [f"{len(nodes)} nodes:"]
+    width = min(NAME_WIDTH, max((len(name) for name in nodes), default=0))
+    choices = {
+        name: ", ".join(f"{a.axis}: {a.nodes[name].choice}" for a in resolved.assignments)
+        for name in nodes
+    }
+    middle = min(NAME_WIDTH, max(map(len, choices.values()), default=0))
+    for step in ranks.steps:
+        if step.is_move:
+            value = ranks.values[step.inputs[0]].value
+            axes = ".".join(step.axes)
+            lines.append(f"    {step.fn.removeprefix('rt.')} %{value} over {axes}")
+        else:
+            source = f"  ({nodes[step.node].source})" if nodes[step.node].source else ""
+            chosen = choices[step.node]
+            lines.append(f"  {step.node:<{width}}  {chosen:<{middle}}  {keys[step.node]}{source}")
+    return lines
+
+
+def _one_node(resolved: Resolved, name: str) -> str:
+    known = {n.name: n for n in resolved.graph.nodes}
+    if name not in known:
+        raise PlanError(
+            f"the graph has no node {name!r}{did_you_mean(name, known)}",
+            hint="shardwise explain lists the nodes",
+        )
+    node, rule = known[name], resolved.facts.rules[name]
+    lines = [f"{name} = {node.op}  {node.origin}"]
+    if node.source_text:
+        lines.append(f"  {node.source_text}")
+    if rule.whole:
+        lines.append(f"  left whole: {rule.whole}")
+    for assignment in resolved.assignments:
+        lines.append(f"  {assignment.axis}={assignment.ranks}: {assignment.nodes[name].choice}")
+    lines.append("  could be, with what it needs of its operands and gives:")
+    for candidate in candidates(rule, resolved.facts.structures[name]):
+        needs = " ".join(map(str, candidate.operands))
+        gives = " ".join(map(str, candidate.results))
+        lines.append(f"    {candidate.choice!s:<20} {needs} -> {gives}")
+    return "\n".join(lines)

@@ -1,0 +1,262 @@
+"""The manifest of a checkpoint, `checkpoint.json`: its tensors, their files, and the rest.
+
+Sections are `model`, `optimizer.<key>` and those of further copies; each has tensors by the names
+that they have on a single device. A tensor is stored as boxes. A manifest from a file is untrusted:
+every field is checked before use, and the whole has a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from shardwise.checkpoint.files import dtype_named
+from shardwise.checkpoint.shards import Box, check_cover
+from shardwise.dtypes import dtype_name
+from shardwise.errors import CheckpointError
+from shardwise.files import parse_json, read_text
+from shardwise.schema import Form, Match, Range, Reader, Stored, Writer
+
+__all__ = ["MANIFEST", "MODEL", "Manifest", "StoredBox", "StoredTensor", "full_name", "key_of"]
+
+
+MANIFEST = "checkpoint.json"
+MODEL = "model"
+VERSION = 1
+_FORMAT = "shardwise checkpoint"
+_MAX_DIMS = 64
+_MAX_BYTES = 1 << 28
+_MAX_VALUES = 20_000_000
+
+Size = Annotated[int, Range(0)]
+FileName = Annotated[
+    str, Match(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", "the name of a .safetensors file")
+]
+
+
+def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
+    if len(dims) > _MAX_DIMS or not all(0 <= n < 1 << 48 for n in dims):
+        raise CheckpointError(f"dims {str(list(dims))[:60]}")
+    return dims
+
+
+def _dtype(name: str) -> torch.dtype:
+    return dtype_named(name, MANIFEST)
+
+
+Dims = Annotated[tuple[int, ...], Form(_dims, list, tuple[int, ...])]
+Dtype = Annotated[torch.dtype, Form(_dtype, dtype_name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBox:
+    """A box, the file that has it, the key it has there, and the CRC-32 of its bytes."""
+
+    box: Box
+    file: str
+    key: str
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A full tensor, as boxes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Sections = Mapping[str, Mapping[str, StoredTensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BoxEntry:
+    at: Dims
+    size: Dims
+    file: str
+    crc32: Annotated[int, Range(0, 2**32 - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorEntry:
+    shape: Dims
+    dtype: Dtype
+    boxes: tuple[_BoxEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ManifestFile:
+    """The fields of the file."""
+
+    format: str
+    version: int
+    step: Annotated[int | None, Range(0), Stored(always=True)] = None
+    files: Mapping[FileName, Size]
+    sections: Mapping[str, Mapping[str, _TensorEntry]]
+    aliases: Annotated[Mapping[str, str], Stored(always=True)] = field(default_factory=dict)
+    optimizer: Annotated[Mapping[str, Any] | None, Stored(always=True)] = None
+    module: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
+    extra: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint without its tensors' values.
+
+    `aliases` are further names of the model's tensors. `optimizer` has groups and plain state,
+    `module` the loss scale and the step of random numbers, `extra` what the user gave.
+    """
+
+    sections: Sections
+    files: Mapping[str, int]
+    step: int | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    module: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors: `w`, `optimizer.exp_avg.w`, `ema.w`."""
+        return tuple(full_name(s, n) for s, tensors in self.sections.items() for n in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for tensors in self.sections.values() for t in tensors.values())
+
+    def to_text(self) -> str:
+        """Return the JSON of the file."""
+        entries = {
+            section: {name: _entry(tensor) for name, tensor in tensors.items()}
+            for section, tensors in self.sections.items()
+        }
+        rest = {name: getattr(self, name) for name in ("step", "files", "aliases", "module")}
+        file = _ManifestFile(
+            format=_FORMAT,
+            version=VERSION,
+            sections=entries,
+            optimizer=self.optimizer,
+            extra=self.extra,
+            **rest,
+        )
+        body = Writer().fields(file)
+        return _dumps({**body, "crc32": _checksum(body)})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest in a folder; the files that it names must have the sizes it states."""
+        path = folder / MANIFEST
+        text = read_text(path, CheckpointError, what="manifest", max_bytes=_MAX_BYTES)
+        manifest = cls.from_text(text, str(path))
+        manifest.check_files(folder)
+        return manifest
+
+    @classmethod
+    def from_text(cls, text: str, where: str = MANIFEST) -> Manifest:
+        """Read the JSON of a file."""
+        # Objects that a user saved in `extra` may contain any number.
+        body = parse_json(text, CheckpointError, where=where, free=True, max_values=_MAX_VALUES)
+        reader = Reader(CheckpointError, where)
+        if not isinstance(body, dict) or body.get("format") != _FORMAT:
+            reader.fail("not the manifest of a Shardwise checkpoint", ())
+        if body.get("version") != VERSION:
+            reader.fail(f"version {body.get('version')!r} of a manifest, known is {VERSION}", ())
+        if body.pop("crc32", None) != _checksum(body):
+            reader.fail("the manifest is corrupt: checksum mismatch", ())
+        file: _ManifestFile = reader.read(_ManifestFile, body)
+        return cls(
+            sections={
+                section: {
+                    name: reader.construct(
+                        _tensor, ("sections", section, name), section, name, entry, file.files
+                    )
+                    for name, entry in tensors.items()
+                }
+                for section, tensors in file.sections.items()
+            },
+            files=file.files,
+            step=file.step,
+            aliases=file.aliases,
+            optimizer=file.optimizer,
+            module=file.module,
+            extra=file.extra,
+        )
+
+    def check_files(self, folder: Path) -> None:
+        """Refuse files that are missing or of another size, or too small for what they hold."""
+        needed = dict.fromkeys(self.files, 0)
+        for tensors in self.sections.values():
+            for tensor in tensors.values():
+                for stored in tensor.boxes:
+                    needed[stored.file] += stored.box.numel * tensor.dtype.itemsize
+        for name, size in self.files.items():
+            path = folder / name
+            if path.is_symlink() or not path.is_file():
+                raise CheckpointError(f"{name} is missing", where=str(path))
+            found = os.stat(path).st_size
+            if found != size:
+                what = "it is cut off" if found < size else "it is damaged"
+                raise CheckpointError(
+                    f"{name} has {found} bytes instead of {size}: {what}", where=str(path)
+                )
+            if needed[name] > size:
+                raise CheckpointError(
+                    f"{name} of {size} bytes cannot have the {needed[name]} bytes it should",
+                    where=str(path),
+                )
+
+
+def full_name(section: str, name: str) -> str:
+    """The name of a tensor among all of a checkpoint."""
+    return name if section == MODEL else f"{section}.{name}"
+
+
+def key_of(section: str, name: str, box: Box, shape: Sequence[int]) -> str:
+    """A box's key in its file: the tensor's name, and where it begins unless it is all of it."""
+    full = full_name(section, name)
+    return full if box.size == tuple(shape) else f"{full}@{','.join(map(str, box.offset))}"
+
+
+def _entry(tensor: StoredTensor) -> _TensorEntry:
+    boxes = tuple(
+        # Boxes of foreign files have no checksum; those are never written to a manifest.
+        _BoxEntry(at=b.box.offset, size=b.box.size, file=b.file, crc32=b.crc32)  # type: ignore[arg-type]
+        for b in tensor.boxes
+    )
+    return _TensorEntry(shape=tensor.shape, dtype=tensor.dtype, boxes=boxes)
+
+
+def _tensor(section: str, name: str, entry: _TensorEntry, files: Mapping[str, int]) -> StoredTensor:
+    full, shape = full_name(section, name), entry.shape
+    if math.prod(n or 1 for n in shape) >= 1 << 62:
+        raise CheckpointError(f"{full} has the shape {shape}")
+    boxes = []
+    for stored in entry.boxes:
+        if stored.file not in files:
+            raise CheckpointError(f"{full} has a box in {stored.file[:80]!r}")
+        box = Box(stored.at, stored.size)
+        key = key_of(section, name, box, shape)
+        boxes.append(StoredBox(box=box, file=stored.file, key=key, crc32=stored.crc32))
+    check_cover(full, shape, [stored.box for stored in boxes])
+    return StoredTensor(shape=shape, dtype=entry.dtype, boxes=tuple(boxes))
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(_dumps(body).encode())

@@ -1,0 +1,248 @@
+"""Solved collectives and the library's, timed next to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.collective_bench.compare import Task, Times, compare
+from shardwise.collective_bench.emulation import emulated, run_all
+from shardwise.collectives import Network, Solution, solve
+from shardwise.cost.selection import select
+from shardwise.dtypes import DTYPES
+from shardwise.errors import ClusterError, RankError
+from shardwise.processes import is_abandoned, owned, run_commands, terminated_as_interrupt
+
+PREFIX = "shardwise-bench-"  # of folders
+TIMEOUT_S = 300.0
+SOLVED, LIBRARY = "solved", "library"
+EVEN = ("reduce_scatter", "all_gather", "all_to_all")  # of which the library wants equal parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One size: medians of seconds; `uses` is whose program ours is."""
+
+    operation: str
+    num_bytes: int
+    uses: str
+    library_s: float
+    ours_s: float
+    predicted_s: float
+    bound_s: float
+    times: Times
+
+    @property
+    def faster(self) -> float:
+        return self.library_s / self.ours_s
+
+    @property
+    def of_bound(self) -> float:
+        return self.ours_s / self.bound_s if self.bound_s > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "faster": self.faster, "of_bound": self.of_bound}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What is timed: `uses` says for a number of bytes whether ours is solved or the library's."""
+
+    network: Network
+    operation: str
+    sizes: Sequence[int]
+    item_bytes: int = 4
+    dtype: str = "float32"
+    root: int | None = None
+    rounds: int = 5
+    timeout_s: float = TIMEOUT_S
+    uses: Callable[[int], str] = lambda num_bytes: SOLVED
+
+    def __post_init__(self) -> None:
+        if self.network.num_ranks < 2:
+            raise ClusterError(
+                "one rank has nobody to send to", hint="a cluster of 2 ranks or more"
+            )
+        known = [dtype.name for dtype in DTYPES.values() if dtype.can_reduce]
+        if self.dtype not in known:
+            raise ClusterError(
+                f"the library has no collectives of {self.dtype}", hint=", ".join(known)
+            )
+
+    def solutions(self) -> list[Solution]:
+        found = []
+        for num_bytes in self.sizes:
+            numel = num_bytes // self.item_bytes
+            if self.operation in EVEN:
+                numel -= numel % self.network.num_ranks
+            found.append(
+                solve(
+                    self.network, self.operation, numel, item_bytes=self.item_bytes, root=self.root
+                )
+            )
+        return found
+
+    def rows(self, solutions: Sequence[Solution], times: Sequence[Times]) -> list[Row]:
+        return [
+            Row(
+                operation=self.operation,
+                num_bytes=solution.num_bytes,
+                uses=self.uses(solution.num_bytes),
+                library_s=each.library,
+                ours_s=each.ours,
+                predicted_s=solution.predicted_s,
+                bound_s=max(solution.cut_bound_s, solution.lp_bound_s),
+                times=each,
+            )
+            for solution, each in zip(solutions, times, strict=True)
+        ]
+
+
+def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[int], str]:
+    """Whose program a plan for these ranks takes, by bytes: the library's unless ours gains.
+
+    Operations that plans leave to the library are solved here, to compare.
+    """
+    choice = select(cluster, operation, [ranks], most_ranks=len(ranks))
+
+    def uses(num_bytes: int) -> str:
+        if choice is None:
+            return SOLVED
+        return LIBRARY if choice.is_library or num_bytes < choice.min_bytes else SOLVED
+
+    return uses
+
+
+def on_emulated_hosts(bench: Bench) -> list[Row]:
+    """In namespaces that have the network's rates."""
+    with emulated(bench.network) as plan:
+        return _in_processes(
+            bench,
+            lambda commands, environment: run_all(
+                plan, commands, timeout_s=bench.timeout_s, environment=environment
+            ),
+        )
+
+
+def on_this_machine(bench: Bench) -> list[Row]:
+    """In processes of this machine, whatever the network says."""
+    return _in_processes(
+        bench,
+        lambda commands, environment: run_commands(
+            commands,
+            what="this machine",
+            timeout_s=bench.timeout_s,
+            environment=environment,
+        ),
+    )
+
+
+def in_this_group(bench: Bench) -> list[Row] | None:
+    """On the ranks that torchrun started, of which this is one; rows on rank 0 alone."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.runtime.collectives.messenger import Messenger
+    from shardwise.runtime.rendezvous import init_process_group
+
+    limit = timedelta(seconds=bench.timeout_s)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    init_process_group("nccl" if cuda else "gloo", limit)
+    try:
+        if dist.get_world_size() != bench.network.num_ranks:
+            raise RankError(
+                f"{dist.get_world_size()} processes for a cluster of {bench.network.num_ranks} "
+                "ranks",
+                hint=f"torchrun --nproc-per-node …, {bench.network.num_ranks} in all, or --ranks",
+            )
+        messenger = Messenger(timeout_s=bench.timeout_s)
+        solutions = bench.solutions()  # the same on all ranks
+        dtype: Any = getattr(torch, bench.dtype)
+        times = [
+            compare(
+                solution.program,
+                messenger,
+                rounds=bench.rounds,
+                dtype=dtype,
+                solved=bench.uses(solution.num_bytes) != LIBRARY,
+            )
+            for solution in solutions
+        ]
+        messenger.close()
+        return bench.rows(solutions, times) if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _in_processes(
+    bench: Bench, run: Callable[[Sequence[Sequence[str]], dict[str, str]], None]
+) -> list[Row]:
+    solutions = bench.solutions()
+    _remove_left_behind()
+    folders = tempfile.TemporaryDirectory(prefix=owned(PREFIX))
+    with terminated_as_interrupt(), folders as folder:
+        place = Path(folder)
+        files = [place / f"program{i}.json" for i in range(len(solutions))]
+        for file, solution in zip(files, solutions, strict=True):
+            solution.program.save(file)
+        task = Task(
+            programs=tuple(map(str, files)),
+            solved=tuple(bench.uses(s.num_bytes) != LIBRARY for s in solutions),
+            dtype=bench.dtype,
+            rounds=bench.rounds,
+            meeting=f"file://{place / 'meeting'}",
+            num_ranks=bench.network.num_ranks,
+            timeout_s=bench.timeout_s,
+            result=str(place / "result.json"),
+        )
+        (place / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        module = [
+            sys.executable,
+            "-m",
+            "shardwise.collective_bench.compare",
+            str(place / "task.json"),
+        ]
+        commands = [[*module, str(rank)] for rank in range(bench.network.num_ranks)]
+        run(commands, {"OMP_NUM_THREADS": "1"})
+        found = json.loads(Path(task.result).read_text(encoding="utf-8"))
+    return bench.rows(solutions, [_times(each) for each in found])
+
+
+def _remove_left_behind() -> None:
+    """Folders of runs that are no more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if is_abandoned(folder.name, PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _times(data: dict[str, list[float]]) -> Times:
+    return Times(library_s=tuple(data["library_s"]), ours_s=tuple(data["ours_s"]))
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Rows for people."""
+    lines = [
+        f"{'bytes':>12}  {'library':>11}  {'ours':>11}  {'faster':>7}  {'predicted':>11}  "
+        f"{'bound':>11}  {'of bound':>8}  uses"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.num_bytes:>12,}  {_ms(row.library_s)}  {_ms(row.ours_s)}  {row.faster:>6.2f}x  "
+            f"{_ms(row.predicted_s)}  {_ms(row.bound_s)}  {row.of_bound:>8.3f}  {row.uses}"
+        )
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:>8.1f} ms"

@@ -1,0 +1,233 @@
+"""The linear program over the ways that are known so far.
+
+A *column* is one way for data: a tree into a root, a tree out of one, or a route. A *flow* is what
+columns compete for: the trees into rank v, the trees out of rank v, the routes from i to j. With
+a_k the part of the data on column k, and l_rk how often that column uses resource r,
+
+    minimize  t
+    such that Σ_k l_rk a_k <= c_r t          for each resource r       (price y_r)
+              Σ_{k of flow f} a_k = d_f      where the demand is fixed
+              Σ_{k into v} a_k = x_v = Σ_{k out of v} a_k,  Σ_v x_v = 1   where roots are free
+
+t is seconds per byte. All of it is per orbit of a symmetry: loads and capacities are summed over
+the resources of an orbit, x over its ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from shardwise.arrays import Floats, Ints
+
+SLOWEST = 1e8  # times what is easily reached
+DENSE = 100_000  # numbers of a matrix that need no preparation
+NOTHING = 1e-6  # of a flow; what carries less is the solver's rounding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Column:
+    """A way of one flow: the edges it uses, as parents of ranks or as a route, and its loads."""
+
+    flow: int
+    way: Ints
+    load: Floats
+    depth: int = 0
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        return self.flow, self.way.tobytes()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """Seconds per byte, the part of the data on each column, and the price of each resource."""
+
+    time: float
+    weights: Floats
+    prices: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Master:
+    """Capacities of the orbits of resources, and what the flows ask for.
+
+    `demand` has a value per flow; None where flows come in pairs, into a root and out of it, and
+    how much each root takes is free: then the flows 2k and 2k+1 are a pair.
+    """
+
+    capacity: Floats
+    num_flows: int
+    demand: Floats | None
+
+    def solve(self, columns: Sequence[Column]) -> Answer:
+        """Return the best use of these columns."""
+        seconds = np.array([column.load for column in columns]).T / self.capacity[:, None]
+        flows = np.array([column.flow for column in columns], dtype=np.int64)
+        # In units of what is easily reached, t is near 1, where the solver's tolerances are meant
+        # for it; columns that are many millions of times slower are not told apart.
+        reached = max(self._reached(flows, seconds), 1e-300)
+        scaled = np.minimum(seconds / reached, SLOWEST)
+        found, prices = self._linear(flows.tolist(), scaled)
+        weights = self._clean(np.maximum(found, 0.0), flows)
+        return Answer(
+            time=float((seconds @ weights).max(initial=0.0)),
+            weights=weights,
+            prices=np.maximum(prices / self.capacity, 0.0),
+        )
+
+    def _clean(self, weights: Floats, flows: Ints) -> Floats:
+        """Weights without the solver's rounding: it goes to the heaviest column of its flow."""
+        total = np.bincount(flows, weights=weights, minlength=self.num_flows)
+        kept = np.where(weights > NOTHING * total[flows], weights, 0.0)
+        if self.demand is None:
+            pairs = total.reshape(-1, 2).max(axis=1)
+            wanted = np.repeat(np.where(pairs > NOTHING * pairs.sum(), pairs, 0.0), 2)
+            wanted = wanted / (wanted.sum() / 2)
+        else:
+            wanted = self.demand
+        held = np.bincount(flows, weights=kept, minlength=self.num_flows)
+        factor = np.divide(wanted, held, out=np.zeros_like(held), where=held > 0)
+        return np.asarray(kept * factor[flows])
+
+    def _linear(self, flows: list[int], seconds: Floats) -> tuple[Floats, Floats]:
+        """Return the linear program: weights of columns, and prices times capacities.
+
+        The solver is given the dual, where columns are rows (u_f: what flow f pays at most):
+
+            maximize  Σ_f d_f u_f, or z where roots are free
+            such that u_f <= Σ_r l_rk y_r    for each column k of flow f   (weight a_k)
+                      Σ_r y_r <= 1,  z <= u_in(v) + u_out(v) for each root v
+        """
+        rows, count = seconds.shape
+        roots = 0 if self.demand is not None else self.num_flows // 2
+        width = rows + self.num_flows + (1 if roots else 0)
+        matrix = np.zeros((count + roots + 1, width))
+        matrix[:count, :rows] = -seconds.T
+        matrix[np.arange(count), rows + np.array(flows)] = 1.0
+        if roots:
+            pairs = count + np.arange(roots)
+            for way in (0, 1):
+                matrix[pairs, rows + 2 * np.arange(roots) + way] = -1.0
+            matrix[pairs, -1] = 1.0
+        matrix[-1, :rows] = 1.0
+        gain = np.zeros(width)
+        gain[rows : rows + self.num_flows] = 0.0 if self.demand is None else self.demand
+        if roots:
+            gain[-1] = 1.0
+        bounds = np.full((width, 2), (-np.inf, np.inf))
+        bounds[:rows, 0] = 0.0
+        result = linprog(
+            -gain,
+            A_ub=matrix if matrix.size < DENSE else csr_array(matrix),
+            b_ub=np.append(np.zeros(count + roots), 1.0),
+            bounds=bounds,
+            method="highs-ds",
+            options={"presolve": matrix.size >= DENSE},
+        )
+        if result.x is None:
+            raise RuntimeError(f"the linear program over {count} columns failed: {result.message}")
+        return -result.ineqlin.marginals[:count], result.x[:rows]
+
+    def _reached(self, flows: Ints, seconds: Floats) -> float:
+        """Return the time if each flow takes its best column,
+        and of free roots the best one all.
+        """
+        if not len(self.capacity):
+            return 1.0
+        best = np.full(self.num_flows, -1, dtype=np.int64)
+        for index in np.argsort(-seconds.max(axis=0), kind="stable").tolist():
+            best[flows[index]] = index
+        if self.demand is not None:
+            return float((seconds[:, best] @ self.demand).max())
+        pairs = best.reshape(-1, 2)
+        both = pairs[(pairs >= 0).all(axis=1)]
+        return float((seconds[:, both[:, 0]] + seconds[:, both[:, 1]]).max(axis=0).min())
+
+    def bound(self, costs: Floats) -> float:
+        """What no solution can be faster than, if `costs` are the least of each flow at prices
+        with Σ c y = 1.
+        """
+        if self.demand is not None:
+            return float(costs @ self.demand)
+        return float((costs[0::2] + costs[1::2]).min(initial=np.inf))
+
+
+# Column generation: ways are added while they are cheaper than what they would replace.
+#
+# At any prices y with Σ c y = 1, the cheapest ways cost no more than the optimum: that bound needs
+# no trust in the linear solver. Prices are taken between the best ones so far and the solver's,
+# which oscillate; this needs far fewer rounds (Wentges' smoothing).
+
+
+Pricing = Callable[[Floats], tuple[list[Column], Floats]]
+
+TOLERANCE = 1e-6  # relative; where the search for better columns ends
+MAX_ROUNDS = 400
+SMOOTHING = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Generated:
+    """All columns that were seen, their best use, and what is proved."""
+
+    columns: tuple[Column, ...]
+    answer: Answer
+    bound: float
+    prices: Floats
+
+
+def generate(
+    master: Master, start: Iterable[Column], price: Pricing, *, limit_s: float
+) -> Generated:
+    """Add columns until the bound is met, or `limit_s` CPU seconds are over."""
+    began = time.process_time()
+    columns = {column.key: column for column in start}
+    best_prices = _even(master)
+    bound = 0.0
+    answer = master.solve(list(columns.values()))
+    if not len(master.capacity):
+        return Generated(
+            columns=tuple(columns.values()), answer=answer, bound=0.0, prices=best_prices
+        )
+    smoothing = SMOOTHING
+    for _ in range(MAX_ROUNDS):
+        tried = _normal(smoothing * best_prices + (1 - smoothing) * answer.prices, master)
+        found, costs = price(tried)
+        proved = master.bound(costs)
+        if proved > bound:
+            bound, best_prices = proved, tried
+        new = {column.key: column for column in found if column.key not in columns}
+        if answer.time - bound <= TOLERANCE * answer.time:
+            break
+        if not new:
+            if smoothing == 0.0:
+                break
+            smoothing = 0.0  # the solver's own prices decide whether there is nothing left
+            continue
+        columns |= new
+        before, answer = answer.time, master.solve(list(columns.values()))
+        smoothing = SMOOTHING if answer.time < before else smoothing / 2
+        if time.process_time() - began > limit_s:
+            break
+    return Generated(
+        columns=tuple(columns.values()),
+        answer=answer,
+        bound=min(bound, answer.time),
+        prices=best_prices,
+    )
+
+
+def _even(master: Master) -> Floats:
+    """Prices at which every resource would be equally scarce."""
+    return np.asarray(1.0 / (master.capacity * max(len(master.capacity), 1)))
+
+
+def _normal(prices: Floats, master: Master) -> Floats:
+    total = float(prices @ master.capacity)
+    return prices / total if total > 0 else _even(master)

@@ -1,0 +1,224 @@
+"""What an operation asks of a network."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array
+
+from shardwise.arrays import Bools, Floats
+from shardwise.collectives.network import Network, Symmetry
+from shardwise.errors import ClusterError, did_you_mean
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """`shares` are the parts of the data that each rank is the root of; None leaves them free.
+
+    Of an all-to-all, they are the parts of each rank's data that go to each rank.
+    """
+
+    operation: str
+    shares: tuple[float, ...] | None
+    root: int | None = None
+
+    @property
+    def inward(self) -> bool:
+        """Whether sums are made on the way to roots."""
+        return self.operation in ("all_reduce", "reduce_scatter", "reduce")
+
+    @property
+    def outward(self) -> bool:
+        """Whether results leave the roots."""
+        return self.operation in ("all_reduce", "all_gather", "broadcast")
+
+    def colors(self, count: int) -> list[int]:
+        """Ranks of one color have the same part in the operation."""
+        if self.shares is None:
+            return [0] * count
+        known = {share: i for i, share in enumerate(sorted(set(self.shares)))}
+        return [known[share] for share in self.shares]
+
+
+def demand_of(
+    network: Network,
+    operation: str,
+    *,
+    root: int | None = None,
+    shares: Sequence[float] | None = None,
+) -> Demand:
+    """Return the checked demand; equal shares unless others are given."""
+    count = network.num_ranks
+    if operation not in OPERATIONS:
+        raise ClusterError(
+            f"no operation {operation!r}{did_you_mean(str(operation), OPERATIONS)}",
+            hint=", ".join(OPERATIONS),
+        )
+    rooted = operation in ("broadcast", "reduce")
+    if root is not None and not rooted:
+        raise ClusterError(f"{operation} has no root", hint="root for broadcast and reduce")
+    if rooted:
+        root = 0 if root is None else whole_number(root, "root")
+        if not 0 <= root < count:
+            raise ClusterError(f"root {root} is outside a network of {count} ranks")
+        given: tuple[float, ...] | None = tuple(float(rank == root) for rank in range(count))
+    elif operation == "all_reduce":
+        given = None
+    else:
+        given = _normal(shares if shares is not None else [1.0] * count, count)
+    if (shares is not None and given is None) or (rooted and shares is not None):
+        raise ClusterError(f"{operation} has no shares", hint="leave them out")
+    demand = Demand(operation=operation, shares=given, root=root)
+    _check_reach(network, demand)
+    return demand
+
+
+def whole_number(value: object, what: str) -> int:
+    """Return a whole number, of Python or NumPy."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ClusterError(f"{what} is {value!r}, must be a whole number") from None
+
+
+def _normal(shares: Sequence[float], count: int) -> tuple[float, ...]:
+    if len(shares) != count:
+        raise ClusterError(f"{len(shares)} shares for {count} ranks", hint="one for each rank")
+    if any(not 0 <= share < math.inf for share in shares) or not sum(shares) > 0:
+        raise ClusterError(f"shares {list(shares)} are not all numbers of at least 0, one above")
+    total = sum(shares)
+    return tuple(share / total for share in shares)
+
+
+def _check_reach(network: Network, demand: Demand) -> None:
+    """Everyone must reach, or be reached from, every root; for free roots and routes, everyone."""
+    if demand.root is None:
+        network.check_reach(outward=[0], inward=[0])
+        return
+    network.check_reach(
+        outward=[demand.root] if demand.outward else [],
+        inward=[demand.root] if demand.inward else [],
+    )
+
+
+# What no algorithm can be faster than, from cuts.
+#
+# Around any set S of ranks, data must cross: with x(S) the part of it whose roots are in S, 1 -
+# x(S) of the data leave S as sums, and 1 - x(S) enter it as results; of an all-to-all, what S has
+# for others. For a family of sets, all these at once are a small linear program over the traffic of
+# each edge and the roots; its value bounds every algorithm that moves sums and copies, and the
+# program over trees is never below it. With all sets in the family both are equal (Edmonds).
+
+
+ALL_SETS = 5  # ranks up to which every set is tried
+
+
+def cut_bound(network: Network, demand: Demand, symmetry: Symmetry) -> float:
+    """Seconds per byte that the cuts of `family` allow."""
+    if network.num_ranks < 2 or not len(network.resources):
+        return 0.0
+    return _Cuts(network, demand, symmetry).solve(family(network, symmetry))
+
+
+def family(network: Network, symmetry: Symmetry) -> list[tuple[int, ...]]:
+    """Single ranks, the groups of the network and of its symmetry, and all others of each."""
+    count = network.num_ranks
+    if count <= ALL_SETS:
+        every = range(1, count)
+        return [s for size in every for s in itertools.combinations(range(count), size)]
+    some: list[tuple[int, ...]] = [(rank,) for rank in symmetry.representatives()]
+    some += [*network.groups, *symmetry.blocks]
+    others = [tuple(r for r in range(count) if r not in set(s)) for s in some]
+    return [s for s in dict.fromkeys([*some, *others]) if 0 < len(s) < count]
+
+
+class _Cuts:
+    """Variables: traffic inward and outward by orbit of edges, roots by orbit of ranks, time."""
+
+    def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
+        self.network, self.demand = network, demand
+        _, self.edge = np.unique(symmetry.edge_orbit, return_inverse=True)
+        _, self.rank = np.unique(symmetry.rank_orbit, return_inverse=True)
+        _, self.resource = np.unique(symmetry.resource_orbit, return_inverse=True)
+        self.edge_size = np.bincount(self.edge)
+        self.rank_size = np.bincount(self.rank)
+        both = demand.inward and demand.outward
+        self.copies = 2 if both else 1
+        self.first_root = self.copies * len(self.edge_size)
+        free = demand.shares is None
+        self.width = self.first_root + (len(self.rank_size) if free else 0) + 1
+
+    def solve(self, sets: Iterable[tuple[int, ...]]) -> float:
+        limits, scale = self._limits()
+        rows, least = self._crossings(sets)
+        equal = None
+        if self.demand.shares is None:
+            equal = np.zeros((1, self.width))
+            equal[0, self.first_root : -1] = 1.0
+        result = linprog(
+            np.append(np.zeros(self.width - 1), 1.0),
+            A_ub=csr_array(np.vstack([-rows, limits])),
+            b_ub=np.concatenate([-least, np.zeros(len(limits))]),
+            A_eq=equal,
+            b_eq=None if equal is None else [1.0],
+            method="highs-ds",
+        )
+        return max(0.0, float(result.fun) / scale) if result.x is not None else 0.0
+
+    def _limits(self) -> tuple[Floats, float]:
+        """Each orbit of resources carries no more than its capacity times the time."""
+        uses = self.network.uses
+        edges = np.repeat(self.edge, uses.shape[1])[uses.ravel() >= 0]
+        used = self.resource[uses.ravel()[uses.ravel() >= 0]]
+        shape = (int(self.resource.max()) + 1, len(self.edge_size))
+        count = coo_array((np.ones(len(used)), (used, edges)), shape=shape).toarray()
+        capacity = np.bincount(self.resource, weights=self.network.capacity)
+        per_edge = count / self.edge_size / capacity[:, None]
+        scale = 1.0 / float(per_edge.max())  # the solver likes numbers near 1
+        found = np.zeros((shape[0], self.width))
+        for copy in range(self.copies):
+            found[:, copy * shape[1] : (copy + 1) * shape[1]] = per_edge * scale
+        found[:, -1] = -1.0
+        return found, scale
+
+    def _crossings(self, sets: Iterable[tuple[int, ...]]) -> tuple[Floats, Floats]:
+        """What must cross each cut, as rows of variables and their least values."""
+        rows, least = [], []
+        for chosen in sets:
+            inside = np.zeros(self.network.num_ranks, dtype=bool)
+            inside[list(chosen)] = True
+            leaves = inside[self.network.source] & ~inside[self.network.target]
+            enters = ~inside[self.network.source] & inside[self.network.target]
+            for copy, crossing in enumerate(self._directions(leaves, enters)):
+                row = np.zeros(self.width)
+                size = len(self.edge_size)
+                shared = np.bincount(self.edge[crossing], minlength=size) / self.edge_size
+                row[copy * size : (copy + 1) * size] = shared
+                needed = self._needed(inside)
+                if self.demand.shares is None:
+                    held = np.bincount(self.rank[inside], minlength=len(self.rank_size))
+                    row[self.first_root : -1] = held / self.rank_size
+                rows.append(row)
+                least.append(needed)
+        return np.array(rows), np.array(least)
+
+    def _directions(self, leaves: Bools, enters: Bools) -> list[Bools]:
+        if self.demand.operation == "all_to_all":
+            return [leaves]
+        both = ((leaves, self.demand.inward), (enters, self.demand.outward))
+        return [crossing for crossing, used in both if used]
+
+    def _needed(self, inside: Bools) -> float:
+        shares = self.demand.shares
+        if shares is None:
+            return 1.0
+        outside = float(np.array(shares)[~inside].sum())
+        return outside * (float(inside.sum()) if self.demand.operation == "all_to_all" else 1.0)

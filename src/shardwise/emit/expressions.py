@@ -1,0 +1,311 @@
+"""Steps as Python expressions: the ATen operator in the spelling a person would use.
+
+An operator without a spelling of its
+own is written as `torch.ops.…`, so that nothing is ever left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.emit.quote import is_attribute, literal
+from shardwise.ir.schema import signature
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "gt": ">", "ge": ">=", "__and__": "&", "__or__": "|", "bitwise_and": "&", "bitwise_or": "|",
+    "__xor__": "^", "bitwise_xor": "^", "floor_divide": "//", "remainder": "%", "matmul": "@",
+}  # fmt: skip
+# Called as methods of their first tensor, arguments as in the schema.
+METHODS = {
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten",
+    "unflatten", "chunk", "split", "split_with_sizes", "contiguous", "clone", "neg", "abs",
+    "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf",
+    "square", "pow", "sum", "mean", "var", "std", "amax", "amin", "prod", "masked_fill",
+    "cumsum", "detach", "float", "type_as", "expand_as", "gather", "index_select", "scatter",
+    "scatter_add", "repeat", "repeat_interleave", "argmax", "argmin", "any", "all", "clamp",
+    "clamp_min", "clamp_max", "tril", "triu", "unbind", "select", "narrow", "roll", "flip",
+    "topk", "sort", "new_zeros", "new_ones", "new_full", "new_empty", "logical_and",
+    "logical_or", "logical_not", "bitwise_not", "index_add", "movedim", "softmax",
+    "log_softmax", "logsumexp", "round", "floor", "ceil", "t", "unfold",
+}  # fmt: skip
+FUNCTIONAL = {
+    "linear", "gelu", "silu", "relu", "softplus", "leaky_relu", "hardtanh", "hardsigmoid",
+    "hardswish", "log_sigmoid", "elu", "mish", "selu", "celu", "relu6", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "rms_norm", "glu", "avg_pool2d",
+    "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "bilinear",
+}  # fmt: skip
+SPELLING = {"split_with_sizes": "split", "log_sigmoid": "logsigmoid"}
+KEYWORDS = {"sum": ("dim", "keepdim"), "mean": ("dim", "keepdim"), "var": ("dim",)}
+REDUCTIONS = ("none", "mean", "sum")
+
+
+Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants
+
+
+def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    """Return the call as an expression."""
+    namespace, _, rest = fn.partition(".")
+    if namespace == "rt":
+        return f"rt.{rest}({_listed(args, kwargs, value)})"
+    if namespace == "autograd_function":
+        return f"{value(UserFunction(fn))}.apply({_listed(args, kwargs, value)})"
+    name = rest.split(".")[0]
+    if namespace == "aten":
+        special = SPECIAL.get(fn) or SPECIAL.get(f"aten.{name}")
+        if special is not None:
+            written = special(args, kwargs, value)
+            if written is not None:
+                return written
+        if name in INFIX and len(args) == 2 and not kwargs:
+            left, right = _operand(value(args[0])), value(args[1])
+            right = right if isinstance(args[1], int | float) else _operand(right)
+            return f"{left} {INFIX[name]} {right}"
+        if name in METHODS and args and isinstance(args[0], int | float):
+            return f"torch.{name}({_listed(args, kwargs, value)})"
+        if name in METHODS and args:
+            shown = SPELLING.get(name, name)
+            return f"{_operand(value(args[0]))}.{shown}({_method_args(name, args, kwargs, value)})"
+        if name in FUNCTIONAL:
+            return f"F.{SPELLING.get(name, name)}({_listed(args, kwargs, value)})"
+    called = "torch.ops"
+    for part in fn.split("."):
+        called = f"{called}.{part}" if is_attribute(part) else f"getattr({called}, {literal(part)})"
+    return f"{called}({_listed(args, kwargs, value)})"
+
+
+def _operand(text: str) -> str:
+    """Parentheses around anything that is not a name, a call or an index."""
+    depth = 0
+    for character in text:
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if depth == 0 and character == " ":
+            return f"({text})"
+    return f"({text})" if text.startswith("-") else text
+
+
+def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    named = [
+        f"{name}={value(arg)}" if is_attribute(name) else f"**{{{literal(name)}: {value(arg)}}}"
+        for name, arg in kwargs.items()
+    ]
+    return ", ".join([*(value(arg) for arg in args), *named])
+
+
+def _method_args(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    rest = args[1:]
+    if name in {"view", "reshape", "permute", "expand", "repeat"} and len(rest) >= 1:
+        sizes = rest[0]
+        if isinstance(sizes, tuple) and sizes and len(rest) == 1:
+            return _listed(sizes, kwargs, value)
+    if name in KEYWORDS and isinstance(rest[0] if rest else None, tuple | list):
+        named = dict(zip(KEYWORDS[name], rest, strict=False))
+        if len(rest) <= len(named):
+            return _listed((), {**named, **kwargs}, value)
+    return _listed(rest, kwargs, value)
+
+
+def bound(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by schema name, defaults filled in."""
+    found: dict[str, Any] = {}
+    for i, (name, default) in enumerate(signature(op) or ()):
+        found[name] = args[i] if i < len(args) else kwargs.get(name, default)
+    return found
+
+
+def _embedding(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    a = bound("aten.embedding.default", args, kwargs)
+    padding = "" if a["padding_idx"] in (-1, None) else f", {a['padding_idx']}"
+    return f"F.embedding({value(a['indices'])}, {value(a['weight'])}{padding})"
+
+
+def _layer_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    a = bound("aten.layer_norm.default", args, kwargs)
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    return f"F.layer_norm({', '.join(value(a[n]) for n in names)})"
+
+
+def _group_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    a = bound("aten.group_norm.default", args, kwargs)
+    names = ("input", "num_groups", "weight", "bias", "eps")
+    return f"F.group_norm({', '.join(value(a[n]) for n in names)})"
+
+
+def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    op = "aten.scaled_dot_product_attention.default"
+    a = bound(op, args, kwargs)
+    given = [value(a[n]) for n in ("query", "key", "value")]
+    defaults = dict(signature(op) or ())
+    for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
+        if a[name] is not None and a[name] != defaults[name]:
+            given.append(f"{name}={value(a[name])}")
+    return f"F.scaled_dot_product_attention({', '.join(given)})"
+
+
+def _cross_entropy(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    op = "aten.cross_entropy_loss.default"
+    a = bound(op, args, kwargs)
+    given = [value(a["self"]), value(a["target"])]
+    if a["weight"] is not None:
+        given.append(f"weight={value(a['weight'])}")
+    if a["ignore_index"] != -100:
+        given.append(f"ignore_index={a['ignore_index']}")
+    if a["reduction"] != 1:
+        given.append(f'reduction="{REDUCTIONS[a["reduction"]]}"')
+    if a["label_smoothing"]:
+        given.append(f"label_smoothing={value(a['label_smoothing'])}")
+    return f"F.cross_entropy({', '.join(given)})"
+
+
+def _to(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+    return f"{_operand(value(args[0]))}.to({value(args[1])})"
+
+
+def _slice(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+    a = bound("aten.slice.Tensor", args, kwargs)
+    dim, start, end, step = a["dim"] or 0, a["start"] or 0, a["end"], a["step"] or 1
+    if dim < 0 or dim > 3:
+        return None
+    first = "" if start == 0 else str(start)
+    last = "" if end is None or end >= 2**62 else str(end)
+    stride = "" if step == 1 else f":{step}"
+    return f"{_operand(value(a['self']))}[{':, ' * dim}{first}:{last}{stride}]"
+
+
+def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+    a = bound("aten.select.int", args, kwargs)
+    if a["dim"] < 0 or a["dim"] > 3:
+        return None
+    return f"{_operand(value(a['self']))}[{':, ' * a['dim']}{a['index']}]"
+
+
+def _sequence(name: str) -> Callable[..., str | None]:
+    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+        items = ", ".join(value(item) for item in args[0])
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return f"torch.{name}([{items}], dim={dim})"
+
+    return written
+
+
+def _where(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+    return f"torch.where({_listed(args, kwargs, value)})" if len(args) == 3 else None
+
+
+def _factory(name: str) -> Callable[..., str | None]:
+    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+        return f"torch.{name}({_listed(args, {**kwargs, 'device': DEVICE}, value)})"
+
+    return written
+
+
+class Device:
+    """Stands for the module's device in arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """Stands for a user's `autograd.Function`, by its operator's name."""
+
+    op: str
+
+
+DEVICE = Device()
+SPECIAL: dict[str, Callable[..., str | None]] = {
+    "aten.embedding": _embedding,
+    "aten.layer_norm": _layer_norm,
+    "aten.group_norm": _group_norm,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "aten.to.dtype": _to,
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.cat": _sequence("cat"),
+    "aten.stack": _sequence("stack"),
+    "aten.where.self": _where,
+    "aten.arange": _factory("arange"),
+    "aten.zeros": _factory("zeros"),
+    "aten.ones": _factory("ones"),
+    "aten.full": _factory("full"),
+    "aten.eye": _factory("eye"),
+    "aten.linspace": _factory("linspace"),
+    "aten.scalar_tensor": _factory("scalar_tensor"),
+    "aten.empty": _factory("empty"),
+    "aten.rand": _factory("rand"),
+    "aten.randn": _factory("randn"),
+    "aten.tril_indices": _factory("tril_indices"),
+    "aten.triu_indices": _factory("triu_indices"),
+}
+
+
+# Breaks lines that are too long at the arguments of their outermost call.
+
+
+WIDTH = 96
+
+
+def wrap(line: str) -> str:
+    """Return the line, or several if it is longer than the limit.
+
+    >>> print(wrap("x = f(" + "a" * 60 + ", " + "b" * 60 + ")"))  # doctest: +ELLIPSIS
+    x = f(
+        aaa...,
+        bbb...,
+    )
+    """
+    if len(line) <= WIDTH or "\n" in line or line.lstrip().startswith("#"):
+        return line
+    opened = _outermost(line)
+    if opened is None:
+        return line
+    start, stop = opened
+    indent = " " * (len(line) - len(line.lstrip()))
+    pieces = _arguments(line[start + 1 : stop])
+    called = start > 0 and (line[start - 1].isalnum() or line[start - 1] in "_])")
+    # A comma would make a tuple of a group, and of an index.
+    comma = "," if (called and line[start] == "(") or len(pieces) > 1 else ""
+    inner = [wrap(f"{indent}    {piece.strip()}{comma}") for piece in pieces if piece.strip()]
+    return "\n".join([line[: start + 1], *inner, f"{indent}{line[stop:]}"])
+
+
+def _outermost(line: str) -> tuple[int, int] | None:
+    """Return the longest bracket pair at depth one."""
+    depth, start = 0, 0
+    best: tuple[int, int] | None = None
+    for index, character in _unquoted(line):
+        if character in "([{":
+            start = index if depth == 0 else start
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            if depth == 0 and (best is None or index - start > best[1] - best[0]):
+                best = (start, index)
+    return best if best and best[1] - best[0] > 20 else None
+
+
+def _arguments(text: str) -> list[str]:
+    """Split at commas outside brackets and quotes."""
+    pieces, depth, begin = [], 0, 0
+    for index, character in _unquoted(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            pieces.append(text[begin:index])
+            begin = index + 1
+    return [*pieces, text[begin:]]
+
+
+def _unquoted(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the characters outside of quotes, with their places."""
+    quote, escaped = "", False
+    for index, character in enumerate(text):
+        if quote:
+            ends = character == quote and not escaped
+            escaped = character == "\\" and not escaped
+            quote = "" if ends else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            yield index, character

@@ -1,0 +1,555 @@
+"""A rank program as a Python file that a careful colleague could have written.
+
+The file runs with torch
+and `shardwise.runtime` alone: `Model(mesh)` is the module, `PARAMETERS`, `BUFFERS` and `INPUTS` say
+what it holds and takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.dtypes import dtype_name
+from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
+from shardwise.emit.expressions import wrap
+from shardwise.emit.function import INDENT, Body, Scope, attribute_path
+from shardwise.emit.quote import (
+    RESERVED,
+    TABLES,
+    comment,
+    identifier,
+    in_fstring,
+    is_attribute,
+    is_importable,
+    literal,
+    unused,
+)
+from shardwise.ir import Graph, Ref, iter_refs
+from shardwise.messages import CollectiveChoice
+from shardwise.plans import Plan
+from shardwise.program import Program, RankProgram, Step, Storage
+from shardwise.sharding.placements import Layout
+from shardwise.sharding.rule import MeshAxis
+from shardwise.version import __version__
+
+# Parameters, cuts and number types as source text, for the tables at the head of a file.
+
+
+def splits_text(layout: Layout) -> str:
+    """Return the cuts of a layout as a tuple of `rt.Split`."""
+    cuts = [
+        f"rt.Split(axis={literal(axis)}, dim={literal(shard.dim)}, of={literal(shard.of)})"
+        for axis, shard in layout.shards
+    ]
+    return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
+
+
+def _number_types(storage: Storage, plan: Plan) -> list[str]:
+    """Return the types in which a parameter is stored, its gradient added up, and summed over
+    ranks.
+    """
+    if not storage.dtype.is_floating_point:
+        return []
+    precision, last, fields = plan.precision, dtype_name(storage.dtype), []
+    for name, dtype in (
+        ("master", precision.master),
+        ("gradient", precision.gradients),
+        ("reduce", precision.reduce),
+    ):
+        if dtype and dtype != last:
+            fields.append(f"{name}={literal(dtype)}")
+        last = dtype or last
+    return fields
+
+
+def parameter_spec(storage: Storage, plan: Plan) -> str:
+    """Return a parameter as `rt.ParameterSpec(…)`."""
+    fields = [f"name={literal(storage.name)}", f"shape={literal(storage.shape)}"]
+    fields.append(f'dtype="{dtype_name(storage.dtype)}"')
+    if storage.aliases:
+        fields.append(f"aliases={literal(storage.aliases)}")
+    if storage.layout.shards:
+        fields.append(f"splits={splits_text(storage.layout)}")
+    if storage.sync:
+        fields += [f"sync={literal(storage.sync)}", f"zero={literal(storage.zero)}"]
+    if storage.unit:
+        fields.append(f"unit={literal(storage.unit)}")
+    if not storage.requires_grad:
+        fields.append("requires_grad=False")
+    fields += _number_types(storage, plan)
+    kept = tuple(what for what in plan.offload if what != "activations")
+    if kept and not storage.borrowed:
+        fields.append(f"offload={literal(kept)}")
+    if storage.borrowed:
+        fields.append("borrowed=True")
+    return f"rt.ParameterSpec({', '.join(fields)})"
+
+
+# The head of a rank program's file: for whom it is, what it imports, holds and takes.
+
+
+WIDTH = 90
+
+
+def head(
+    program: Program,
+    ranks: RankProgram,
+    body: str,
+    stage: int | None,
+    names: Mapping[str, str],
+) -> str:
+    """Docstring, imports that `body` needs, and tables; `names` are those of user functions."""
+    imports = _imports(body, names, program.graph.functions)
+    tables = [wrap(line) for line in _tables(program, ranks)]
+    return "\n".join([_docstring(program, ranks, stage), *imports, "", *tables])
+
+
+def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
+    plan, graph = program.plan, program.graph
+    part = "" if stage is None else f"stage {stage} of "
+    whose = comment(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
+    return (
+        f'"""{whose}: {_places(program, ranks)}'
+        f".\n\nWritten by shardwise {__version__} for the graph "
+        f"{comment(graph.fingerprint)}.\nSafe to edit; verify it again afterwards.\n"
+        f'{collectives_text(plan.collectives)}"""\n'
+    )
+
+
+def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
+    """Which collectives `parallelize` lets go another way than the library's, and how fast."""
+    others = [choice for choice in choices if not choice.is_library]
+    if not others:
+        return ""
+    texts = [comment(str(choice)) for choice in others]
+    rows = [textwrap.wrap(text, WIDTH, subsequent_indent="    ") for text in texts]
+    told = "\n".join(f"- {line}" if i == 0 else line for r in rows for i, line in enumerate(r))
+    return f"\nOf plan.json; other collectives are the library's:\n{told}\n"
+
+
+def _places(program: Program, ranks: RankProgram) -> str:
+    """Whom the file is for: ranks, or ranks of a stage and micro-batches."""
+    mesh, time = program.mesh, program.time_axis
+    if time is None:
+        return _numbers("rank", ranks.ranks)
+    count = mesh.axis_size(time)
+    size = mesh.size // count
+    numbers = tuple(dict.fromkeys(place % size for place in ranks.ranks))
+    batches = tuple(dict.fromkeys(place // size for place in ranks.ranks))
+    if len(batches) == count:
+        return _numbers("rank", numbers)
+    return f"{_numbers('rank', numbers)}, {_numbers('micro-batch', batches)}"
+
+
+def _numbers(what: str, numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}"
+
+
+def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    lines = ["import math\n"] if "math" in used else []
+    lines += ["import torch"] if "torch" in used else []
+    lines += ["import torch.nn.functional as F"] if "F" in used else []
+    lines += ["from torch import nn"] if "nn" in used else []
+    lines += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint" in used else []
+    lines += [""] if lines and lines[-1] else []
+    lines += ["from shardwise import runtime as rt"]
+    lines += [_function_import(op, name, functions.get(op)) for op, name in names.items()]
+    return lines
+
+
+def _function_import(op: str, name: str, cls: Any) -> str:
+    """Import a user's `autograd.Function`; one that no import finds is handed in at load time."""
+    if cls is not None and is_importable(cls.__module__, cls.__qualname__):
+        renamed = "" if name == cls.__qualname__ else f" as {name}"
+        return f"from {cls.__module__} import {cls.__qualname__}{renamed}"
+    return f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - cannot be imported, handed in"
+
+
+def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
+    """What the module holds, takes and gives."""
+    graph = program.graph
+    yield from _table("PARAMETERS", [parameter_spec(s, program.plan) for s in ranks.parameters])
+    yield from _table("BUFFERS", _buffer_specs(graph))
+    yield "INPUTS = {"
+    for item in ranks.inputs:
+        if item.kind == "batch":
+            yield f"{INDENT}{literal(item.name)}: {splits_text(item.layout)},"
+    yield "}"
+    for table, source in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
+        names = tuple(i.name for i in ranks.inputs if i.kind == source)
+        if names:
+            yield f"{table} = {literal(names)}"
+    held = {parameter.name for parameter in ranks.parameters}
+    hooks = [comment(str(hook)) for hook in graph.hooks if hook.parameter in held]
+    if hooks:
+        yield from ("", "# parallelize runs these on complete gradients and hands them in:")
+        yield from (f"# {hook}" for hook in hooks)
+        yield 'HOOKS = FUNCTIONS["gradient hooks"]  # noqa: F821'
+    if graph.sends:
+        yield f"SENT = {literal(graph.sends)}"
+
+
+def _table(name: str, rows: list[str]) -> list[str]:
+    return [f"{name} = (", *(f"{INDENT}{row}," for row in rows), ")"] if rows else [f"{name} = ()"]
+
+
+def _buffer_specs(graph: Graph) -> list[str]:
+    specs = []
+    for buffer in graph.buffers:
+        kind = graph.values[buffer.value]
+        spec = (
+            f"rt.BufferSpec(name={literal(buffer.name)}, shape={literal(kind.shape)}, "
+            f'dtype="{dtype_name(kind.dtype)}"'
+        )
+        if buffer.aliases:
+            spec += f", aliases={literal(buffer.aliases)}"
+        if not buffer.persistent:
+            spec += ", persistent=False"
+        specs.append(f"{spec})")
+    return specs
+
+
+SMALL_CONSTANT = 16
+
+
+def emit(program: Program, rank: int = 0, *, probe: bool = False, stage: int | None = None) -> str:
+    """Return the source of the program that `rank` runs; in time, of a place of rank and
+    micro-batch.
+
+    As a pipeline's `stage` its forward also gives what later stages use.
+    """
+    return _File(program, program.of_rank(rank), probe, stage).text()
+
+
+class _File:
+    """Writes one file."""
+
+    def __init__(
+        self, program: Program, ranks: RankProgram, probe: bool, stage: int | None
+    ) -> None:
+        self.program, self.ranks, self.probe, self.stage = program, ranks, probe, stage
+        self.graph = program.graph
+        self.owners = {s.value: s.name for s in ranks.parameters}
+        self.owners |= {b.value: b.name for b in self.graph.buffers}
+        self.storages = {s.value: s for s in ranks.parameters}
+        items: list[Item] = list(ranks.steps) if probe else find_blocks(ranks, self.owners)
+        self.items = fold_loops(items, Counter(v for i in items for v in i.inputs))
+        self.blocks = [c for item in self.items for c in _calls(item)]
+        self.functions = _name_functions(ranks)
+        self.classes = self._name_classes()
+        self.recompute = not probe
+        self.axes = frozenset(program.mesh.names)
+
+    def text(self) -> str:
+        classes = [self._block_class(key, name) for key, name in self.classes.items()]
+        body = "\n\n\n".join([*classes, self._model_class()])
+        return f"{head(self.program, self.ranks, body, self.stage, self.functions)}\n\n\n{body}\n"
+
+    def _name_classes(self) -> dict[str, str]:
+        """Signature of a block -> class name, unique and readable."""
+        names: dict[str, str] = {}
+        taken = {"Model", *TABLES, *RESERVED, *self.functions.values()}
+        for block in self.blocks:
+            if block.key in names:
+                continue
+            stem = identifier(self.graph.module_classes.get(block.path, "Block"))
+            stem = {"ModuleDict": "Block", "Sequential": "Block"}.get(stem, stem)
+            names[block.key] = name = unused(stem, taken)
+            taken.add(name)
+        return names
+
+    def _block_class(self, key: str, name: str) -> str:
+        blocks = [b for b in self.blocks if b.key == key]
+        block = blocks[0]
+        attribute = {
+            v: attribute_path("self", self.owners[v].removeprefix(f"{block.path}."))
+            for v in block.own
+        }
+        own = [self.owners[v].removeprefix(f"{block.path}.") for v in block.own]
+        arguments = _arguments(block.inputs, self._wishes(block), self.functions.values())
+        members = _members(self.owners[v].removeprefix(f"{block.path}.") for v in block.own)
+        inside = self.recompute and block.group is None  # else the whole call is recomputed
+        scope = Scope(
+            block.path,
+            attribute,
+            lambda _: "",
+            recompute=inside,
+            members=members,
+            axes=self.axes,
+            functions=self.functions,
+        )
+        body = Body(scope, arguments)
+        body.write(list(block.steps), block.outputs)
+        returned = ", ".join(body.names[o] for o in block.outputs)
+        where = block.path if len(blocks) == 1 else f"{blocks[0].path} … {blocks[-1].path}"
+        where = comment(where)
+        source = comment(next((s.source for s in block.steps if s.source), ""))
+        init = self._init(block.steps, block.own, scope, path_argument=True)
+        lines = [
+            f"class {name}({_base(own)}):",
+            f'{INDENT}"""{where} ({source})."""' if source else f'{INDENT}"""{where}."""',
+            "",
+            *init,
+            "",
+            *_indented([wrap(f"def forward(self, {', '.join(arguments.values())}):")]),
+            *_indented(map(wrap, [f"{INDENT}{line}" for line in body.lines])),
+            f"{INDENT * 2}return {returned}",
+        ]
+        return "\n".join(lines)
+
+    def _wishes(self, block: BlockCall) -> dict[str, str]:
+        """Argument names: `x` for what the block before gave, else what the value is called."""
+        wishes = {}
+        for value in block.inputs:
+            local = self.ranks.values[value]
+            wishes[value] = self._input_names().get(local.value) or _stem(local.value)
+        previous = {o for b in self.blocks for o in b.outputs}
+        chained = [v for v in block.inputs if v in previous]
+        first = chained[0] if chained else (block.inputs[0] if block.inputs else None)
+        if first is not None:
+            wishes[first] = "x"
+        return wishes
+
+    def _input_names(self) -> dict[str, str]:
+        received = [i for i in self.graph.inputs if i.kind == "received"]
+        names = {i.value: i.name for i in self.graph.inputs if i.kind == "batch"}
+        names |= {
+            i.value: _stem(i.value.removesuffix("_of_batch"))
+            for i in self.graph.inputs
+            if i.kind == "beforehand"
+        }
+        taken = set(names.values())
+        carried = [i.value for i in received if i.value in self.ranks.carries_grad]
+        for item in received:
+            wish = "x" if carried[:1] == [item.value] and "x" not in taken else _stem(item.value)
+            names[item.value] = wish
+        return names
+
+    def _model_class(self) -> str:
+        own = [v for v in self.owners if not any(v in b.own for b in self.blocks)]
+        attribute = {v: attribute_path("self", self.owners[v]) for v in self.owners}
+        for index, constant in enumerate(self.graph.constants):
+            attribute[constant.value] = f"self.constant_{index}"
+        arguments = _arguments(
+            tuple(i.value for i in self.graph.inputs), self._input_names(), self.functions.values()
+        )
+        scope = Scope(
+            "",
+            attribute,
+            lambda b: self.classes[b.key],
+            self.probe,
+            self.recompute,
+            _members([*self.owners.values(), *(b.path for b in self.blocks)]),
+            self.axes,
+            self.functions,
+        )
+        body = Body(scope, arguments)
+        kept = tuple(dict.fromkeys(_kept(self.ranks)))
+        body.write(self.items, kept)
+        closing = self._closing(body)
+        signature = ", ".join(["self", *arguments.values(), "outputs=False"])
+        steps = [s for item in self.items if isinstance(item, Step) for s in (item,)]
+        init = self._init(
+            (*steps, *self.ranks.output_steps), tuple(own), scope, path_argument=False
+        )
+        lines = [
+            f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
+            f'{INDENT}"""This rank\'s part of {comment(self.graph.name)}."""',
+            "",
+            *init,
+            "",
+            *_indented([wrap(f"def forward({signature}):")]),
+            *_indented(map(wrap, [f"{INDENT}{line}" for line in (*body.lines, *closing)])),
+        ]
+        return "\n".join(lines)
+
+    def _closing(self, body: Body) -> list[str]:
+        """Buffer updates, the loss, and the outputs when they are asked for."""
+        body.context = (True, None)
+        body.lines, written = [], body.lines
+        if self.ranks.mutations:
+            time = self.program.time_axis
+            indent = INDENT if time else ""
+            body.lines += [f"if {body.scope.axis((time,))}.final:"] if time else []
+            body.lines.append(f"{indent}with torch.no_grad():")
+            for name, value in self.ranks.mutations:
+                target = attribute_path("self", name)
+                body.lines.append(f"{indent}{INDENT}{target}.copy_({body._value(Ref(value))})")
+        loss = self.ranks.loss
+        first = body._value(Ref(loss)) if loss is not None else "None"
+        if self.stage is not None:
+            first += f", {_tuple([body._value(Ref(name)) for name in self.ranks.sends])}"
+        if loss is not None or self.stage is not None:
+            body.lines += ["if not outputs:", f"{INDENT}return {first}"]
+        closing = body.lines
+        body.lines = []
+        if self.ranks.output_steps:
+            body.context = (False, None)
+            body.lines.append("with torch.no_grad():")
+            for step in self.ranks.output_steps:
+                name = body.names.bind(step.outputs[0], "whole")
+                body._line(f"{name} = {body._expression(step)}")
+            body.context = (True, None)
+        leaves = [body._value(leaf) for leaf in self.ranks.outputs]
+        body.lines.append(f"return {first}, {_tuple(leaves)}")
+        closing += body.lines
+        body.lines = written
+        return closing
+
+    def _init(
+        self, steps: tuple[Step, ...], own: tuple[str, ...], scope: Scope, *, path_argument: bool
+    ) -> list[str]:
+        """`__init__`: mesh axes, parameters, buffers, blocks, constants."""
+        taken = "mesh, rng, device, path" if path_argument else 'mesh, rng=None, device="cpu"'
+        constants = any(
+            isinstance(line, str) and "constants[" in line for line in self._constants()
+        )
+        taken += ", constants=None" if constants and not path_argument else ""
+        lines = [f"def __init__(self, {taken}):"]
+        body = ["super().__init__()"]
+        axes = {a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}
+        time = self.program.time_axis
+        axes |= {(time,)} if time and self.ranks.mutations and not path_argument else set()
+        for names in sorted(axes):
+            listed = ", ".join(map(literal, names))
+            body.append(f"{scope.axis(names)} = mesh.axis({listed})")
+        if any("key" in dict(s.kwargs) for s in steps):
+            body.append(f"{scope.own('rng')} = rng")
+            body += [f"{scope.own('path')} = path"] if path_argument else []
+        body.append(f"{scope.own('device')} = device")
+        # A block would replace what was declared below its path before it is attached.
+        paths = [] if path_argument else [f"{c.path}." for i in self.items for c in _calls(i)]
+        inside = [value for value in own if self.owners[value].startswith(tuple(paths))]
+        body += [self._declaration(value, scope.path) for value in own if value not in inside]
+        if not path_argument:
+            body += self._attachments()
+            body += [self._declaration(value, scope.path) for value in inside]
+            body += self._constants()
+        lines += [f"{INDENT}{line}" for line in body]
+        return _indented(map(wrap, lines))
+
+    def _declaration(self, value: str, path: str) -> str:
+        name = self.owners[value].removeprefix(f"{path}.") if path else self.owners[value]
+        storage = self.storages.get(value)
+        if storage is not None:
+            frozen = "" if storage.requires_grad else ", requires_grad=False"
+            shape, dtype = literal(storage.local_shape), dtype_name(storage.dtype)
+            return f'rt.declare(self, {literal(name)}, {shape}, "{dtype}"{frozen})'
+        kind = self.graph.values[value]
+        buffer = next(b for b in self.graph.buffers if b.value == value)
+        temporary = "" if buffer.persistent else ", persistent=False"
+        return (
+            f"rt.declare_buffer(self, {literal(name)}, {literal(kind.shape)}, "
+            f'"{dtype_name(kind.dtype)}"{temporary})'
+        )
+
+    def _attachments(self) -> list[str]:
+        lines: list[str] = []
+        for item in self.items:
+            calls = _calls(item)
+            if not calls:
+                continue
+            name = self.classes[calls[0].key]
+            if len(calls) == 1:
+                path = literal(calls[0].path)
+                lines.append(f"rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
+                continue
+            parent, _, start = calls[0].path.rpartition(".")
+            prefix = f"{parent}." if parent else ""
+            first = f"{start}, " if int(start) else ""
+            lines.append(f"for i in range({first}{int(start) + len(calls)}):")
+            path = f'f"{in_fstring(prefix)}{{i}}"'
+            lines.append(f"{INDENT}rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
+        return lines
+
+    def _constants(self) -> list[str]:
+        lines = []
+        for index, constant in enumerate(self.graph.constants):
+            data = constant.data.detach().cpu()
+            if data.numel() <= SMALL_CONSTANT and not data.is_complex():
+                values = literal(_nested(data.tolist()))
+                made = f"torch.tensor({values}, dtype={data.dtype}, device=device)"
+                if data.numel() == 0:
+                    shape = literal(tuple(data.shape))
+                    made = f"torch.zeros({shape}, dtype={data.dtype}, device=device)"
+            else:
+                made = f"constants[{literal(constant.value)}].to(device)"
+            lines.append(f"self.constant_{index} = {made}")
+        return lines
+
+
+def _name_functions(ranks: RankProgram) -> dict[str, str]:
+    """Operator -> name of each user's `autograd.Function`; no two are called the same."""
+    names: dict[str, str] = {}
+    steps = (*ranks.steps, *ranks.output_steps)
+    for op in dict.fromkeys(s.fn for s in steps if s.fn.startswith("autograd_function.")):
+        wish = identifier(op.rsplit(".", 1)[1])
+        names[op] = unused(wish, {"Model", *TABLES, *names.values()})
+    return names
+
+
+def _base(paths: Iterable[str]) -> str:
+    """Return the base class of a module with members at these paths: `self[0]` needs one with
+    indices.
+    """
+    return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
+
+
+def _members(names: Iterable[str]) -> frozenset[str]:
+    """First components of dotted names: the attributes that a module's own members take."""
+    return frozenset(name.split(".")[0] for name in names)
+
+
+def _nested(data: Any) -> Any:
+    return tuple(_nested(d) for d in data) if isinstance(data, list) else data
+
+
+def _calls(item: Item | Loop) -> tuple[BlockCall, ...]:
+    if isinstance(item, Loop):
+        return item.calls
+    return (item,) if isinstance(item, BlockCall) else ()
+
+
+def _tuple(items: list[str]) -> str:
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+def _kept(ranks: RankProgram) -> list[str]:
+    kept = [ranks.loss] if ranks.loss else []
+    kept += ranks.sends
+    kept += [name for _, name in ranks.mutations]
+    made = {o for step in ranks.output_steps for o in step.outputs}
+    kept += [n for step in ranks.output_steps for n in step.inputs if n not in made]
+    return kept + [r.name for r in iter_refs(ranks.outputs) if r.name not in made]
+
+
+def _arguments(
+    values: tuple[str, ...], wishes: Mapping[str, str], taken: Iterable[str]
+) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for value in values:
+        names[value] = unused(identifier(wishes.get(value, value)), (*taken, *names.values()))
+    return names
+
+
+def _stem(value: str) -> str:
+    return value.rstrip("0123456789").rstrip("_") or "x"
+
+
+def _mesh_axes(arg: Any) -> list[MeshAxis]:
+    if isinstance(arg, MeshAxis):
+        return [arg]
+    if isinstance(arg, tuple | list):
+        return [a for item in arg for a in _mesh_axes(item)]
+    return []
+
+
+def _indented(lines: Any) -> list[str]:
+    pieces = [piece for line in lines for piece in str(line).split("\n")]
+    return [f"{INDENT}{piece}" if piece.strip() else "" for piece in pieces]

@@ -1,0 +1,425 @@
+"""Parameters, buffers, inputs and constants; and the final `Graph`."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.batch import Call, path_name
+from shardwise.errors import CaptureError
+from shardwise.frontend.aliasing import Alias
+from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, Builder, RawNode, tensor_type
+from shardwise.frontend.convert import Recorder
+from shardwise.frontend.errors import DATA_DEPENDENT, EXPERTS, cure_for_operator
+from shardwise.frontend.fake import has_data
+from shardwise.frontend.objective import TENSOR, Step
+from shardwise.frontend.python_state import Change
+from shardwise.ir import (
+    Buffer,
+    Constant,
+    Graph,
+    Input,
+    Node,
+    Parameter,
+    Ref,
+    TensorType,
+    iter_refs,
+    map_refs,
+)
+
+# The last step: drop what nothing uses, name everything, assemble the `Graph`'s nodes.
+
+
+_OF_ONE_TYPE = re.compile(
+    r"aten\.(linear|mm|addmm|bmm|baddbmm|matmul|conv(_transpose)?[123]d|convolution)\."
+)
+
+
+class Namer:
+    """Gives each value a Python identifier once: `linear`, `linear_1`, `sum_1`."""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+        self.counts: dict[str, int] = {}
+
+    def name(self, wish: str) -> str:
+        base = identifier(wish)
+        count = self.counts.get(base, 0)
+        reserved = keyword.iskeyword(base) or hasattr(builtins, base) or base in ("torch", "self")
+        if count == 0 and not reserved and base not in self.taken:
+            chosen = base
+        else:
+            chosen = f"{base}_{max(count, 1)}"
+            while chosen in self.taken:
+                count = max(count, 1) + 1
+                chosen = f"{base}_{count}"
+        self.counts[base] = max(count, 1) + (0 if chosen == base else 1)
+        self.taken.add(chosen)
+        return chosen
+
+
+def identifier(wish: str) -> str:
+    """Return the nearest Python identifier.
+
+    >>> identifier("layers.0.weight"), identifier("0"), identifier("__and__")
+    ('layers_0_weight', 'v_0', 'and')
+    """
+    base = re.sub(r"\W", "_", wish).strip("_") or "v"
+    return f"v_{base}" if base[0].isdigit() else base
+
+
+def live_nodes(nodes: list[RawNode], results: Iterable[str]) -> list[RawNode]:
+    """Return the nodes that some result needs, in order."""
+    needed = set(results)
+    kept: list[RawNode] = []
+    for node in reversed(nodes):
+        if needed.isdisjoint(node.outputs):
+            continue
+        kept.append(node)
+        needed.update(ref.name for ref in iter_refs(node.args))
+        needed.update(ref.name for _, value in node.kwargs for ref in iter_refs(value))
+    return kept[::-1]
+
+
+def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
+    """Refuse graphs in which a size or a number depends on the data."""
+    for node in nodes:
+        unknown = any(UNKNOWN_SIZE in types[output].shape for output in node.outputs)
+        if node.op == SYMBOLIC or unknown:
+            what = node.args[0] if node.op == SYMBOLIC else node.op
+            origin = node.region.origin
+            cure = cure_for_operator(str(what)) or DATA_DEPENDENT
+            experts = "expert" in f"{origin.module} {origin.module_class}".lower()
+            raise CaptureError(
+                f"{cure.reason} ({what})",
+                where=f"{origin.source}: {origin.source_text}" if origin.source else None,
+                hint=f"{EXPERTS} in transformers; else {cure.hint}" if experts else cure.hint,
+            )
+
+
+def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
+    """Refuse products of different dtypes, which tracing allows and devices do not."""
+    for node in nodes:
+        autocast, origin = node.region.autocast, node.region.origin
+        if not _OF_ONE_TYPE.match(node.op) or (autocast is not None and autocast[2]):
+            continue
+        used = dict.fromkeys(types[ref.name].dtype for ref in iter_refs(node.args))
+        if len(used) > 1:
+            raise CaptureError(
+                f"{_short(node.op)} gets {' and '.join(map(str, used))}, but computes in one dtype",
+                where=f"{origin.source}: {origin.source_text}" if origin.source else origin.module,
+                hint="give the batch in the dtype of the model's parameters (tensor.to(dtype)), or "
+                "convert it in forward",
+            )
+
+
+def finish_nodes(
+    nodes: list[RawNode], types: Mapping[str, TensorType], names: dict[str, str], namer: Namer
+) -> tuple[tuple[Node, ...], dict[str, TensorType]]:
+    """Named nodes and the types of their outputs; `names` gets every new name."""
+    done: list[Node] = []
+    values: dict[str, TensorType] = {}
+    for raw in nodes:
+        name = namer.name(_short(raw.op))
+        outputs: tuple[str, ...] = (name,)
+        if len(raw.outputs) > 1:
+            outputs = tuple(namer.name(f"{name}_out{i}") for i in range(len(raw.outputs)))
+        args = map_refs(raw.args, lambda ref: Ref(names[ref.name]))
+        kwargs = tuple((k, map_refs(v, lambda ref: Ref(names[ref.name]))) for k, v in raw.kwargs)
+        for old, new in zip(raw.outputs, outputs, strict=True):
+            names[old] = new
+            values[new] = types[old]
+        done.append(_node(raw, name, args, kwargs, outputs))
+    return tuple(done), values
+
+
+def _node(
+    raw: RawNode, name: str, args: Any, kwargs: tuple[tuple[str, Any], ...], outputs: Any
+) -> Node:
+    region, origin = raw.region, raw.region.origin
+    return Node(
+        name=name,
+        op=raw.op,
+        args=args,
+        kwargs=kwargs,
+        outputs=outputs,
+        module=origin.module,
+        module_class=origin.module_class,
+        source=origin.source,
+        source_text=origin.source_text,
+        grad_enabled=region.grad_enabled,
+        autocast=region.autocast,
+        recompute=region.recompute,
+    )
+
+
+def _short(op: str) -> str:
+    """`aten.layer_norm.default` -> `layer_norm`; `autograd_function.m.Swish` -> `Swish`."""
+    if op.startswith("autograd_function."):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op.rsplit(".", 1)[-1]).lower()
+    return op.split(".")[-2]
+
+
+_AS_STEP = (
+    "give all modules to sw.parallelize, which gives them to a function of yours: "
+    'steps={"main": lambda modules, batch: …}'
+)
+
+
+@dataclass(slots=True)
+class Sources:
+    """Everything the graph takes from outside, with the names of its values."""
+
+    model: nn.Module
+    parameters: list[Parameter]
+    buffers: list[Buffer]
+    inputs: list[Input]
+    types: dict[str, TensorType]
+    namer: Namer
+    input_constants: tuple[tuple[str, Any], ...]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    requires_grad_inputs: set[str] = field(default_factory=set)
+    trained_outside: Mapping[int, tuple[str, str]] = field(default_factory=dict)  # by address
+
+    @classmethod
+    def of(cls, model: nn.Module, call: Call, argument_names: list[str]) -> Sources:
+        namer, types = Namer(), {}
+        inputs: list[Input] = []
+        wants_grad: set[str] = set()
+        for path, tensor in call.tensors:
+            value = namer.name(_input_wish(path, argument_names))
+            types[value] = tensor_type(tensor)
+            inputs.append(Input(value=value, name=path_name(path), path=path))
+            if tensor.requires_grad:
+                wants_grad.add(value)
+        parameters: list[Parameter] = []
+        groups = _tied(model.named_parameters(remove_duplicate=False))
+        for names, tensor in groups:
+            value = namer.name(f"p_{names[0]}")
+            types[value] = tensor_type(tensor)
+            parameters.append(
+                Parameter(
+                    value=value,
+                    name=names[0],
+                    aliases=tuple(names[1:]),
+                    requires_grad=tensor.requires_grad,
+                )
+            )
+        buffers = _buffers(model, namer, types)
+        constants = tuple((path_name(path), value) for path, value in call.constants)
+        return cls(
+            model, parameters, buffers, inputs, types, namer, constants,
+            requires_grad_inputs=wants_grad,
+        )  # fmt: skip
+
+    def declare(self, builder: Builder) -> dict[str, Alias]:
+        """Root aliases by every name: parameters and buffers by theirs, inputs by value."""
+        roots: dict[str, Alias] = {}
+        self.constants.clear()
+        owned: list[Parameter | Buffer] = [*self.parameters, *self.buffers]
+        for source in owned:
+            kind = "parameter" if isinstance(source, Parameter) else "buffer"
+            grad = isinstance(source, Parameter) and source.requires_grad
+            alias = builder.source(
+                source.value, self.types[source.value], f"{kind} {source.name}", differentiable=grad
+            )
+            roots.update(dict.fromkeys((source.name, *source.aliases), alias))
+        for item in self.inputs:
+            grad = item.value in self.requires_grad_inputs
+            roots[item.value] = builder.source(
+                item.value, self.types[item.value], f"input {item.name}", differentiable=grad
+            )
+        return roots
+
+    def constant(self, builder: Builder, data: Any, name: str) -> Alias:
+        """Return a tensor that forward found elsewhere; never one of the model's own weights."""
+        if not isinstance(data, torch.Tensor):
+            raise CaptureError(f"forward uses {name}, a {type(data).__name__}")
+        if not has_data(data):
+            raise CaptureError(
+                f"forward uses the tensor {name}, which has no data (meta or fake) and is "
+                "neither parameter nor buffer",
+                hint=f'self.register_buffer("{name.rsplit(".", 1)[-1]}", ..., persistent=False)',
+            )
+        owner = self._owner(data)
+        if owner:
+            raise CaptureError(
+                f"forward reaches {owner} past the module that holds it (a closure or a global?)",
+                hint=f"read it as an attribute of self; in a loss function: {_AS_STEP}",
+            )
+        variable = self.trained_outside.get(data.data_ptr()) if data.numel() else None
+        if variable is not None:
+            raise CaptureError(
+                f"{variable[0]} requires a gradient, but forward reaches it through a variable, "
+                "not through the captured model: nothing would train it",
+                where=variable[1] or None,
+                hint=f"{_AS_STEP}; requires_grad_(False) if it should not be trained",
+            )
+        value = f"constant:{len(self.constants)}"
+        self.constants[value] = builder.constants[value] = data.detach()
+        return builder.source(value, tensor_type(data), f"constant {name}", differentiable=False)
+
+    def _owner(self, data: torch.Tensor) -> str:
+        if not data.numel():
+            return ""
+        address = data.untyped_storage().data_ptr()
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if has_data(tensor) and tensor.untyped_storage().data_ptr() == address:
+                return f"parameter or buffer {name}"
+        return ""
+
+
+def assemble(
+    builder: Builder,
+    sources: Sources,
+    roots: dict[str, Alias],
+    step: Step,
+    results: tuple[Any, ...],
+    recorder: Recorder,
+) -> Graph:
+    """Return the finished graph."""
+    report = step.outputs[0]
+    values = [builder.read(alias) for alias in results]
+    loss = values.pop(0) if report.has_loss else None
+    leaves = [values.pop(0) if leaf is TENSOR else leaf for leaf in report.leaves]
+    tensors = [leaf is TENSOR for leaf in report.leaves]
+    count = len(report.assigned)
+    _check_cached(builder, sources, report.cached, values[count:])
+    for name, value in zip(report.assigned, values[:count], strict=True):
+        builder.write(roots[name], value)
+    mutations = {b.name: _mutation(builder, roots[b.name], b) for b in sources.buffers}
+    outputs = [leaf for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
+    wanted = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
+    raw = live_nodes(builder.nodes, wanted)
+    check_static(raw, builder.types)
+    check_dtypes(raw, builder.types)
+
+    names = {value: value for value in sources.types}
+    namer = sources.namer
+    used = {ref for node in raw for ref in _used(node)} | set(wanted)
+    constants = _constants(sources, used, names, namer)
+    _check_replaced(constants, report.replaced)
+    nodes, types = finish_nodes(raw, builder.types, names, namer)
+    types = {
+        **sources.types,
+        **{c.value: tensor_type(c.data) for c in constants},
+        **types,
+    }
+    graph = Graph(
+        name=type(sources.model).__name__,
+        nodes=nodes,
+        values=types,
+        inputs=tuple(sources.inputs),
+        parameters=tuple(sources.parameters),
+        buffers=tuple(_with_mutation(b, mutations[b.name], names) for b in sources.buffers),
+        constants=constants,
+        loss=names[loss] if loss else None,
+        outputs=tuple(
+            Ref(names[leaf]) if is_tensor else leaf
+            for leaf, is_tensor in zip(leaves, tensors, strict=True)
+        ),
+        output_spec=report.spec,
+        input_constants=sources.input_constants,
+        training=step.model.training,
+        module_classes={p: type(m).__name__ for p, m in sources.model.named_modules()},
+        functions={call.op: call.cls for call in recorder.calls},
+        warnings=tuple(dict.fromkeys((*report.warnings, *builder.warnings))),
+    )
+    graph.verify()
+    return graph
+
+
+def _used(node: Any) -> Iterable[str]:
+    yield from (ref.name for ref in iter_refs(node.args))
+    yield from (ref.name for _, value in node.kwargs for ref in iter_refs(value))
+
+
+def _constants(
+    sources: Sources, used: set[str], names: dict[str, str], namer: Namer
+) -> tuple[Constant, ...]:
+    kept: list[Constant] = []
+    for value, data in sources.constants.items():
+        if value in used:
+            names[value] = namer.name(f"c_{len(kept)}")
+            kept.append(Constant(value=names[value], data=data))
+    return tuple(kept)
+
+
+def _check_replaced(
+    constants: tuple[Constant, ...], replaced: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse a plain tensor that forward reads and replaces: state that nobody keeps."""
+    for where, old in replaced:
+        if has_data(old) and any(c.data.data_ptr() == old.data_ptr() for c in constants):
+            raise CaptureError(
+                f"forward assigns the tensor attribute {where}, which it also reads",
+                hint=f'self.register_buffer("{where.rsplit(".", 1)[-1]}", ...) makes it state',
+            )
+
+
+def _check_cached(
+    builder: Builder, sources: Sources, cached: list[Change], values: list[str]
+) -> None:
+    """Refuse tensors that forward keeps for the next step, unless they are always the same."""
+    if not cached:
+        return
+    fixed = {b.value for b in sources.buffers} | set(sources.constants)
+    varying = set(sources.types) - fixed
+    for node in builder.nodes:
+        if "rand" in node.op or "dropout" in node.op or varying.intersection(_used(node)):
+            varying.update(node.outputs)
+    for change, value in zip(cached, values, strict=True):
+        if value in varying:
+            raise change.refusal("the tensor kept for the next step depends on this one")
+
+
+def _mutation(builder: Builder, root: Alias, buffer: Buffer) -> str | None:
+    now = builder.read(root)
+    return None if now == buffer.value else now
+
+
+def _with_mutation(buffer: Buffer, value: str | None, names: dict[str, str]) -> Buffer:
+    return replace(buffer, mutation=names[value]) if value else buffer
+
+
+def _buffers(model: nn.Module, namer: Namer, types: dict[str, TensorType]) -> list[Buffer]:
+    temporary = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    buffers: list[Buffer] = []
+    for names, tensor in _tied(model.named_buffers(remove_duplicate=False)):
+        value = namer.name(f"b_{names[0]}")
+        types[value] = tensor_type(tensor)
+        buffers.append(
+            Buffer(
+                value=value,
+                name=names[0],
+                aliases=tuple(names[1:]),
+                persistent=names[0] not in temporary,
+            )
+        )
+    return buffers
+
+
+def _tied(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], torch.Tensor]]:
+    """Names of the same tensor together, in order of the first."""
+    groups: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(groups.values())
+
+
+def _input_wish(path: tuple[str | int, ...], argument_names: list[str]) -> str:
+    first, rest = path[0], path[1:]
+    if isinstance(first, int):
+        first = argument_names[first] if first < len(argument_names) else f"arg_{first}"
+    return "_".join(map(str, (first, *rest)))

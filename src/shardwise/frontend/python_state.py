@@ -1,0 +1,758 @@
+"""Python state that one capture reads and writes.
+
+A captured graph holds the values that Python variables had. While the model runs for its graph,
+`Watch` notes which attributes of modules it reads, and compares attributes, global variables and
+closures before and after. `Reads` then says what later steps have to compare; a change that the
+next step would see is refused with the line that makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import operator
+import os
+import random
+import sys
+import types
+import warnings
+import weakref
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CaptureError
+from shardwise.frontend.builder import Frame, is_user_code, running_frame
+from shardwise.frontend.fake import has_data
+
+# Values of Python variables in a form that can be compared later.
+#
+# A snapshot holds no tensor, module or other large object: those are compared by identity (tensors
+# also by version), through weak references. Numbers, strings, arrays and containers are compared by
+# value, iterators by how far they are, other objects by those of their attributes that some code
+# names.
+
+
+LARGEST = 256  # elements of a container that are compared one by one
+MOST = 8192  # of one that holds numbers and strings alone
+LARGEST_ARRAY = 2**20  # bytes of an array that is compared by value
+DEPTH = 6
+ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, range)
+_SCALARS = {bool, int, float, complex, str, bytes, type(None)}
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+INTERNAL = (frozenset(vars(nn.Module())) | frozenset(vars(nn.Module))) - {"training"}
+
+
+class Missing:
+    """Stands for a variable that does not exist."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = Missing()
+
+
+class Same:
+    """An object that is compared by identity and not kept alive."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # of a type without weak references: small, or builtin
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._get()
+        return isinstance(other, Same) and mine is not None and mine is other._get()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
+    """Return what to compare `value` with later; of objects, the attributes in `names`."""
+    if isinstance(value, ATOMS):
+        exact = isinstance(value, bool | float | complex)  # True == 1 == 1.0
+        return (type(value), repr(value)) if exact else value
+    if isinstance(value, torch.Tensor):
+        counts = not isinstance(value, nn.Parameter) and not value.is_inference()
+        return (Same(value), value._version if counts else 0)
+    if isinstance(value, types.MethodType):
+        owner = value.__self__  # attributes of modules are compared by themselves
+        held = Same(owner) if isinstance(owner, nn.Module) else snapshot(owner, names, depth)
+        return (held, Same(value.__func__))
+    if isinstance(value, list | tuple | set | frozenset | dict) and depth:
+        return _container(value, names, depth - 1)
+    if isinstance(value, random.Random):
+        return (Same(value), hash(value.getstate()))
+    if isinstance(value, np.random.Generator):
+        return (Same(value), repr(value.bit_generator.state))
+    if isinstance(value, np.random.RandomState):
+        return (Same(value), repr(value.get_state()))
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= LARGEST_ARRAY
+        return (value.shape, value.dtype, value.tobytes()) if small else Same(value)
+    if isinstance(value, nn.Module):
+        return (Same(value), [_module(module, names) for module in value.modules()])
+    if not depth or isinstance(value, (type, types.ModuleType, *_FUNCTIONS)):
+        return Same(value)
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return (Same(value), [snapshot(part, names, depth) for part in parts])
+    attributes = [(k, v) for k, v in attributes_of(value).items() if k in names]
+    taken = [(k, snapshot(v, names, depth - 1)) for k, v in attributes]
+    return (Same(value), taken, _contents(value, names, depth))
+
+
+def _module(module: nn.Module, names: Set[str]) -> Any:
+    """Return the attributes of a module that is no part of the model, and the versions of its
+    tensors.
+    """
+    own = vars(module)
+    kept = {k: v for k, v in own.items() if k not in INTERNAL and k != "training"}
+    tensors = [t for kind in ("_parameters", "_buffers") for t in own[kind].values()]
+    versions = [t._version for t in tensors if t is not None and not t.is_inference()]
+    return ([(k, snapshot(v, names, 1)) for k, v in kept.items()], versions)
+
+
+def _contents(value: Any, names: Set[str], depth: int) -> Any:
+    """What an object holds that is no attribute: items of a mapping, the place of an iterator."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return frame and (frame.f_lasti, _container(dict(frame.f_locals), names, depth - 1))
+    try:
+        if isinstance(value, Mapping):
+            return _container(dict(value), names, depth - 1)
+        if isinstance(value, deque | UserList):
+            return _container(list(value), names, depth - 1)
+        if isinstance(value, Iterator):
+            return _progress(value)
+    except Exception:  # of the user's own class: its attributes have to do
+        return None
+    return None
+
+
+def _progress(value: Iterator[Any]) -> Any:
+    if type(value).__module__ == "itertools":
+        with warnings.catch_warnings():  # copies of these are deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return repr(value.__reduce__())
+    return operator.length_hint(value, -1)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in `__dict__` and in slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _container(value: Any, names: Set[str], depth: int) -> Any:
+    kind = type(value)
+    if len(value) > LARGEST:
+        return (kind, len(value), _large(value))
+    if isinstance(value, dict):
+        return (kind, [[snapshot(item, names, depth) for item in pair] for pair in value.items()])
+    if isinstance(value, set | frozenset):
+        return (kind, sorted(map(repr, value)))
+    return (kind, [snapshot(item, names, depth) for item in value])
+
+
+def _large(value: Any) -> Any:
+    if len(value) <= MOST:
+        items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+        if set(map(type, items)) <= _SCALARS:
+            return items
+    return Same(value)
+
+
+# Global variables, closure cells, class attributes and defaults that a model's code may read.
+#
+# Code is not run to find out: starting from the methods of the model's classes, functions are
+# followed through the names that they use. What a name may refer to is overestimated, never
+# underestimated, for plain functions, methods, closures, containers and attributes of objects.
+
+
+_ALWAYS = frozenset({"forward", "__call__", "__getitem__", "__getattr__", "__iter__", "__len__"})
+_BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields"})
+_BUILTIN = (types.BuiltinFunctionType, type, types.MethodDescriptorType)
+_WRAPPERS = (functools.partial, staticmethod, classmethod, property, functools.cached_property)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A global variable, a cell of a closure or a class attribute, and what reads it."""
+
+    name: str
+    place: str  # "train.py:12"
+    home: Any = field(repr=False)  # the dict of globals, the cell, or the class
+
+    @property
+    def kind(self) -> str:
+        """What the user calls it."""
+        if isinstance(self.home, type):
+            return "class attribute"
+        return "global variable" if isinstance(self.home, dict) else "enclosing variable"
+
+    def read(self) -> Any:
+        """Return the value, or `MISSING`."""
+        if isinstance(self.home, types.CellType):
+            try:
+                return self.home.cell_contents
+            except ValueError:
+                return MISSING
+        home = self.home if isinstance(self.home, dict) else vars(self.home)
+        return home.get(self.name, MISSING)
+
+    def write(self, value: Any) -> None:
+        """Set the value, for what a capture must undo."""
+        if isinstance(self.home, types.CellType):
+            self.home.cell_contents = value
+        elif isinstance(self.home, type):
+            delattr(self.home, self.name) if value is MISSING else setattr(
+                self.home, self.name, value
+            )
+        elif value is MISSING:
+            self.home.pop(self.name, None)
+        else:
+            self.home[self.name] = value
+
+
+@dataclass(slots=True)
+class Reach:
+    """What code may read: variables, and the names of attributes."""
+
+    variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    writes: dict[str, str] = field(default_factory=dict)  # "name" or ".attribute" -> assignment
+
+    def trained_tensors(self) -> dict[int, tuple[str, str]]:
+        """Return the addresses of tensors in variables that want a gradient: name and place."""
+        found: dict[int, tuple[str, str]] = {}
+        for variable in self.variables.values():
+            for name, tensor in _tensors(variable.read()):
+                if tensor.requires_grad and has_data(tensor):
+                    full = ".".join(filter(None, (variable.name, name)))
+                    found[tensor.data_ptr()] = (full, variable.place)
+        return found
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a module, or of a container of modules and tensors, with names."""
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, nn.Module):
+        yield from value.named_parameters()
+    elif isinstance(value, dict | list | tuple) and len(value) <= LARGEST:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, nn.Module | torch.Tensor):
+                yield from ((f"{key}.{name}", tensor) for name, tensor in _tensors(item))
+
+
+def reachable(model: nn.Module, functions: Iterable[Any]) -> Reach:
+    """Return the variables that the model's methods and these functions may read."""
+    walk = _Walk()
+    for module in model.modules():
+        walk.classes.setdefault(type(module))
+        for name, value in vars(module).items():
+            if name in ("_forward_hooks", "_forward_pre_hooks"):
+                walk.value(list(value.values()), DEPTH)
+            elif name not in INTERNAL:
+                walk.value(value, DEPTH)
+    for function in functions:
+        holder = {"the function": function}
+        walk.reach.variables[id(holder), "the function"] = Variable("the function", "", holder)
+        walk.value(function, DEPTH)
+    walk.close()
+    return walk.reach
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.reach = Reach()
+        self.classes: dict[type, None] = {}
+        self.modules: dict[int, types.ModuleType] = {}
+        self.libraries: dict[int, types.ModuleType] = {}  # whose functions may be replaced
+        self._attributes: set[str] = set()  # of objects
+        self._is_dynamic = False  # whether code reads attributes by names that it computes
+        self._is_user: dict[type, bool] = {}
+        self._codes: set[types.CodeType] = set()
+        self._values: dict[int, Any] = {}  # holds them, so that ids stay theirs
+
+    def value(self, value: Any, depth: int) -> None:
+        """Follow a value that code may use."""
+        if isinstance(value, ATOMS) or id(value) in self._values or not depth:
+            return
+        self._values[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__self__, depth)
+            self.value(value.__func__, depth)
+        elif isinstance(value, (*_WRAPPERS, functools._lru_cache_wrapper)):
+            inner = ("func", "args", "keywords", "__func__", "fget", "__wrapped__")
+            for name in inner:
+                self.value(getattr(value, name, None), depth)
+        elif isinstance(value, types.ModuleType):
+            own = "site-packages" not in (getattr(value, "__file__", None) or "")
+            (self.modules if own and _is_user(value) else self.libraries)[id(value)] = value
+        elif isinstance(value, type):
+            self.classes.setdefault(value)
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            if len(value) <= LARGEST:
+                for item in value.values() if isinstance(value, dict) else value:
+                    self.value(item, depth)
+        elif not isinstance(value, nn.Module) and _is_user_class(type(value)):
+            self.classes.setdefault(type(value))
+            for name, item in attributes_of(value).items():
+                self._attributes.add(name)
+                self.value(item, depth - 1)
+
+    def close(self) -> None:
+        """Follow attributes by name until nothing new is found."""
+        done: set[tuple[int, str]] = set()
+        size = -1
+        while size != len(done):
+            size = len(done)
+            names = self.reach.names | _ALWAYS
+            for cls in list(self.classes):
+                for base in cls.__mro__:
+                    if base not in self._is_user:
+                        self._is_user[base] = _is_user_class(base)
+                    if self._is_user[base]:
+                        self._members(base, names, done)
+            for module in list(self.modules.values()):
+                self._members(module, names, done)
+        if self._is_dynamic:
+            self.reach.names |= self._attributes
+        if not {"environ", "getenv"}.isdisjoint(self.reach.names):  # a mapping without identity
+            held = vars(os.environ)
+            self.reach.variables[id(held), "_data"] = Variable("_data", "os.environ", held)
+        for library in self.libraries.values():
+            members = vars(library)
+            for name in sorted(self.reach.names & members.keys()):
+                if isinstance(members[name], (*ATOMS, types.FunctionType, *_BUILTIN)):
+                    found = Variable(name, library.__name__, members)
+                    self.reach.variables.setdefault((id(members), name), found)
+
+    def _members(self, owner: Any, names: set[str], done: set[tuple[int, str]]) -> None:
+        members = vars(owner)
+        for name in names & members.keys():
+            if (id(owner), name) in done:
+                continue
+            done.add((id(owner), name))
+            if isinstance(owner, types.ModuleType):
+                self._variable(name, owner.__name__, members)
+            elif not hasattr(type(members[name]), "__get__") and _is_own(owner, members[name]):
+                found = Variable(name, f"class {owner.__name__}", owner)
+                self.reach.variables.setdefault((id(owner), name), found)
+            self.value(members[name], DEPTH)
+
+    def _function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        user = _is_user_function(function)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            found = Variable(name, _place(code), cell)
+            watched = "site-packages" not in code.co_filename or isinstance(found.read(), ATOMS)
+            if user and watched and name != "__class__":
+                self.reach.variables[id(cell), name] = found
+            self.value(found.read(), DEPTH)
+        own = user and "site-packages" not in code.co_filename
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for number, default in enumerate(defaults):
+            if own and not isinstance(default, ATOMS):
+                name = f"default {number} of {function.__name__}"
+                holder = {name: default}
+                self.reach.variables[id(default), name] = Variable(name, _place(code), holder)
+            self.value(default, DEPTH)
+        for name in vars(function):
+            if own and name != "__wrapped__":
+                found = Variable(name, _place(code), vars(function))
+                self.reach.variables[id(vars(function)), name] = found
+            self.value(vars(function)[name], DEPTH)
+        if user:
+            self._code(code, function.__globals__)
+
+    def _code(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
+        if code in self._codes:
+            return
+        self._codes.add(code)
+        used, attributes, written = names_in(code)
+        self.reach.names |= attributes
+        self._is_dynamic = self._is_dynamic or _reads_any_name(code)
+        for name, line in written.items():
+            self.reach.writes.setdefault(name, f"{Path(code.co_filename).name}:{line}")
+        for name in used:
+            if name in namespace:
+                self._variable(name, _place(code), namespace)
+                self.value(namespace[name], DEPTH)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant, namespace)
+
+    def _variable(self, name: str, place: str, namespace: dict[str, Any]) -> None:
+        library = "site-packages" in str(namespace.get("__file__", ""))
+        if not library or isinstance(namespace[name], ATOMS):
+            self.reach.variables.setdefault((id(namespace), name), Variable(name, place, namespace))
+
+
+@functools.lru_cache(maxsize=65536)
+def names_in(
+    code: types.CodeType,
+) -> tuple[tuple[str, ...], frozenset[str], dict[str, int]]:
+    """Return global names, attribute names and lines that assign either, of one code object."""
+    used: dict[str, None] = {}
+    written: dict[str, int] = {}
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line if sys.version_info < (3, 13) else _line(instruction)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+            used[instruction.argval] = None
+        elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            used[instruction.argval] = None
+            written.setdefault(instruction.argval, line)
+        elif instruction.opname == "STORE_ATTR":
+            written.setdefault(f".{instruction.argval}", line)
+    texts = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    return tuple(used), frozenset(code.co_names) | texts, written
+
+
+@functools.lru_cache(maxsize=65536)
+def _reads_any_name(code: types.CodeType) -> bool:
+    """Whether code reads attributes by names that it computes: `vars(x)`, `getattr(x, name)`."""
+    if not _BY_ANY_NAME.isdisjoint(code.co_names):
+        return True
+    if "getattr" not in code.co_names:
+        return False
+    plain: bool | None = None  # of the call of getattr that is being read
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        if name == "LOAD_GLOBAL" and value == "getattr":
+            plain = False
+        elif plain is None:
+            continue
+        elif name == "LOAD_CONST" and isinstance(value, str) and value.isidentifier():
+            plain = True
+        elif name.startswith(("FORMAT_", "BINARY_OP", "BUILD_STRING")):
+            return True
+        elif name.startswith("CALL") and value in (2, 3):
+            if not plain:
+                return True
+            plain = None
+    return False
+
+
+def _is_own(cls: type, value: Any) -> bool:
+    """Whether to compare a class attribute: in libraries, only plain ones change."""
+    module = sys.modules.get(cls.__module__)
+    library = "site-packages" in (getattr(module, "__file__", None) or "")
+    return not library or isinstance(value, ATOMS)
+
+
+def _line(instruction: Any) -> int:
+    return instruction.line_number or 0
+
+
+def _place(code: types.CodeType) -> str:
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _is_user(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" if file is None else is_user_code(file)
+
+
+def _is_user_class(cls: type) -> bool:
+    """Whether a class is the user's: by its module, or in notebooks and `exec` by its methods."""
+    module = sys.modules.get(cls.__module__)
+    if module is not None and _is_user(module):
+        return True
+    members = list(vars(cls).values())
+    return any(isinstance(m, types.FunctionType) and _is_user_function(m) for m in members)
+
+
+def _is_user_function(function: types.FunctionType) -> bool:
+    file = function.__code__.co_filename
+    if file != "<string>":
+        return is_user_code(file)
+    module = sys.modules.get(function.__globals__.get("__name__", ""))  # python -c, exec
+    return module is None or module.__name__ == "builtins" or _is_user(module)
+
+
+_MODULE_FILE = nn.modules.module.__file__
+Place = tuple[str, str]  # path of a module, name of an attribute
+_HINT = (
+    "state that forward changes belongs in a buffer: self.register_buffer({name!r}, tensor), "
+    "changed in place; or pass the value in the batch"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An attribute that forward assigns and does not read.
+
+    `is_known` says that `value` is what every captured step assigns. Tensors and other objects that
+    only exist inside a step are not known.
+    """
+
+    value: Any
+    is_known: bool
+    frame: Frame | None
+
+    def merge(self, other: Write) -> Write:
+        """Return what is known after another capture has assigned the same attribute."""
+        same = snapshot(self.value, frozenset()) == snapshot(other.value, frozenset())
+        return Write(other.value, self.is_known and other.is_known and same, other.frame)
+
+
+@dataclass(slots=True)
+class Reads:
+    """The Python state that captures of one model read, and the attributes that they only write."""
+
+    attributes: dict[Place, None] = field(default_factory=dict)
+    methods: dict[Place, None] = field(default_factory=dict)
+    writes: dict[Place, Write] = field(default_factory=dict)
+    reach: Reach = field(default_factory=Reach)
+
+    def add(self, watch: Watch) -> None:
+        """Add what one capture read and wrote."""
+        self.attributes.update(dict.fromkeys(watch.first))
+        for place, write in watch.writes.items():
+            known = self.writes.get(place)
+            self.writes[place] = write if known is None else known.merge(write)
+        self.methods.update(watch.methods)
+        self.reach.variables.update(watch.reach.variables)
+        self.reach.names |= watch.reach.names
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An attribute that forward reads and leaves with another value."""
+
+    place: Place
+    before: Any
+    after: Any
+    frame: Frame | None
+
+    @property
+    def name(self) -> str:
+        return ".".join(filter(None, self.place))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that it holds now, unless it held one before."""
+        if isinstance(self.before, torch.Tensor):
+            return []
+        return [t for t in pytree.tree_leaves(self.after) if isinstance(t, FakeTensor)]
+
+    def refusal(self, what: str) -> CaptureError:
+        """Return the error that names the attribute, its line and the cure."""
+        return CaptureError(
+            f"forward changes the attribute {self.name}, which it also reads: {what}",
+            where=str(self.frame) if self.frame else None,
+            hint=_HINT.format(name=self.place[1]),
+        )
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    """Whether code that looks at all attributes is that of `nn.Module` or of an integration."""
+    name = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename == _MODULE_FILE or str(name).startswith("shardwise.")
+
+
+class Watch:
+    """Notes reads and writes of a model's Python state while it runs."""
+
+    def __init__(self, model: nn.Module, functions: Iterable[Any]) -> None:
+        self.modules = dict(model.named_modules())
+        self._carries_growth = getattr(type(model), "carries_growth", False)
+        # An integration calls metrics after the step: their state is no part of what is captured.
+        is_carried = getattr(type(model), "carries_state_of", lambda module: False)
+        self._paths = {
+            id(vars(module)): path
+            for path, module in self.modules.items()
+            if not is_carried(module)
+        }
+        self.reach = reachable(model, functions)
+        self.first: dict[Place, Any] = {}  # snapshots of attributes when they were first read
+        self._values: dict[Place, Any] = {}  # the same, as values if they are plain
+        self._frames: dict[Place, Frame | None] = {}  # of the last use that may have been a write
+        self._assigned: dict[Place, Any] = {}  # written before they were read: the value before
+        self.methods: dict[Place, None] = {}  # that were called or otherwise read
+        self.changes: list[Change] = []
+        self.writes: dict[Place, Write] = {}
+        self._plain_class: dict[tuple[type, str], bool] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Patch the attribute access of modules; compare variables before and after."""
+        before = self._variables()
+        get, put = object.__getattribute__, nn.Module.__setattr__
+
+        def getattribute(module: nn.Module, name: str) -> Any:
+            value = get(module, name)
+            if name == "__dict__" and not _is_ours(sys._getframe(1)):
+                self._note_all(value)
+            elif name == "forward" or (name not in INTERNAL and not name.startswith("__")):
+                owner = get(module, "__dict__")
+                path = self._paths.get(id(owner))
+                if path is None:
+                    return value
+                if name != "forward" and (name in owner or self._is_plain(type(module), name)):
+                    self._note_read((path, name), value)
+                elif name == "forward" or isinstance(value, types.MethodType):
+                    self.methods[path, name] = None
+            return value
+
+        def setattr_(module: nn.Module, name: str, value: Any) -> None:
+            owner = get(module, "__dict__")
+            path = self._paths.get(id(owner))
+            if path is not None and name not in INTERNAL:
+                self._note_write((path, name), owner.get(name, MISSING))
+            put(module, name, value)
+
+        nn.Module.__getattribute__ = getattribute  # type: ignore[assignment, method-assign]
+        nn.Module.__setattr__ = setattr_  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
+            nn.Module.__setattr__ = put  # type: ignore[method-assign]
+            changed = self._restore(before)
+        if changed:
+            raise changed[0]
+
+    def _is_plain(self, cls: type, name: str) -> bool:
+        """Whether a class attribute is a value, not a method or property."""
+        key = (cls, name)
+        if key not in self._plain_class:
+            raw = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+            self._plain_class[key] = not hasattr(type(raw), "__get__")
+        return self._plain_class[key]
+
+    def _is_torchs(self, place: Place) -> bool:
+        """Whether a module is torch's own, which keeps its state in order by itself."""
+        return type(self.modules[place[0]]).__module__.startswith("torch.nn.")
+
+    def _note_read(self, place: Place, value: Any) -> None:
+        if place in self._assigned:
+            return
+        plain = (*ATOMS, tuple, types.FunctionType, types.BuiltinFunctionType)
+        if self._is_torchs(place) and not isinstance(value, plain):
+            return
+        if type(value).__module__.startswith("shardwise."):  # an integration's own
+            return
+        if place not in self.first:
+            self.first[place] = snapshot(value, self.reach.names)
+            self._values[place] = value
+        if not isinstance(value, (*ATOMS, torch.Tensor, nn.Module, types.FunctionType)):
+            self._frames[place] = running_frame()  # it may be changed in place
+
+    def _note_all(self, owner: dict[str, Any]) -> None:
+        """Note that code has taken the whole `__dict__` of a module."""
+        path = self._paths.get(id(owner))
+        if path is not None and is_user_code(sys._getframe(2).f_code.co_filename):
+            for name in owner.keys() - INTERNAL - {"training"}:
+                self._note_read((path, name), owner[name])
+
+    def _note_write(self, place: Place, before: Any) -> None:
+        if self._is_torchs(place):
+            return
+        if place not in self.first and place not in self._assigned:
+            self._assigned[place] = before
+        self._frames[place] = running_frame()
+
+    def _now(self, place: Place) -> Any:
+        module = self.modules[place[0]]
+        owner = vars(module)
+        return owner[place[1]] if place[1] in owner else getattr(type(module), place[1], MISSING)
+
+    def compare(self) -> None:
+        """Find attributes that were read first and have another value now.
+
+        Export sets attributes back afterwards, so this is done before forward returns to it. A
+        model that does the growth of its containers again after every step says so by
+        `carries_growth`; what its containers hold is then no part of the captured state.
+        """
+        carried = (
+            []
+            if not self._carries_growth
+            else [place for place in self.first if isinstance(self._now(place), list | dict)]
+        )
+        for place, before in self.first.items():
+            if place not in self._frames:
+                continue
+            now = self._now(place)
+            if snapshot(now, self.reach.names) != before and place not in carried:
+                self.changes.append(Change(place, self._values[place], now, self._frames[place]))
+        for place in carried:
+            del self.first[place]
+
+        for place, old in self._assigned.items():
+            now = self._now(place)
+            if now is not old and now is not MISSING:
+                known = all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves(now))
+                self.writes[place] = Write(now if known else None, known, self._frames[place])
+
+    def warnings(self) -> list[str]:
+        """Return a line for each attribute that forward only writes and steps leave unset."""
+        return [
+            f"forward assigns the attribute {'.'.join(filter(None, place))} ({write.frame}), which "
+            "parallel steps do not: return the value from forward to see it"
+            for place, write in self.writes.items()
+            if not write.is_known
+        ]
+
+    # --- global variables and closures ---------------------------------------------------
+
+    def _variables(self) -> dict[tuple[int, str], tuple[Any, Any, Any]]:
+        """Value, shallow copy and snapshot of every variable that code may read."""
+        found = {}
+        for key, variable in self.reach.variables.items():
+            value = variable.read()
+            kept = value.copy() if isinstance(value, list | dict | set) else None
+            found[key] = (value, kept, snapshot(value, self.reach.names))
+        return found
+
+    def _restore(self, before: dict[tuple[int, str], tuple[Any, Any, Any]]) -> list[CaptureError]:
+        """Undo the changes of variables; the errors that refuse them."""
+        errors = []
+        for key, (value, kept, taken) in before.items():
+            variable = self.reach.variables[key]
+            now = variable.read()
+            if now is value and snapshot(now, self.reach.names) == taken:
+                continue
+            if now is not value:
+                variable.write(value)
+            elif isinstance(value, list) and kept is not None:
+                value[:] = kept
+            elif isinstance(value, dict | set) and kept is not None:
+                value.clear()
+                value.update(kept)
+            name = f".{variable.name}" if isinstance(variable.home, type) else variable.name
+            errors.append(
+                CaptureError(
+                    f"forward changes the {variable.kind} {variable.name}; a captured step would "
+                    "not repeat the change",
+                    where=self.reach.writes.get(name, variable.place) or None,
+                    hint="return the value from forward (train_step(batch, outputs=True)), or "
+                    "keep it in a buffer of the model",
+                )
+            )
+        return errors

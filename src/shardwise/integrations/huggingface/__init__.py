@@ -1,0 +1,22 @@
+"""`ShardwiseTrainer`: `transformers.Trainer` on any plan.
+
+Enters: what `transformers.Trainer` takes, and a plan. Leaves: the same training on every number of
+ranks, with its checkpoints as folders that `from_pretrained` opens.
+"""
+
+from __future__ import annotations
+
+from shardwise.errors import ShardwiseError
+
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ShardwiseError(
+        f"the Hugging Face integration needs {error.name}, which is not installed",
+        hint='pip install "shardwise[huggingface]"',
+    ) from error
+
+from shardwise.integrations.huggingface.trainer import ShardwiseTrainer
+
+__all__ = ["ShardwiseTrainer"]

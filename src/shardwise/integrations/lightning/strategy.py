@@ -1,0 +1,395 @@
+"""`Trainer(strategy=ShardwiseStrategy("fsdp"))`: Lightning's loops around compiled steps.
+
+Lightning's order is kept: `training_step` runs forward and backward of the compiled step and then
+does what the user's step logged; `backward` is left with the hooks around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import runtime as rt
+from shardwise.cluster import Cluster
+from shardwise.errors import CaptureError, OptimizerError
+from shardwise.integrations.lightning.library import (
+    LightningModule,
+    Precision,
+    Processes,
+    TrainerFn,
+    init_optimizers,
+)
+from shardwise.integrations.lightning.optimizers import (
+    GroupNames,
+    StepOptimizer,
+    StepPrecision,
+    adopt,
+    only_optimizer,
+    several_optimizers,
+)
+from shardwise.integrations.lightning.step import (
+    own_values,
+    require_supported,
+    step_batch,
+    training_arguments,
+)
+from shardwise.integrations.lightning.training import Training, WholeBatches
+from shardwise.integrations.plan_request import PlanLike, PlanRequest
+from shardwise.plans import Plan
+
+__all__ = ["ShardwiseStrategy"]
+
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_NOT_SO_HERE = (
+    r"It is recommended to use `self\.log",  # every rank has the whole batch's values
+    r".*your dataloader is not resumable",  # its place is saved with the moment
+)
+
+
+class ShardwiseStrategy(Processes):
+    """Run a LightningModule's steps under a Shardwise plan.
+
+    `plan` is as in `sw.Trainer`: "auto", the name of a strategy of `sw.strategies`, a plan's file,
+    `{"name": "pipeline", "args": {"pp": 2, "num_microbatches": 4}}`, a `Plan`, or a function of
+    graph and cluster.
+
+    A batch of the DataLoader is the global batch of all ranks. `evaluate="whole"` runs validation
+    during `fit` as plain Python with gathered weights, for steps that cannot be captured.
+    `elementwise=True` declares that a custom optimizer class may update shards of parameters.
+    """
+
+    strategy_name = "shardwise"
+
+    def __init__(
+        self,
+        plan: PlanLike = "auto",
+        *,
+        cluster: Cluster | str | None = None,
+        evaluate: Literal["captured", "whole"] = "captured",
+        elementwise: bool | None = None,
+        seed: int = 0,
+        start_method: StartMethod = "popen",
+        process_group_backend: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.request = PlanRequest(plan=plan, cluster=cluster, seed=seed)
+        super().__init__(
+            start_method=start_method,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._evaluate, self._elementwise = evaluate, elementwise
+        self._seed, self._seconds = seed, timeout_s
+        self._reset()
+
+    def _reset(self) -> None:
+        self.plan: Plan | None = None
+        self._training: Training | None = None
+        self._names: GroupNames | None = None
+        self._saved: Mapping[str, Any] | None = None  # of the optimizer, until there is a plan
+        self._moment: Mapping[str, Any] = {}
+        self._places: list[Mapping[str, Any]] = []  # where loaders of training are to begin
+        self._open, self._validating = contextlib.ExitStack(), contextlib.ExitStack()
+        self._failed = False
+
+    # --- Lightning's setup ---------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._step_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if not isinstance(plugin, StepPrecision):
+            self._step_precision = StepPrecision(plugin or Precision(), self)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Once the module has its number types, so that nothing is rounded."""
+        return True
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def connect(self, model: LightningModule) -> None:
+        """Begin anew with a module."""
+        super().connect(model)
+        self._reset()
+
+    def setup(self, trainer: Any) -> None:
+        """Make the optimizer; the parallel module waits for the first batch."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        for message in _NOT_SO_HERE:
+            warnings.filterwarnings("ignore", message)
+        module = self._module
+        require_supported(module)
+        self._step_precision.convert_module(module)
+        self.same_weights(module)
+        own_values(module, self._open)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        else:
+            self.model_to_device()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """The user's one optimizer, of the module's own parameters."""
+        try:
+            optimizers, configs = init_optimizers(self._module)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):  # Lightning would offer manual optimization
+                raise several_optimizers("several optimizers") from error
+            raise
+        self._names = GroupNames.of(only_optimizer(optimizers), self._module)
+        self.optimizers, self.lr_scheduler_configs = optimizers, configs
+
+    def model_to_device(self) -> None:
+        """Before there is a plan, and without training, every rank runs the whole module."""
+        if any(p.is_meta for p in self._module.parameters()):
+            raise CaptureError(
+                f"{type(self._module).__name__} has parameters on meta, which only training fills",
+                hint="Trainer(num_sanity_val_steps=0); a module with weights for validate and test",
+            )
+        self._module.to(self.root_device)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Whole batches on every rank, from where a training that is resumed stopped."""
+        loader = WholeBatches(dataloader, self.root_device, self._batches_taken)
+        if self._places and self._module.trainer.training:
+            loader.go_on_from(self._places.pop(0))
+        return loader
+
+    def _batches_taken(self) -> tuple[int, bool]:
+        """Batches of this epoch that were trained on, and whether the epoch is over."""
+        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
+        return progress.current.ready, bool(progress.is_last_batch)
+
+    # --- training ------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """With the first batch there can be a plan."""
+        if self._training is None:
+            self._start(step_batch("training", batch, training_arguments(self._module)))
+
+    def _start(self, batch: Any) -> None:
+        assert self._names is not None
+        training = Training(self._module, self.root_device)
+        optimized = frozenset(name for group in self._names.optimized for name in group)
+        precision = self._step_precision
+
+        def make_plan(model: nn.Module) -> Plan:
+            ranks, device = self.world_size, self.root_device
+            saved = self._saved_plan()
+            if saved is not None and saved.num_ranks == ranks:
+                return saved
+            return self.request.make(model, batch, ranks, device, precision.of_plan)
+
+        with torch.random.fork_rng(devices=[]), precision.compiling_context():
+            self.plan = training.start(
+                batch, make_plan, optimized, seed=self._seed, timeout_s=self._seconds
+            )
+        pm = training.parallel
+        loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}
+        rt.require_same_lengths(pm.mesh, loaders, pm.store.device)
+        optimizer = adopt(only_optimizer(self.optimizers), self._names, pm, self._elementwise)
+        self._training, self.optimizers = training, [optimizer]
+        if self._saved is not None:
+            optimizer.load_state_dict(self._names.named(self._saved))
+            self._saved = None
+        self._set_moment(pm)
+
+    def _saved_plan(self) -> Plan | None:
+        """That of the training which is resumed, if it was asked for in the same words.
+
+        The batch that a training is resumed with may be a small one, and lead to another plan.
+        """
+        asked = self.request.text
+        if asked is None or self._moment.get("asked") != asked:
+            return None
+        return Plan.from_json(self._moment["plan"])
+
+    @property
+    def parallel_module(self) -> rt.ParallelModule:
+        """This rank's part of the module, once training has begun."""
+        return self._running.parallel
+
+    @property
+    def _running(self) -> Training:
+        if self._training is None:
+            raise OptimizerError("training has not begun: the plan waits for the first batch")
+        return self._training
+
+    def training_step(self, batch: Any, *arguments: Any) -> Any:
+        """Forward and backward of the compiled step, and what the user's step logs."""
+        trainer = self._module.trainer
+        optimizer = self._step_optimizer()
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            optimizer.fresh = False
+            optimizer.zero_grad()
+        with self._step_precision.compiling_context():
+            found = self._running.train(step_batch("training", batch, len(arguments)))
+        optimizer.fresh = True
+        return found
+
+    def _step_optimizer(self) -> StepOptimizer:
+        optimizer = self.optimizers[0]
+        assert isinstance(optimizer, StepOptimizer)
+        return optimizer
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The hooks of a backward that has been; accumulated gradients become their mean."""
+        trainer, plugin = self._module.trainer, self._step_precision
+        closure_loss = plugin.pre_backward(closure_loss, self._module)
+        self._step_optimizer().fresh = False
+        batches = trainer.accumulate_grad_batches
+        if batches > 1 and not trainer.fit_loop._should_accumulate():
+            self._running.scale_gradients(1.0 / batches)
+        return plugin.post_backward(closure_loss, self._module)
+
+    def clip_by_norm(self, limit: float) -> None:
+        """By the norm of the whole model's gradient."""
+        rt.clip_grad_norm_(self.parallel_module, limit)
+
+    def clip_by_value(self, limit: float) -> None:
+        """Element by element."""
+        self._running.clip_by_value(limit)
+
+    # --- evaluation ----------------------------------------------------------------------
+
+    def validation_step(self, *args: Any) -> Any:
+        """A compiled step during training, else the module's own."""
+        return self._evaluation("validation", *args)
+
+    def test_step(self, *args: Any) -> Any:
+        """As `validation_step`."""
+        return self._evaluation("test", *args)
+
+    def predict_step(self, *args: Any) -> Any:
+        """As `validation_step`."""
+        return self._evaluation("predict", *args)
+
+    def _evaluation(self, step: str, batch: Any, *arguments: Any) -> Any:
+        if self._training is None or self._evaluate == "whole":
+            with self._step_precision.forward_context():
+                return getattr(self._module, f"{step}_step")(batch, *arguments)
+        which = arguments[1] if len(arguments) > 1 else 0
+        with self._step_precision.compiling_context():
+            return self._training.evaluate(step_batch(step, batch, len(arguments), which))
+
+    def on_validation_start(self) -> None:
+        """Weights for validation as plain Python."""
+        if self._training is None:
+            self.model_to_device()
+        elif self._evaluate == "whole":
+            self._validating.enter_context(self._training.whole())
+
+    def on_validation_end(self) -> None:
+        """Give them back."""
+        self._validating.close()
+
+    @contextlib.contextmanager
+    def whole_module(self) -> Iterator[LightningModule]:
+        """The module with all its weights, for a sample or a look; all ranks enter it together."""
+        if self._training is None:
+            yield self._module
+            return
+        with self._training.whole() as module:
+            yield module
+
+    # --- checkpoints ---------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors under the module's own names; all ranks call it."""
+        if self._training is None:
+            return self._module.state_dict()
+        return self._training.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As plain Lightning has it: whole tensors by the parameters' numbers."""
+        if self._training is None or self._names is None:
+            return dict(self._saved) if self._saved is not None else optimizer.state_dict()
+        return self._names.numbered(self._step_optimizer().state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Into the parallel module if there is one, else into the module."""
+        state = checkpoint["state_dict"]
+        if self._training is not None:
+            self._training.parallel.load_state_dict(state)
+            return
+        meta = any(p.is_meta for p in self._module.parameters())
+        self._module.load_state_dict(state, strict=strict, assign=meta)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The state that plain Lightning, or a training under any plan, saved."""
+        assert self._names is not None
+        saved = checkpoint["optimizer_states"][0]
+        if self._training is not None:
+            self._step_optimizer().load_state_dict(self._names.named(saved))
+            return
+        self._names.named(saved)  # refuses what does not fit before any work is done
+        self._saved = saved
+        for group, options in zip(
+            self.optimizers[0].param_groups, saved["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+    def moment(self) -> dict[str, Any]:
+        """What random numbers and loss scaling go on from."""
+        if self._training is None:
+            return dict(self._moment)
+        pm = self._training.parallel
+        scaler = pm.store.scaler
+        return {
+            "asked": self.request.text,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "random_step": pm.rng.step,
+            "loss_scale": None if scaler is None else scaler.state_dict(),
+            "data": [loader.place() for loader in self._training_loaders()],
+        }
+
+    def _training_loaders(self) -> list[WholeBatches]:
+        combined = self._module.trainer.fit_loop._combined_loader
+        found = combined.flattened if combined is not None else []
+        return [loader for loader in found if isinstance(loader, WholeBatches)]
+
+    def continue_from(self, moment: Mapping[str, Any]) -> None:
+        """Go on from what `moment` gave."""
+        self._moment = dict(moment)
+        self._places = list(moment.get("data", ()))
+        if self._training is not None:
+            self._set_moment(self._training.parallel)
+
+    def _set_moment(self, pm: rt.ParallelModule) -> None:
+        pm.rng.step = int(self._moment.get("random_step", pm.rng.step))
+        scale = self._moment.get("loss_scale")
+        if scale is not None and pm.store.scaler is not None:
+            pm.store.scaler.load_state_dict(scale)
+
+    # --- the end -------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """After a failure the other ranks may be gone: nothing is gathered."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Leave the trained weights in the module, as plain Lightning does."""
+        training, self._training = self._training, None
+        if training is not None and not self._failed:
+            training.weights.restore(training.parallel.gather_state_dict())
+        self._open.close()
+        if self._failed and any(p.is_meta for p in self._module.parameters()):
+            self._lightning_module = None  # there are no weights to move
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {name: contextlib.ExitStack() for name in ("_open", "_validating")}
+        return {**super().__getstate__(), **fresh}

@@ -1,0 +1,20 @@
+"""Predictions of published measurements: how far the cost model can be trusted.
+
+Enters: a CSV file of configurations measured by others. Leaves: an `Outcome` for every row and a
+`Summary` of the errors.
+"""
+
+from shardwise.published.predict import predict_entry, predict_file
+from shardwise.published.report import Outcome, Summary, summarize
+from shardwise.published.rows import Entry, Row, read_entries
+
+__all__ = [
+    "Entry",
+    "Outcome",
+    "Row",
+    "Summary",
+    "predict_entry",
+    "predict_file",
+    "read_entries",
+    "summarize",
+]

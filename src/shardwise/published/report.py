@@ -1,0 +1,359 @@
+"""Predictions beside what was published: for people, for machines, and as a table of figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.formatting import GIB, digits
+from shardwise.published.rows import Row
+
+# How far predictions are from what was published.
+#
+# Runs of one configuration count once there, with the mean of their times: nothing that knows only
+# the configuration can order them.
+
+
+MIN_SWEEP = 4  # rows; the order of fewer says little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was predicted for a row, and what was published; None where there is nothing."""
+
+    row_id: str
+    model: str
+    device: str
+    status: str
+    row: Row | None = None
+    step_time_s: float | None = None
+    memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    published_step_time_s: float | None = None
+    published_memory_bytes: int | None = None
+    ran_out: bool = False  # as published
+    note: str = ""  # what was not taken as the row says it
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """As predicted."""
+        return self.status.startswith("out of memory")
+
+    @property
+    def sweep(self) -> str:
+        """The rows that it is compared with: of one model on one kind of device."""
+        return f"{self.model} on {self.device}"
+
+    @property
+    def configuration(self) -> Row | None:
+        """All that the prediction is made of: equal for runs that were repeated."""
+        return None if self.row is None else replace(self.row, row_id="")
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the step time."""
+        return _relative(self.step_time_s, self.published_step_time_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the memory."""
+        return _relative(self.memory_bytes, self.published_memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Of `count` rows: the median of errors with their sign, and of their sizes."""
+
+    count: int
+    bias: float
+    median: float
+    p90: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Rows of one model on one kind of device, and how well their order is predicted.
+
+    `correlation` is Spearman's, of the time per step of each configuration; `of_runs` is that of
+    single runs, which is lower the more alike configurations and the less alike repeated runs are.
+    """
+
+    name: str
+    count: int
+    configurations: int
+    correlation: float
+    of_runs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """All figures of a file; `ran_out` are runs that are published as out of memory."""
+
+    rows: int
+    predicted: int
+    out_of_memory: int
+    ran_out: int
+    ran_out_as_predicted: int
+    step_time: Errors | None
+    memory: Errors | None
+    by_device: tuple[tuple[str, Errors], ...]
+    sweeps: tuple[Sweep, ...]
+
+    @property
+    def median_correlation(self) -> float | None:
+        found = [sweep.correlation for sweep in self.sweeps]
+        return float(np.median(found)) if found else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "rows": self.rows,
+            "predicted": self.predicted,
+            "out_of_memory": self.out_of_memory,
+            "published_out_of_memory": self.ran_out,
+            "out_of_memory_as_published": self.ran_out_as_predicted,
+            "step_time": None if self.step_time is None else asdict(self.step_time),
+            "memory": None if self.memory is None else asdict(self.memory),
+            "by_device": {name: asdict(errors) for name, errors in self.by_device},
+            "rank_correlation": {
+                "median": self.median_correlation,
+                "lowest": min((s.correlation for s in self.sweeps), default=None),
+                "sweeps": [asdict(sweep) for sweep in self.sweeps],
+            },
+        }
+
+
+def summarize(outcomes: Sequence[Outcome]) -> Summary:
+    """Return the errors of all outcomes."""
+    devices = sorted({o.device for o in outcomes if o.error is not None})
+    by_device = [(d, errors_of([o.error for o in outcomes if o.device == d])) for d in devices]
+    return Summary(
+        rows=len(outcomes),
+        predicted=sum(o.step_time_s is not None for o in outcomes),
+        out_of_memory=sum(o.is_out_of_memory for o in outcomes),
+        ran_out=sum(o.ran_out for o in outcomes),
+        ran_out_as_predicted=sum(o.ran_out and o.is_out_of_memory for o in outcomes),
+        step_time=errors_of(o.error for o in outcomes),
+        memory=errors_of(o.memory_error for o in outcomes),
+        by_device=tuple((name, errors) for name, errors in by_device if errors is not None),
+        sweeps=tuple(_sweeps(outcomes)),
+    )
+
+
+def errors_of(errors: Iterable[float | None]) -> Errors | None:
+    """Figures of those errors that there are."""
+    found = np.array([e for e in errors if e is not None])
+    if not found.size:
+        return None
+    sizes = np.abs(found)
+    return Errors(
+        count=int(found.size),
+        bias=float(np.median(found)),
+        median=float(np.median(sizes)),
+        p90=float(np.quantile(sizes, 0.9)),
+        largest=float(sizes.max()),
+    )
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's; nan where either does not vary.
+
+    >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0])
+    0.5
+    """
+    first, second = _ranks(a), _ranks(b)
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return math.nan
+    first, second = first - first.mean(), second - second.mean()
+    scale = math.sqrt(float(first @ first) * float(second @ second))
+    return round(float(first @ second) / scale, 12)
+
+
+def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
+    """1 for the smallest; equal values share the mean of their ranks."""
+    array = np.asarray(values, dtype=float)
+    below = (array[:, None] > array[None, :]).sum(axis=1)
+    equal = (array[:, None] == array[None, :]).sum(axis=1)
+    ranks: NDArray[np.float64] = below + (equal + 1) / 2.0
+    return ranks
+
+
+def _sweeps(outcomes: Sequence[Outcome]) -> Iterable[Sweep]:
+    for name in dict.fromkeys(o.sweep for o in outcomes):
+        runs = [o for o in outcomes if o.sweep == name and o.error is not None]
+        if len(runs) < MIN_SWEEP:
+            continue
+        alike: dict[object, list[Outcome]] = {}
+        for index, run in enumerate(runs):
+            alike.setdefault(run.configuration or index, []).append(run)
+        correlation = _correlation(alike.values())
+        if not math.isnan(correlation):
+            yield Sweep(
+                name=name,
+                count=len(runs),
+                configurations=len(alike),
+                correlation=correlation,
+                of_runs=_correlation([run] for run in runs),
+            )
+
+
+def _correlation(groups: Iterable[Sequence[Outcome]]) -> float:
+    """Of the mean times of groups of runs."""
+    means = [
+        (_mean(o.step_time_s for o in group), _mean(o.published_step_time_s for o in group))
+        for group in groups
+    ]
+    return rank_correlation([p for p, _ in means], [q for _, q in means])
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return float(np.mean([value or 0.0 for value in values]))
+
+
+def _relative(predicted: float | None, published: float | None) -> float | None:
+    return None if predicted is None or not published else predicted / published - 1
+
+
+_NARROW = 100  # columns; below, a table leaves out what the JSON has
+_MAX_ROWS = 400  # of a table for people; -o writes all
+_COLUMNS = (
+    "row_id",
+    "model",
+    "gpu",
+    "status",
+    "note",
+    "predicted_step_time_s",
+    "published_step_time_s",
+    "step_time_error",
+    "predicted_memory_bytes",
+    "published_memory_bytes",
+    "memory_error",
+    "device_memory_bytes",
+)
+
+
+def to_dict(outcomes: Sequence[Outcome], summary: Summary) -> dict[str, Any]:
+    """For `--json`."""
+    return {"rows": [_fields(o) for o in outcomes], "summary": summary.to_dict()}
+
+
+def to_csv(outcomes: Iterable[Outcome]) -> str:
+    """Predicted and published values of all rows, for `-o`."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, _COLUMNS)
+    writer.writeheader()
+    writer.writerows(_fields(outcome) for outcome in outcomes)
+    return text.getvalue()
+
+
+def show(outcomes: Sequence[Outcome], summary: Summary, console: Console) -> None:
+    """Tables for people."""
+    wide = console.width >= _NARROW
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("row", overflow="fold", ratio=3)
+    if wide:
+        table.add_column("model", overflow="fold")
+    for name in ("predicted", "published", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("status", overflow="fold", ratio=3)
+    for outcome in outcomes[:_MAX_ROWS]:
+        table.add_row(*_cells(outcome, wide=wide))
+    console.print(table)
+    if len(outcomes) > _MAX_ROWS:
+        console.print(f"… and {len(outcomes) - _MAX_ROWS} more: -o predictions.csv")
+    console.print()
+    console.print(_errors(summary))
+    if summary.sweeps:
+        console.print()
+        console.print(_sweep_rows(summary))
+
+
+def _fields(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "row_id": outcome.row_id,
+        "model": outcome.model,
+        "gpu": outcome.device,
+        "status": outcome.status,
+        "note": outcome.note,
+        "predicted_step_time_s": outcome.step_time_s,
+        "published_step_time_s": outcome.published_step_time_s,
+        "step_time_error": outcome.error,
+        "predicted_memory_bytes": outcome.memory_bytes,
+        "published_memory_bytes": outcome.published_memory_bytes,
+        "memory_error": outcome.memory_error,
+        "device_memory_bytes": outcome.device_memory_bytes,
+    }
+
+
+def _cells(outcome: Outcome, *, wide: bool) -> list[str]:
+    error = "" if outcome.error is None else f"{outcome.error:+.1%}"
+    memory = "" if outcome.memory_bytes is None else f"{outcome.memory_bytes / GIB:.1f}"
+    times = [_seconds(outcome.step_time_s), _seconds(outcome.published_step_time_s)]
+    model = [outcome.model] if wide else []
+    status = f"{outcome.status}; note: {outcome.note}" if outcome.note else outcome.status
+    return [outcome.row_id, *model, *times, error, memory, status]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{digits(value, 3)} s"
+
+
+def _errors(summary: Summary) -> Table:
+    table = Table(
+        title=f"{summary.predicted} of {summary.rows} rows predicted, "
+        f"{summary.out_of_memory} out of memory{_ran_out(summary)}",
+        title_justify="left",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    for name, justify in (("step time", "left"), ("rows", "right"), ("bias", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("median", "p90", "largest"):
+        table.add_column(name, justify="right")
+    for label, errors in (("all", summary.step_time), *summary.by_device):
+        table.add_row(label, *_figures(errors))
+    if summary.memory is not None:
+        table.add_row("memory", *_figures(summary.memory))
+    return table
+
+
+def _ran_out(summary: Summary) -> str:
+    if not summary.ran_out:
+        return ""
+    return f" ({summary.ran_out_as_predicted} of the {summary.ran_out} that ran out of it)"
+
+
+def _figures(errors: Errors | None) -> list[str]:
+    if errors is None:
+        return ["0", "", "", "", ""]
+    sizes = (errors.median, errors.p90, errors.largest)
+    return [str(errors.count), f"{errors.bias:+.1%}", *(f"{size:.1%}" for size in sizes)]
+
+
+def _sweep_rows(summary: Summary) -> Table:
+    table = Table(
+        title=f"rank correlation within sweeps: median {summary.median_correlation:.3f}",
+        title_justify="left",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    table.add_column("sweep", overflow="fold")
+    for name in ("runs", "configurations", "correlation", "of runs"):
+        table.add_column(name, justify="right")
+    for sweep in summary.sweeps:
+        sizes = (str(sweep.count), str(sweep.configurations))
+        table.add_row(sweep.name, *sizes, f"{sweep.correlation:.3f}", f"{sweep.of_runs:.3f}")
+    return table

@@ -1,0 +1,436 @@
+"""Rows of a table of published measurements.
+
+Unknown columns are ignored; no row stops the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ShardwiseError
+from shardwise.formatting import GIB
+
+# Cells of a table of published measurements, as values.
+
+
+# Cells that say nothing.
+_EMPTY = {"", "-", "--", "?", "n/a", "na", "nan", "none given", "unknown", "null", "unspecified"}
+_NONE = {"none", "no", "false", "0", "0.0", "off", "disabled"}
+_FULL = {
+    "full",
+    "yes",
+    "true",
+    "1",
+    "1.0",
+    "on",
+    "all",
+    "every_layer",
+    "block",
+    "uniform",
+    "layer",
+    "every",
+    "enabled",
+    "activation_checkpointing",
+    "checkpoint_activations",
+}
+_SELECTIVE = {"selective", "attention", "core_attn", "core-attention", "core_attention"}
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+# Beyond what any run has had, ten times or more: a cell in another unit, or of another column.
+_MOST = {"layers": 10_000, "gpus_per_node": 1_024, "heads": 16_384, "gpus": 1 << 20}
+_MOST_OF_ANY = 1 << 28
+_GROUP = re.compile(r"(?:group[s]? of|within|over|across|shard)\s*=?\s*(\d+)")
+_STAGE = re.compile(r"(?:zero|stage)[\s_-]*([0-3])|^([0-3])$")
+_NODE = 8  # ranks of a hybrid's group, unless it says otherwise: a node's devices
+
+
+class Unusable(ValueError):
+    """A cell that cannot be used; the message is the row's status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What data-parallel ranks share: ZeRO `level`, among `group` ranks (None: all of them).
+
+    With `prefetch` new parameters are gathered while the next step's forward runs.
+    """
+
+    level: int
+    group: int | None = None
+    prefetch: bool = False
+
+
+def is_empty(text: str | None) -> bool:
+    """Whether a cell says nothing."""
+    return text is None or text.strip().lower() in _EMPTY
+
+
+def is_unsaid(text: str | None) -> bool:
+    """Return the same where "none" is no value: a number, a name."""
+    return text is None or is_empty(text) or text.strip().lower() == "none"
+
+
+def number(name: str, text: str) -> float:
+    """Return a positive number."""
+    try:
+        value = float(text.replace(",", "").replace("_", "").strip())
+    except ValueError:
+        raise Unusable(f"{name} is {text.strip()!r}, not a number") from None
+    if not math.isfinite(value):
+        raise Unusable(f"{name} is {text.strip()}, must be a finite number")
+    if value <= 0:
+        raise Unusable(f"{name} is {text.strip()}, must be above 0")
+    return value
+
+
+def whole(name: str, text: str) -> int:
+    """Return a positive whole number; "8.0" is 8."""
+    value = number(name, text)
+    if value != round(value):
+        raise Unusable(f"{name} is {text.strip()}, not a whole number")
+    most = _MOST.get(name, _MOST_OF_ANY)
+    if value > most:
+        raise Unusable(f"{name} is {text.strip()}, more than {most:,}: not a training run")
+    return round(value)
+
+
+def rounding(text: str) -> float:
+    """Half a unit of the last digit that a number shows; "8" and "8.0" may be 7.5 to 8.5.
+
+    >>> rounding("1.16"), rounding("8.0")
+    (0.005, 0.5)
+    """
+    _, _, digits = text.strip().partition(".")
+    return 0.5 * 10.0 ** -len(digits.rstrip("0"))
+
+
+def read_sharding(text: str) -> Sharding:
+    """How a run's data-parallel ranks share parameters, gradients and optimizer state.
+
+    >>> read_sharding("ZeRO-1 within group of 8")
+    Sharding(level=1, group=8, prefetch=False)
+    """
+    low = text.lower().strip()
+    # Megatron's: gathers are overlapped (its --overlap-param-gather, on in NVIDIA's recipes).
+    prefetch = re.search(r"distributed[\s_-]?optimizer|distopt", low) is not None
+    found = _GROUP.search(low)
+    group = int(found[1]) if found else None
+    stage = _STAGE.search(low)
+    if any(word in low for word in ("hsdp", "hybrid", "mics")):
+        return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE)
+    if stage:
+        return Sharding(level=int(stage[1] or stage[2]), group=group, prefetch=prefetch)
+    if "no_shard" in low or "unsharded" in low:
+        return Sharding(level=0)
+    if "grad_op" in low:
+        return Sharding(level=2, group=group)
+    # Alpa's "reduce-scatter preferred": gradients and optimizer state are shared; its table gives
+    # the very memory of ZeRO-2 for it.
+    if "auto-sharding" in low or "auto_sharding" in low:
+        return Sharding(level=2, group=group)
+    if any(word in low for word in ("fsdp", "full_shard", "fully_shard", "fully shard")):
+        return Sharding(level=3, group=group)
+    if prefetch or re.search(r"optimizer[\s_-]?(state|shard)|shard\w*[\s_-]optimizer", low):
+        return Sharding(level=1, group=group, prefetch=prefetch)
+    if low in _NONE or low == "dp" or "ddp" in low or "data parallel" in low or "replicat" in low:
+        return Sharding(level=0)
+    raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is not known")
+
+
+def read_recompute(text: str) -> str:
+    """One of "none", "full" and "selective", by the first word; some layers alone are not known.
+
+    >>> read_recompute("full (uniform, 1 layer)")
+    'full'
+    """
+    low = re.sub(r"\b(activation) (checkpoint)", r"\1_\2", text.lower().strip())
+    first, *rest = re.findall(r"[a-z0-9._-]+", low) or [""]
+    some = any(word[0].isdigit() and word != "1" for word in rest)
+    for mode, words in (("none", _NONE), ("full", _FULL), ("selective", _SELECTIVE)):
+        if first in words and not some:
+            return mode
+    raise Unusable(f"recompute is {text.strip()!r}: none, full and selective are known")
+
+
+def read_precision(text: str) -> str:
+    """Return the dtype that products are computed in; "fp16/bf16 mixed" is its first.
+
+    Every source keeps float32 main parameters, with or without "amp" in the name.
+    """
+    words = re.split(r"[^a-z0-9]+", text.lower())
+    if "fp8" in words or "mxfp8" in words or "float8" in words:
+        return "float8"
+    for word in words:
+        if word in _DTYPES:
+            return _DTYPES[word]
+    raise Unusable(f"precision is {text.strip()!r}: bf16, fp16, fp32 and fp8 are known")
+
+
+# What a row must say: without any of these, step time or memory would be a guess.
+_NEEDED = (
+    "layers",
+    "hidden",
+    "ffn_hidden",
+    "heads",
+    "vocab",
+    "seq_len",
+    "gpu",
+    "precision",
+    "zero_stage_or_sharding",
+    "micro_batch",
+    "global_batch",
+    "recompute",
+)
+# Of these, the ones in which "none" says something.
+_WORDS = ("zero_stage_or_sharding", "recompute")
+# Columns that make a model a mixture of experts, where a table has one of them.
+_EXPERTS = ("experts", "num_experts", "n_experts", "moe_experts", "num_moe_experts")
+# Names of such models: Mixtral-8x7B, Qwen3-235B-A22B, GPT-MoE.
+_MIXTURE = re.compile(r"\bmoe\b|mixtral|experts?\b|\d+x\d+(\.\d+)?b|\d+b-a\d", re.IGNORECASE)
+# Where a table says that a run had too little memory.
+_RESULTS = (
+    "derived_step_time_s",
+    "derived_tokens_per_s_per_gpu",
+    "mem_gib_per_gpu",
+    "status",
+    "result",
+    "outcome",
+    "error",
+    "oom",
+    "notes",
+)
+_RAN_OUT = re.compile(r"\boom\b|out[\s_-]of[\s_-]memory", re.IGNORECASE)
+_MAX_FILE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One configuration: a decoder-only transformer, the machines, and how it was split."""
+
+    row_id: str
+    model: str
+    params_b: float | None
+    params_text: str = ""  # what stands there instead of a number
+    params_tolerance_b: float
+    layers: int
+    hidden: int
+    ffn_hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    seq_len: int
+    gpu: str
+    gpus: int
+    gpus_per_node: int | None
+    interconnect: str
+    dtype: str
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    sharding: Sharding
+    micro_batch: int
+    global_batch: int
+    recompute: str
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of everything but products in float8."""
+        return "bfloat16" if self.dtype == "float8" else self.dtype
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether optimizer states are shared by fewer than all data-parallel ranks."""
+        return self.sharding.group is not None and self.sharding.group < self.dp * self.cp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A line of the file: its `row`, or the `reason` it has none, and what was published.
+
+    `ran_out`: a run that is published as out of memory.
+    """
+
+    row_id: str
+    row: Row | None
+    reason: str
+    model: str
+    device: str
+    step_time_s: float | None
+    memory_bytes: int | None
+    ran_out: bool = False
+
+
+def read_entries(path: Path) -> tuple[Entry, ...]:
+    """All lines of a CSV file, in its order."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ShardwiseError(f"{path} has more than {_MAX_FILE_BYTES >> 20} MiB")
+        # A byte that is no UTF-8 spoils its own cell, not the file.
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            reader = csv.DictReader(file, restkey="")
+            names = [name.strip().lower() for name in reader.fieldnames or ()]
+            reader.fieldnames = names
+            lines = [{k: v or "" for k, v in line.items() if k} for line in reader]
+    except FileNotFoundError:
+        raise ShardwiseError(f"no file {path}", hint="--csv published.csv") from None
+    except (OSError, csv.Error) as error:
+        raise ShardwiseError(f"{path} is not a readable CSV file: {error}") from error
+    if not set(names) & set(_NEEDED):
+        raise ShardwiseError(
+            f"{path} has no column of configurations; its first line is {', '.join(names)[:80]!r}",
+            hint=f"columns such as row_id, {', '.join(_NEEDED[:4])}, gpu, gpus, micro_batch",
+        )
+    return tuple(_entry(line, index) for index, line in enumerate(lines, start=1))
+
+
+def _entry(line: Mapping[str, str], index: int) -> Entry:
+    row_id = line.get("row_id", "").strip() or f"row {index}"
+    row, reason = None, ""
+    try:
+        row = _row(row_id, line)
+    except Unusable as unusable:
+        reason = str(unusable)
+    memory_gib = _optional_number(line, "mem_gib_per_gpu")
+    return Entry(
+        row_id=row_id,
+        row=row,
+        reason=reason,
+        model=line.get("model", "").strip(),
+        device=line.get("gpu", "").strip(),
+        step_time_s=_step_time_s(line, row),
+        memory_bytes=None if memory_gib is None else round(memory_gib * GIB),
+        ran_out=any(_RAN_OUT.search(line.get(name, "")) for name in _RESULTS),
+    )
+
+
+def _step_time_s(line: Mapping[str, str], row: Row | None) -> float | None:
+    """Return the published one, or that of the published tokens per second."""
+    seconds = _optional_number(line, "derived_step_time_s")
+    tokens = _optional_number(line, "derived_tokens_per_s_per_gpu")
+    if seconds is None and tokens is not None and row is not None:
+        return row.global_batch * row.seq_len / (tokens * row.gpus)
+    return seconds
+
+
+def _row(row_id: str, line: Mapping[str, str]) -> Row:
+    said = {name: line.get(name) for name in _NEEDED}
+    missing = [n for n, text in said.items() if (is_empty if n in _WORDS else is_unsaid)(text)]
+    if missing:
+        raise Unusable(f"lacks {', '.join(missing)}")
+    sizes = {axis: _or_one(line, axis) for axis in ("tp", "pp", "vpp", "cp")}
+    for name in ("ep", *_EXPERTS):
+        if not is_unsaid(line.get(name)) and line[name].strip() not in ("0", "0.0", "1", "1.0"):
+            raise Unusable(f"{name} is {line[name].strip()}: only dense models are predicted")
+    model = line.get("model", "").strip()
+    if _MIXTURE.search(model):
+        raise Unusable(f"{model} is a mixture of experts: only dense models are predicted")
+    gpus, dp = _ranks(line, sizes)
+    heads = whole("heads", line["heads"])
+    params, params_b = line.get("params_b", "").strip(), _optional_number(line, "params_b")
+    row = Row(
+        row_id=row_id,
+        model=model,
+        params_b=params_b,
+        params_text="" if params_b is not None or is_unsaid(params) else params,
+        params_tolerance_b=rounding(line.get("params_b", "")),
+        layers=whole("layers", line["layers"]),
+        hidden=whole("hidden", line["hidden"]),
+        ffn_hidden=whole("ffn_hidden", line["ffn_hidden"]),
+        heads=heads,
+        kv_heads=_optional_whole(line, "kv_heads") or heads,
+        vocab=whole("vocab", line["vocab"]),
+        seq_len=whole("seq_len", line["seq_len"]),
+        gpu=line["gpu"].strip(),
+        gpus=gpus,
+        gpus_per_node=_optional_whole(line, "gpus_per_node"),
+        interconnect=line.get("interconnect", "").strip(),
+        dtype=read_precision(line["precision"]),
+        tp=sizes["tp"],
+        pp=sizes["pp"],
+        vpp=sizes["vpp"],
+        cp=sizes["cp"],
+        dp=dp,
+        sharding=read_sharding(line["zero_stage_or_sharding"]),
+        micro_batch=whole("micro_batch", line["micro_batch"]),
+        global_batch=whole("global_batch", line["global_batch"]),
+        recompute=read_recompute(line["recompute"]),
+    )
+    _check(row)
+    return row
+
+
+def _ranks(line: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the number of GPUs and of data-parallel ranks; either follows from the other."""
+    inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    split = f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']}"
+    gpus, dp = _optional_whole(line, "gpus"), _optional_whole(line, "dp")
+    if gpus is None and dp is None:
+        raise Unusable("lacks gpus, dp")
+    if gpus is None:
+        assert dp is not None
+        return inner * dp, dp
+    if dp is None:
+        if gpus % inner:
+            raise Unusable(f"{gpus} gpus cannot be divided by {split} = {inner}")
+        return gpus, gpus // inner
+    if inner * dp != gpus:
+        raise Unusable(f"{split} x dp {dp} = {inner * dp}, but gpus is {gpus}")
+    return gpus, dp
+
+
+def _check(row: Row) -> None:
+    """What no run can have been."""
+    if row.hidden % row.heads:
+        raise Unusable(f"hidden {row.hidden} cannot be divided by {row.heads} heads")
+    if row.heads % row.kv_heads:
+        raise Unusable(f"{row.heads} heads cannot be divided by {row.kv_heads} kv_heads")
+    share = row.dp * row.micro_batch
+    if row.global_batch % share:
+        raise Unusable(
+            f"global_batch {row.global_batch} cannot be divided by "
+            f"dp {row.dp} x micro_batch {row.micro_batch} = {share}"
+        )
+    if row.layers < row.pp * row.vpp:
+        raise Unusable(f"{row.layers} layers are fewer than pp {row.pp} x vpp {row.vpp} stages")
+    if row.seq_len % row.cp:
+        raise Unusable(f"seq_len {row.seq_len} cannot be divided by cp {row.cp}")
+    if row.is_grouped and row.dp * row.cp % (row.sharding.group or 1):
+        raise Unusable(
+            f"dp {row.dp} x cp {row.cp} cannot be divided into groups of {row.sharding.group}"
+        )
+
+
+def _or_one(line: Mapping[str, str], name: str) -> int:
+    """Return the size of an axis; 0 is what some tables have for one that is not there."""
+    return 1 if line.get(name, "").strip() in ("0", "0.0") else _optional_whole(line, name) or 1
+
+
+def _optional_whole(line: Mapping[str, str], name: str) -> int | None:
+    text = line.get(name, "")
+    return None if is_unsaid(text) else whole(name, text)
+
+
+def _optional_number(line: Mapping[str, str], name: str) -> float | None:
+    """Return a number, or None where there is none: "OOM" for a step time is no measurement."""
+    try:
+        return number(name, line.get(name, ""))
+    except Unusable:
+        return None

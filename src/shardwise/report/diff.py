@@ -1,0 +1,320 @@
+"""What changed between two plans, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import Any
+
+from shardwise.messages.choice import format_groups
+from shardwise.messages.program import format_ranks
+from shardwise.plans import ParameterEntry, Plan
+from shardwise.plans.search_result import CAUSES
+from shardwise.plans.text import SHOWN
+from shardwise.report.timeline import ranks_label
+from shardwise.simulation import Estimate, stored_estimate
+
+Pair = tuple[Any, Any]
+ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A decision that differs; `name` is what of `kind` it is about."""
+
+    kind: str
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """A figure of both plans: seconds or bytes."""
+
+    kind: str  # "time", "memory" or "traffic"
+    name: str
+    text: str
+    before: float
+    after: float
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Two plans side by side; `notes` say what could not be compared, and why."""
+
+    changes: tuple[Change, ...]
+    step_time_s: tuple[float, float] | None
+    samples_per_s: tuple[float, float] | None
+    memory_bytes: tuple[float, float] | None  # of the rank nearest to its limit
+    costs: tuple[Cost, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        pairs = ("step_time_s", "samples_per_s", "memory_bytes")
+        found: dict[str, Any] = {name: _pair_json(getattr(self, name)) for name in pairs}
+        return {
+            "changes": [
+                {"kind": c.kind, "name": c.name, "before": c.before, "after": c.after}
+                for c in self.changes
+            ],
+            **found,
+            "costs": [
+                {
+                    "kind": c.kind,
+                    "name": c.name,
+                    "before": c.before,
+                    "after": c.after,
+                    "difference": c.difference,
+                }
+                for c in self.costs
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def _pair_json(pair: tuple[float, float] | None) -> dict[str, float] | None:
+    if pair is None:
+        return None
+    before, after = pair
+    return {
+        "before": before,
+        "after": after,
+        "difference": after - before,
+        "ratio": after / before if before else 0.0,
+    }
+
+
+def diff(before: Plan, after: Plan) -> Difference:
+    """What `after` does otherwise than `before`, and what that costs."""
+    notes: list[str] = []
+    if before.fingerprint != after.fingerprint:
+        notes.append(
+            f"different models: {before.model} ({before.fingerprint}) and {after.model} "
+            f"({after.fingerprint}); times and bytes are of each its own"
+        )
+    estimates = [_estimate(plan, notes) for plan in (before, after)]
+    first, second = estimates
+    both = (first, second) if first is not None and second is not None else None
+    costs: tuple[Cost, ...] = ()
+    if both is not None:
+        if both[0].rows != both[1].rows:
+            notes.append(f"batches of {both[0].rows:,} and {both[1].rows:,} samples")
+        costs = tuple(_costs(before, after, *both))
+    return Difference(
+        changes=tuple(_changes(before, after)),
+        step_time_s=None if both is None else (both[0].step_time_s, both[1].step_time_s),
+        samples_per_s=None if both is None else (_rate(both[0]), _rate(both[1])),
+        memory_bytes=None if both is None else (both[0].peak.peak_bytes, both[1].peak.peak_bytes),
+        costs=costs,
+        notes=tuple(notes),
+    )
+
+
+def _rate(estimate: Estimate) -> float:
+    return estimate.rows / estimate.step_time_s if estimate.step_time_s else 0.0
+
+
+def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
+    """Return the plan's step, if its file has it; else note what to type."""
+    if plan.search is None:
+        why = "has no figures"
+    elif plan.is_edited:
+        why = "was changed after it was made, so its figures are another plan's"
+    else:
+        return stored_estimate(plan)
+    notes.append(
+        f"the plan {plan.name!r} {why}: shardwise report PLAN.json MODULE.py:FUNCTION "
+        "--cluster c.yaml --plan-out PLAN.json adds them"
+    )
+    return None
+
+
+# ------------------------------------------------------------ decisions
+
+
+def _changes(before: Plan, after: Plan) -> Iterator[Change]:
+    """All decisions that differ, in the order of a plan's file."""
+    for kind, (one, other) in _single(before, after).items():
+        if one != other:
+            yield Change(kind=kind, name="", before=one, after=other)
+    yield from _stages(before, after)
+    names = dict.fromkeys((*before.parameters, *after.parameters))
+    yield from _by_name("parameters", _parameters(before, names), _parameters(after, names))
+    yield from _by_name("nodes", *({n: _cuts(c) for n, c in p.nodes.items()}
+                                   for p in (before, after)))  # fmt: skip
+    yield from _by_name("inputs", *({n: _dim(d) for n, d in p.inputs.items()}
+                                    for p in (before, after)))  # fmt: skip
+    yield from _by_name("collectives", _ways(before), _ways(after))
+
+
+def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
+    """Decisions of which a plan has one."""
+    both = (before, after)
+
+    def pair(text: Any) -> tuple[str, str]:
+        return str(text(both[0])), str(text(both[1]))
+
+    named = {
+        "model": pair(lambda p: p.model),
+        "cluster": pair(_cluster),
+        "ranks": pair(lambda p: p.num_ranks),
+        "mesh": pair(lambda p: _mesh(p.mesh)),
+        "roles": pair(lambda p: ", ".join(f"{a}: {r}" for a, r in p.roles.items())),
+        "groups of stages": pair(lambda p: len(p.groups)),
+        "stages": pair(lambda p: len(p.all_stages)),
+        "schedule": pair(_schedule),
+        "micro-batches": pair(lambda p: p.num_microbatches),
+        "per micro-batch": pair(lambda p: "yes" if p.per_microbatch else "no"),
+        "zero": pair(_zero),
+        "recompute": pair(lambda p: _listed(p.recompute)),
+        "offload": pair(lambda p: _listed(p.offload) or "none"),
+        "precision": pair(lambda p: _listed(f"{k} {v}" for k, v in p.precision.to_json().items())
+                          or "as the model's"),
+        "units": pair(lambda p: _listed(p.units) or "none"),
+        "random numbers": pair(lambda p: f"{p.rng}, seed {p.seed}"),
+    }  # fmt: skip
+    others = [f.name for f in fields(Plan) if f.name not in SHOWN]
+    return named | {name.replace("_", " "): pair(attrgetter(name)) for name in others}
+
+
+def _cluster(plan: Plan) -> str:
+    if plan.search is None:
+        return "not recorded"
+    return f"{plan.search.cluster.name} ({plan.search.cluster.fingerprint[:8]})"
+
+
+def _schedule(plan: Plan) -> str:
+    if isinstance(plan.schedule, str):
+        return plan.schedule or "none"
+    return "own lists: " + "; ".join(" ".join(actions) for actions in plan.schedule)
+
+
+def _zero(plan: Plan) -> str:
+    levels = sorted({entry.zero or 0 for entry in plan.parameters.values()} or {0})
+    return ", ".join(map(str, levels))
+
+
+def _listed(items: Any) -> str:
+    return items if isinstance(items, str) else ", ".join(items)
+
+
+def _mesh(mesh: Any) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.axes) or "one rank"
+
+
+def _stages(before: Plan, after: Plan) -> Iterator[Change]:
+    both = [
+        {
+            str(at): f"ranks {format_ranks(s.ranks)} ({_mesh(s.mesh)}) from "
+            f"{s.first or 'the first node'}"
+            for at, s in enumerate(plan.stages)
+        }
+        for plan in (before, after)
+    ]
+    yield from _by_name("stage", *both)
+
+
+def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
+    """What a plan says of names and globs, also where it says so by others.
+
+    >>> from shardwise import Mesh
+    >>> one, two = ParameterEntry(layout={"tp": "0"}), ParameterEntry(layout={"tp": "1"})
+    >>> plan = Plan(name="a", model="M", fingerprint="", mesh=Mesh.of(tp=2),
+    ...             roles={"tp": "parameters"},
+    ...             parameters={"up.*": one, "down.0": one, "down.1": two})
+    >>> _parameters(plan, ["up.0", "down.*", "head"])
+    {'up.0': 'tp: 0', 'down.*': 'one by one'}
+    """
+    found = {}
+    for name in names:
+        if name in plan.parameters:
+            told = {_entry(plan.parameters[name])}
+        elif any(fnmatchcase(name, glob) for glob in plan.parameters):
+            told = {_entry(plan.entry(name))}
+        else:
+            told = {_entry(e) for part, e in plan.parameters.items() if fnmatchcase(part, name)}
+        if told:
+            found[name] = told.pop() if len(told) == 1 else "one by one"
+    return found
+
+
+def _entry(entry: ParameterEntry) -> str:
+    cuts = _cuts({a: c for a, c in entry.layout.items() if c != "whole"}) or "whole"
+    return f"{cuts}, zero {entry.zero}" if entry.zero is not None else cuts
+
+
+def _cuts(cuts: Mapping[str, str]) -> str:
+    return ", ".join(f"{axis}: {cut}" for axis, cut in cuts.items())
+
+
+def _dim(dim: int | None) -> str:
+    return "whole" if dim is None else f"dim {dim}"
+
+
+def _ways(plan: Plan) -> dict[str, str]:
+    return {
+        f"{c.operation} of {format_groups(c.groups, most=len(c.groups))}": c.way
+        for c in plan.collectives
+    }
+
+
+def _by_name(kind: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
+    for name in dict.fromkeys((*before, *after)):
+        one, other = before.get(name, ABSENT), after.get(name, ABSENT)
+        if one != other:
+            yield Change(kind=kind, name=name, before=one, after=other)
+
+
+# ------------------------------------------------------------ costs
+
+
+def _costs(before: Plan, after: Plan, first: Estimate, second: Estimate) -> Iterator[Cost]:
+    yield from _figures("time", first.timeline.causes, second.timeline.causes, CAUSES)
+    yield from _figures("memory", first.peak.parts, second.peak.parts, {})
+    yield from _figures("traffic", _traffic(before), _traffic(after), {})
+
+
+def _figures(
+    kind: str, before: Mapping[str, float], after: Mapping[str, float], texts: Mapping[str, str]
+) -> Iterator[Cost]:
+    for name in dict.fromkeys((*before, *after)):
+        yield Cost(
+            kind=kind,
+            name=name,
+            text=texts.get(name, name),
+            before=before.get(name, 0.0),
+            after=after.get(name, 0.0),
+        )
+
+
+def _traffic(plan: Plan) -> dict[str, float]:
+    """Bytes over links of each kind, by what they are for: of the busiest."""
+    found: dict[str, float] = {}
+    for link in plan.figures.details.links:
+        found[link.name] = found.get(link.name, 0.0) + link.traffic_bytes
+    return found
+
+
+# Timelines of two plans in one file for Perfetto.
+
+
+def side_by_side(plans: list[tuple[str, Plan, Estimate]]) -> dict[str, Any]:
+    """One trace of several predicted steps, each named."""
+    events: list[dict[str, Any]] = []
+    first = 0
+    for name, plan, estimate in plans:
+        for event in estimate.timeline.trace()["traceEvents"]:  # type: ignore[attr-defined]
+            moved = {**event, "pid": first + event["pid"]}
+            if event["name"] == "process_name":
+                label = ranks_label(plan.groups[event["pid"]])
+                moved["args"] = {"name": f"{name}: {label}"}
+            events.append(moved)
+        first += len(plan.groups)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

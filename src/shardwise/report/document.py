@@ -1,0 +1,337 @@
+"""A report as data: all that its page shows, and nothing that it computes.
+
+Texts are plain text; seconds and bytes are numbers. Many equal
+things are columns, one list for each figure. `verify` checks it as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.plans.search_result import LinkTraffic, SearchGap, WhatIf
+
+FORMAT = "shardwise-report"
+VERSION = 1
+NUMERIC = ("_s", "_bytes", ".count", ".ratio", "share")  # how names of numbers end
+CLOSE = 1e-6  # relative difference up to which sums agree
+
+Columns = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """Memory of the rank that is nearest to its limit."""
+
+    group: int
+    peak_bytes: float
+    limit_bytes: float
+    free_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a reader wants to know first."""
+
+    model: str
+    plan_name: str
+    plan: str
+    cluster: str
+    num_ranks: int
+    step_time_s: float
+    rows_per_s: float
+    tokens_per_s: float | None
+    fits: bool
+    memory: Headroom
+    limit: Mapping[str, str]
+    price: Mapping[str, float] | None
+    notes: tuple[str, ...]
+    measured: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Seconds of the ranks that end last, by cause."""
+
+    name: str
+    text: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """The module tree in preorder, its parameters, its nodes, and the user's lines."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    parameters: tuple[Mapping[str, Any], ...]
+    nodes: Columns
+    sources: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Ranks that run the same stages."""
+
+    id: int
+    ranks: str
+    num_ranks: int
+    stages: tuple[int, ...]
+    mesh: str
+    class_: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankClass:
+    """Groups that are shown as one; `more` were joined to the slowest of them."""
+
+    id: int
+    label: str
+    groups: tuple[int, ...]
+    num_ranks: int
+    shown: int  # the group whose figures stand for all
+    more: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The cluster with ranks on its devices, and the traffic on its links."""
+
+    name: str
+    nodes: tuple[Mapping[str, Any], ...]
+    links: tuple[LinkTraffic, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBar:
+    """Memory of a class of ranks: what it is made of, what may be, and over the step."""
+
+    class_: int
+    group: int
+    ranks: str
+    peak_bytes: float
+    limit_bytes: float
+    when: str
+    parts: Mapping[str, float]
+    others: Mapping[str, float]
+    host_bytes: float
+    over_time: tuple[float, ...]
+    times: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineRow:
+    """What a class of ranks does when: columns of spans, by lane."""
+
+    class_: int
+    group: int
+    label: str
+    lanes: Mapping[str, Columns]
+    busy_s: float
+    idle_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineChart:
+    """The step; `kinds` and `names` are texts by number."""
+
+    step_time_s: float
+    kinds: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: tuple[TimelineRow, ...]
+    critical: Mapping[str, Any]
+    folded: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleGrid:
+    """The pipeline's actions, group by group."""
+
+    name: str
+    stages: int
+    num_microbatches: int
+    bubble_fraction: float
+    rows: tuple[Mapping[str, Any], ...]
+    folded: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A simulated plan beside the chosen one."""
+
+    what: str
+    chosen: bool
+    step_time_s: float
+    ratio: float
+    causes: Mapping[str, float]
+    peak_bytes: float
+    limit_bytes: float
+    changed: Mapping[str, Any]
+    words: Mapping[str, tuple[str, ...]]  # what was changed, of the chosen plan and of this one
+    differences_s: Mapping[str, float]
+    memory_difference_bytes: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveWay:
+    """What an operation of some groups uses in place of the library, and the times that decided."""
+
+    operation: str
+    groups: str
+    num_groups: int
+    group_ranks: int
+    uses: str
+    way: str
+    min_bytes: int
+    reference_bytes: int
+    predicted_s: Mapping[str, float]  # by way, for data of the reference size
+    saved_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeFile:
+    """A generated file; of every line the number of the user's line that it came from, or -1."""
+
+    name: str
+    ranks: str
+    lines: tuple[str, ...]
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """The generated files, and the user's lines."""
+
+    files: tuple[CodeFile, ...]
+    sources: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One plan's report. `missing` says why a section is None, and what to type for it."""
+
+    title: str
+    verdict: Verdict
+    missing: Mapping[str, str]
+    causes: tuple[Cause, ...]
+    modules: Modules | None
+    groups: tuple[RankGroup, ...]
+    classes: tuple[RankClass, ...]
+    cluster: Machines | None
+    memory: tuple[MemoryBar, ...]
+    timeline: TimelineChart
+    schedule: ScheduleGrid | None
+    plans: tuple[Compared, ...] | None
+    gap: SearchGap | None
+    what_if: tuple[WhatIf, ...] | None
+    code: Code | None
+    collectives: tuple[CollectiveWay, ...] | None
+    measured: Mapping[str, Any] | None = None
+    format: str = field(default=FORMAT, init=False)
+    version: int = field(default=VERSION, init=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Dicts, lists, texts and numbers; field `class_` is `class`."""
+        found: dict[str, Any] = _plain(self)
+        return {"format": found.pop("format"), "version": found.pop("version"), **found}
+
+    def verify(self) -> None:
+        """Raise unless every number is finite, every reference exists and sums agree."""
+        for problem in (*_numbers(self.to_json(), "report"), *_references(self), *_sums(self)):
+            raise PlanError(
+                f"the figures do not agree with each other: {problem}",
+                where="search",
+                hint="shardwise plan makes them again",
+            )
+
+    @property
+    def html(self) -> str:
+        """The page: one file without references to others."""
+        from shardwise.report.render import render
+
+        return render(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page; an earlier file stays until the new one is complete."""
+        from shardwise.report.sections import write_whole
+
+        write_whole(path, self.html)
+
+    def _repr_html_(self) -> str:
+        from shardwise.report.render import frame
+
+        return frame(self.html)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name.rstrip("_"): _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _numbers(value: Any, where: str) -> Iterator[str]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{value} at {where}"
+    elif where.endswith(NUMERIC) and not isinstance(value, int | float | None | list | dict):
+        yield f"{value!r} at {where} is no number"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, where)
+
+
+def _references(report: Report) -> Iterator[str]:
+    groups, classes = len(report.groups), len(report.classes)
+    for group in report.groups:
+        if not 0 <= group.class_ < classes:
+            yield f"group {group.id} is of class {group.class_}, there are {classes}"
+    for bar in report.memory:
+        if not 0 <= bar.group < groups or len(bar.times) != len(bar.over_time):
+            yield f"the memory of group {bar.group}"
+    for row in report.timeline.rows:
+        for lane, columns in row.lanes.items():
+            if len({len(column) for column in columns.values()}) > 1:
+                yield f"columns of {lane} of {row.label} differ in length"
+            if any(not 0 <= kind < len(report.timeline.kinds) for kind in columns["kind"]):
+                yield f"a kind of {row.label}"
+    if report.modules is not None:
+        count = len(report.modules.rows)
+        sources = len(report.modules.sources)
+        if len({len(column) for column in report.modules.nodes.values()}) > 1:
+            yield "columns of nodes differ in length"
+        if not all(isinstance(row["name"], str) for row in report.modules.rows):
+            yield "a module's name is no text"
+        if any(not 0 <= module < count for module in report.modules.nodes["module"]):
+            yield "a node of no module"
+        if any(not -1 <= source < sources for source in report.modules.nodes["source"]):
+            yield "a node's source"
+        if any(not 0 <= p["module"] < count for p in report.modules.parameters):
+            yield "a parameter of no module"
+    if report.code is not None:
+        known = len(report.code.sources)
+        for file in report.code.files:
+            if len(file.lines) != len(file.sources) or max(file.sources, default=-1) >= known:
+                yield f"the sources of {file.name}"
+
+
+def _sums(report: Report) -> Iterator[str]:
+    step = report.verdict.step_time_s
+    total = sum(cause.seconds for cause in report.causes)
+    if abs(total - step) > CLOSE * max(step, 1e-12):
+        yield f"causes sum to {total} s, the step takes {step} s"
+    for bar in report.memory:
+        made = sum(bar.parts.values())
+        if abs(made - bar.peak_bytes) > CLOSE * max(bar.peak_bytes, 1.0):
+            yield f"parts of group {bar.group} sum to {made}, its peak is {bar.peak_bytes}"

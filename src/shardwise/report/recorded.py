@@ -1,0 +1,314 @@
+"""A recorded trace, read: the events of all ranks as columns.
+
+The file is decoded event by event, and of an event only
+numbers are kept: memory does not follow the size of the file's text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import TraceError
+from shardwise.runtime.tracing import FORMAT, VERSION
+
+__all__ = ["LANES", "Recording", "read_trace"]
+
+
+LANES = ("step", "compute", "waiting", "communication", "groups")
+MOST_BYTES = 4 << 30
+MOST_EVENTS = 5_000_000
+MOST_NAMES = 100_000
+MOST_VALUE = 16 << 20  # characters of one value that is no list of events
+CHUNK = 1 << 20
+LONGEST_NAME = 200
+KNOWN = ("X", "M", "s", "f")  # spans, labels, and the ends of arrows
+AGAIN = (
+    'pm = sw.parallelize(…, record=True); pm.trace("run.json"), or in a config trace: {steps: …}'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What all ranks did when: a column for each figure, in seconds of one clock.
+
+    Events are in the order of ranks, lanes and starts.
+    """
+
+    file: str
+    about: Mapping[str, str]
+    num_ranks: int
+    names: tuple[str, ...] = field(repr=False)
+    rank: NDArray[np.int32] = field(repr=False)
+    lane: NDArray[np.int32] = field(repr=False)  # of `LANES`
+    name: NDArray[np.int32] = field(repr=False)  # of `names`
+    start: NDArray[np.float64] = field(repr=False)
+    end: NDArray[np.float64] = field(repr=False)
+    step: NDArray[np.int64] = field(repr=False)  # of events of the lane "step"; others have -1
+
+    def of(self, rank: int, lane: str) -> slice:
+        """Return the events of a rank's lane."""
+        mine = slice(*np.searchsorted(self.rank, (rank, rank + 1)))
+        ends = np.searchsorted(self.lane[mine], (LANES.index(lane), LANES.index(lane) + 1))
+        return slice(mine.start + int(ends[0]), mine.start + int(ends[1]))
+
+
+def read_trace(path: str | os.PathLike[str]) -> Recording:
+    """Return the recording in a file."""
+    where = Path(path)
+    try:
+        size = where.stat().st_size
+        if size > MOST_BYTES:
+            raise TraceError(
+                f"{size / 2**30:.1f} GiB are more than the {MOST_BYTES >> 30} GiB that are read",
+                where=str(where),
+                hint="record fewer steps: two or three are enough",
+            )
+        with where.open(encoding="utf-8") as file:
+            return _read(file, str(where))
+    except OSError as error:
+        raise TraceError(
+            f"cannot be read: {error.strerror or error}", where=str(where), hint=AGAIN
+        ) from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f"is no text: {error.reason}", where=str(where), hint=AGAIN) from None
+
+
+def _read(file: TextIO, where: str) -> Recording:
+    text = _Text(file, where)
+    if text.peek() != "{":
+        raise TraceError("is no trace: a JSON object was expected", where=where, hint=AGAIN)
+    about: dict[str, Any] = {}
+    columns: _Columns | None = None
+    for key in text.names():
+        if key != "traceEvents":
+            value = text.value()
+            about = value if key == "otherData" and isinstance(value, dict) else about
+            continue
+        num_ranks = _checked(about, text.seen, where)
+        columns = _Columns(num_ranks, where)
+        for number, event in enumerate(text.items()):
+            columns.add(event, number)
+    if text.peek():
+        raise text.error("something follows the trace's end")
+    if columns is None:
+        raise TraceError("holds no events", where=where, hint=AGAIN)
+    return columns.recording(where, about)
+
+
+def _checked(about: Mapping[str, Any], seen: list[str], where: str) -> int:
+    """Return the number of ranks, of a trace that is one of ours."""
+    if about.get("format") != FORMAT:
+        foreign = {"schemaVersion", "deviceProperties"} & set(seen)
+        what = "a trace of torch.profiler" if foreign else "a trace of something else"
+        raise TraceError(
+            f"is {what}: it does not say that it is a recording of Shardwise",
+            where=where,
+            hint=AGAIN,
+        )
+    if about.get("version") != VERSION:
+        raise TraceError(
+            f"is a recording of version {about.get('version')!r}, known is {VERSION}", where=where
+        )
+    ranks = about.get("num_ranks")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 1_000_000:
+        raise TraceError(f"{ranks!r} is no number of ranks", where=f"{where}: otherData.num_ranks")
+    return ranks
+
+
+class _Text:
+    """JSON that is decoded value by value while it is read."""
+
+    def __init__(self, file: TextIO, where: str) -> None:
+        self._file, self._where = file, where
+        self._text, self._at, self._before = "", 0, 0
+        self._ended = False
+        self._decoder = json.JSONDecoder()
+        self.seen: list[str] = []
+
+    def peek(self) -> str:
+        """Return the next character that is no space; nothing at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def names(self) -> Iterator[str]:
+        """Yield the keys of an object; whoever iterates takes the values."""
+        for _ in self._between("{", "}"):
+            key = self.value()
+            if not isinstance(key, str):
+                raise self.error(f"{key!r} is no key")
+            self._take(":")
+            self.seen.append(key)
+            yield key
+
+    def items(self) -> Iterator[Any]:
+        """Yield the values of a list."""
+        for _ in self._between("[", "]"):
+            yield self.value()
+
+    def _between(self, opening: str, closing: str) -> Iterator[None]:
+        self._take(opening)
+        if self.peek() == closing:
+            self._at += 1
+            return
+        while True:
+            yield
+            if self.peek() == closing:
+                self._at += 1
+                return
+            self._take(",")
+
+    def value(self) -> Any:
+        """Return the next value."""
+        self.peek()
+        while True:
+            try:
+                found, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._more():
+                    continue
+                raise self.error(error.msg) from None
+            except (ValueError, RecursionError) as error:
+                raise self.error(str(error).partition("(")[0].strip()) from None
+            if end == len(self._text) and self._more():
+                continue  # a number may go on
+            self._at = end
+            return found
+
+    def _take(self, wanted: str) -> None:
+        found = self.peek()
+        if found != wanted:
+            raise self.error(f"{wanted!r} was expected" + (f", not {found!r}" if found else ""))
+        self._at += 1
+
+    def _more(self) -> bool:
+        """Read on; whether there was more."""
+        if self._ended:
+            return False
+        rest = len(self._text) - self._at
+        if rest > MOST_VALUE:
+            raise self.error(f"a value of more than {MOST_VALUE >> 20} MiB")
+        piece = self._file.read(CHUNK)
+        self._ended = not piece
+        self._before += self._at
+        self._text, self._at = self._text[self._at :] + piece, 0
+        return bool(piece)
+
+    def error(self, reason: str) -> TraceError:
+        """What is wrong here."""
+        at = self._before + self._at
+        if self._ended and self._at >= len(self._text.rstrip()):
+            reason = f"the file ends in the middle ({reason})"
+        return TraceError(
+            f"is damaged at character {at:,}: {reason}", where=self._where, hint=AGAIN
+        )
+
+
+class _Columns:
+    """Events as they come, checked."""
+
+    def __init__(self, num_ranks: int, where: str) -> None:
+        self._num_ranks, self._where = num_ranks, where
+        self._names: dict[str, int] = {}
+        self._lanes = {lane: number for number, lane in enumerate(LANES)}
+        self._rank, self._lane, self._name = array("i"), array("i"), array("i")
+        self._start, self._end, self._step = array("d"), array("d"), array("q")
+
+    def add(self, event: Any, number: int) -> None:
+        """Keep a span of a lane that counts."""
+        if not isinstance(event, dict) or event.get("ph") not in KNOWN:
+            raise self._wrong(number, "is no event that a recording has")
+        if event["ph"] != "X":
+            return
+        lane = self._lanes.get(str(event.get("cat", "")))
+        start, length = (_number(event.get(key)) for key in ("ts", "dur"))
+        rank, name = event.get("pid"), event.get("name")
+        if start is None or length is None or length < 0:
+            raise self._wrong(number, f"lasts from {event.get('ts')!r} for {event.get('dur')!r} us")
+        if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:
+            raise self._wrong(number, f"is of rank {rank!r} of {self._num_ranks}")
+        if not isinstance(name, str):
+            raise self._wrong(number, f"has the name {name!r}")
+        if lane is None:
+            return
+        if len(self._rank) >= MOST_EVENTS:
+            raise TraceError(
+                f"more than {MOST_EVENTS:,} events",
+                where=self._where,
+                hint="record fewer steps: two or three are enough",
+            )
+        self._rank.append(rank)
+        self._lane.append(lane)
+        self._name.append(self._number_of(name, number))
+        self._start.append(start * 1e-6)
+        self._end.append((start + length) * 1e-6)
+        self._step.append(self._step_of(event, number) if lane == 0 else -1)
+
+    def _number_of(self, name: str, number: int) -> int:
+        short = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+        found = self._names.setdefault(short, len(self._names))
+        if found >= MOST_NAMES:
+            raise self._wrong(number, f"has one of more than {MOST_NAMES:,} names")
+        return found
+
+    def _step_of(self, event: Mapping[str, Any], number: int) -> int:
+        details = event.get("args")
+        step = details.get("step") if isinstance(details, dict) else None
+        if not isinstance(step, int) or not 0 <= step < 1 << 62:
+            raise self._wrong(number, f"is a step with the number {step!r}")
+        return step
+
+    def _wrong(self, number: int, what: str) -> TraceError:
+        return TraceError(
+            f"event {number:,} {what}", where=f"{self._where}: traceEvents", hint=AGAIN
+        )
+
+    def recording(self, where: str, about: Mapping[str, Any]) -> Recording:
+        """All that was kept; every rank has something."""
+        ranks = np.array(self._rank, dtype=np.int32)
+        silent = np.flatnonzero(np.bincount(ranks, minlength=self._num_ranks) == 0)
+        if silent.size:
+            raise TraceError(
+                f"rank {silent[0]} of {self._num_ranks} recorded nothing"
+                + (f", nor did {silent.size - 1} others" if silent.size > 1 else ""),
+                where=where,
+                hint=AGAIN,
+            )
+        lane, start = np.array(self._lane, dtype=np.int32), np.array(self._start)
+        order = np.lexsort((start, lane, ranks))
+        return Recording(
+            file=Path(where).name,
+            about={k: str(about.get(k, "")) for k in ("model", "fingerprint", "plan")},
+            num_ranks=self._num_ranks,
+            names=tuple(self._names),
+            rank=ranks[order],
+            lane=lane[order],
+            name=np.array(self._name, dtype=np.int32)[order],
+            start=start[order],
+            end=np.array(self._end)[order],
+            step=np.array(self._step, dtype=np.int64)[order],
+        )
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, or nothing."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None

@@ -1,0 +1,242 @@
+"""A report as one HTML file that needs nothing else.
+
+The files of `page/` are real
+HTML, CSS and ES modules without a build step: they are joined here into one style and one script,
+and the page's security policy allows these two by their hash and nothing else, no network at all.
+The data stands beside them as JSON in which nothing can end its element.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol
+
+from shardwise.errors import ShardwiseError
+from shardwise.ir import Graph
+from shardwise.messages.program import format_ranks, parse_ranks
+from shardwise.plans import Plan
+from shardwise.plans.search_result import GeneratedCode, GeneratedFile, PlanDetails
+from shardwise.report.document import Code, CodeFile
+from shardwise.report.sections import source_row
+
+FIRST = "main"  # the module that imports all others
+STYLES = ("base", "parts", "sections", "print")
+UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+HEIGHT = 760  # pixels of a report in a notebook
+
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+_PLACE = re.compile(r"<!--\s*(\w+)\s*-->")
+
+
+class Document(Protocol):
+    """What knows its own JSON."""
+
+    def to_json(self) -> Mapping[str, Any]: ...
+
+
+def render(document: Document | Mapping[str, Any]) -> str:
+    """Return the page of a report."""
+    data = document if isinstance(document, Mapping) else document.to_json()
+    style, script = _style(), _script()
+    title = str(data.get("title", "Shardwise")).encode(errors="replace").decode()
+    parts = {
+        "policy": f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">',
+        "title": f"<title>{html.escape(title)}</title>",
+        "style": f"<style>{style}</style>",
+        "data": f'<script type="application/json" id="report-data">{embedded(data)}</script>',
+        "script": f"<script>{script}</script>",
+    }
+    return _PLACE.sub(lambda found: parts[found[1]], _read("page.html"))
+
+
+def frame(page: str, height: int = HEIGHT) -> str:
+    """Return the page as an element of a notebook: it runs apart from the notebook's own page."""
+    return (
+        f'<iframe title="Shardwise report" sandbox="allow-scripts allow-modals" '
+        f'style="width:100%;height:{height}px;border:0" srcdoc="{html.escape(page)}"></iframe>'
+    )
+
+
+def embedded(data: Mapping[str, Any]) -> str:
+    r"""JSON for a script element: no character of it means anything to HTML.
+
+    >>> print(embedded({"name": "</script>"}))
+    {"name":"\u003c/script\u003e"}
+    """
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A lone surrogate has no UTF-8 form; the file could not be written.
+    text = re.sub(r"[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text.translate(UNSAFE)
+
+
+def _policy(style: str, script: str) -> str:
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _read(name: str) -> str:
+    return (files("shardwise.report") / "page" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _style() -> str:
+    return "\n".join(_read(f"{name}.css") for name in STYLES)
+
+
+@cache
+def _script() -> str:
+    """All modules in one: each a function that returns its exports, after those it imports."""
+    parts = [_module(name) for name in _ordered(FIRST, ())]
+    script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
+    assert "</script" not in script.lower()
+    assert "<!--" not in script
+    return script
+
+
+def _ordered(name: str, above: tuple[str, ...], seen: set[str] | None = None) -> Iterator[str]:
+    """Yield a module after all that it imports."""
+    assert name not in above, f"{name}.js imports itself through {above}"
+    seen = set() if seen is None else seen
+    if name in seen:
+        return
+    for _, other in _IMPORT.findall(_read(f"{name}.js")):
+        yield from _ordered(other, (*above, name), seen)
+    seen.add(name)
+    yield name
+
+
+def _module(name: str) -> str:
+    text = _read(f"{name}.js")
+    exports = ", ".join(_EXPORT.findall(text))
+    body = _EXPORT.sub("", _IMPORT.sub(r"const {\1} = $\2;\n", text))
+    assert not re.search(r"^(import|export)\b", body, re.MULTILINE), f"{name}.js: unknown form"
+    return f"const ${name} = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();"
+
+
+# The generated code next to the user's source lines.
+#
+# Generated files say in comments which line of the user's a group of statements came from; every
+# line below such a comment is of that line, until the next comment or the end of the function.
+
+
+QUICKLY = 3_000  # nodes up to which a plan's code is made in a few seconds
+MOST_CHARACTERS = 400_000  # of code in a plan's file
+COMMENT = re.compile(r"^\s*# .*\((?P<source>[^()]+:\d+)\)\s*$")
+DOCSTRING = re.compile(r'^\s*""".*\((?P<source>[^()]+:\d+)\)\."""\s*$')
+
+
+def with_code(plan: Plan, graph: Graph) -> Plan:
+    """Return the plan with its generated code among the details of its figures."""
+    code = generated_code(graph, plan.with_(search=None))
+    details = replace(plan.figures.details, code=code, code_missing="")
+    return plan.with_(search=replace(plan.figures, details=details))
+
+
+def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
+    """Return the same where it takes a few seconds and little room; else say what to type."""
+    if plan.search is None:
+        return plan
+    why = f"{len(graph.nodes):,} nodes take a while to compile"
+    if len(graph.nodes) <= QUICKLY:
+        try:
+            made = with_code(plan, graph)
+        except ShardwiseError as error:  # the plan is there all the same
+            why = f"The code could not be written ({error.message})"
+        else:
+            files = made.figures.details.code.files if made.figures.details.code else ()
+            length = sum(len(file.text) for file in files)
+            if length <= MOST_CHARACTERS:
+                return made
+            why = f"{len(files)} generated files of {length:,} characters are left out"
+    reason = f"{why} here. shardwise report plan.json {target}"
+    details = replace(plan.search.details, code_missing=reason)
+    return plan.with_(search=replace(plan.search, details=details))
+
+
+def generated_code(graph: Graph, plan: Plan) -> GeneratedCode:
+    """Return the generated files, and the text of every source line that they mention."""
+    from shardwise.api.compile import PipelineProgram, compile
+
+    program = compile(graph, plan)
+    if isinstance(program, PipelineProgram):
+        named = list(_pipeline_files(program))
+    else:
+        pairs = zip(program.sources, program.lowered.rank_programs, strict=True)
+        named = [(f"rank_{rank.ranks[0]}.py", rank.ranks, text) for text, rank in pairs]
+    files = tuple(
+        GeneratedFile(name=name, ranks=format_ranks(ranks), text=text)
+        for name, ranks, text in named
+    )
+    used = {source for file in files for source in _sources(file.text.splitlines()) if source}
+    texts = {node.source: node.source_text for node in graph.nodes if node.source in used}
+    return GeneratedCode(files=files, texts=texts)
+
+
+def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
+    """Return the files with the ranks that run them; stages that are written alike are one file."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    everyone = tuple(range(program.plan.num_ranks))
+    for name, text in program.text.files().items():
+        ranks = everyone
+        if name.startswith("stage_"):
+            ranks = program.lowered.stages[int(name.removesuffix(".py").split("_")[1])].ranks
+        first, before = found.get(text, (name, ()))
+        found[text] = (first, tuple(sorted({*before, *ranks})))
+    return [(name, ranks, text) for text, (name, ranks) in found.items()]
+
+
+def read_code(details: PlanDetails) -> Code | None:
+    """Return the code that a plan's file holds, if any."""
+    found = details.code
+    if found is None:
+        return None
+    numbers: dict[str, int] = {}
+    files = []
+    for file in found.files:
+        parse_ranks(file.ranks, "search.details.code")
+        lines = file.text.splitlines()
+        sources = [
+            numbers.setdefault(source, len(numbers)) if source else -1 for source in _sources(lines)
+        ]
+        files.append(
+            CodeFile(
+                name=file.name,
+                ranks=file.ranks,
+                lines=tuple(lines),
+                sources=tuple(sources),
+            )
+        )
+    return Code(
+        files=tuple(files),
+        sources=tuple(source_row(source, found.texts.get(source, "")) for source in numbers),
+    )
+
+
+def _sources(lines: Iterable[str]) -> list[str]:
+    """Of every line, the user's line that it came from, or ""."""
+    found, current, depth = [], "", 0
+    for line in lines:
+        told = COMMENT.match(line) or DOCSTRING.match(line)
+        indent = len(line) - len(line.lstrip())
+        if told is not None:
+            current, depth = told["source"], indent
+        elif line.strip() and (indent < depth or line.lstrip().startswith(("def ", "class ", "#"))):
+            current = ""
+        found.append(current)
+    return found

@@ -1,0 +1,501 @@
+"""What one rank does for one micro-batch, node by node, before anything is timed.
+
+Times follow from a cluster (`times`), memory from liveness (`memory`).
+
+Nearly everything is linear in the rows of a micro-batch: `between` gives the work of any number of
+rows from that of two programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster import Mesh
+from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
+from shardwise.ir import Graph, Ref
+from shardwise.layouts.problem import Assignment
+from shardwise.plans import Plan, Resolved, model_fingerprint
+from shardwise.program.lower import lower_place
+from shardwise.program.program import RankProgram, Step
+from shardwise.redistribution import REDISTRIBUTIONS
+from shardwise.runtime.recompute import PASSING
+from shardwise.sharding.factors import Facts
+from shardwise.shares import Shares, part
+from shardwise.simulation.folded_graph import FoldedGraph
+from shardwise.simulation.liveness import DEFERRED, Liveness, Moment, is_cheap
+
+Floats = NDArray[np.float64]
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is what only gradients of parameters need
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, the node that it belongs to, and when it runs."""
+
+    node: int
+    phase: int
+    kernel: Kernel
+    product: bool = False  # its result is kept by selective recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCollective:
+    """A collective over mesh axes that a node waits for."""
+
+    node: int
+    phase: int
+    op: str
+    axes: tuple[str, ...]
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """A parameter as a rank holds it; `node` is the first that uses it, `others` the rest."""
+
+    name: str
+    node: int
+    others: tuple[int, ...]
+    numel: int
+    itemsize: int
+    sync: tuple[str, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Arrays have one entry per node of the small graph, in bytes."""
+
+    rows: float
+    launches: tuple[Launch, ...]
+    calls: tuple[tuple[int, Signature, bool], ...]  # node, call, whether a product: to look up
+    collectives: tuple[NodeCollective, ...]
+    parameters: tuple[LocalParameter, ...]
+    saved: Floats  # made here and kept for backward
+    saved_full: Floats  # the same where blocks are recomputed
+    saved_selective: Floats  # the same where blocks keep their products only
+    held: Floats  # the same bytes at the first node whose backward needs them
+    held_full: Floats
+    held_selective: Floats
+    entering: Floats  # of these, what comes from another block
+    entering_full: Floats
+    entering_selective: Floats
+    unsaved: Floats  # alive after this node without being kept
+    unsaved_full: Floats
+    unsaved_selective: Floats
+    shared: Floats  # kept before and after this node, of the batch alone: each stage has its own
+    gradients: Floats  # of values, alive when the node's backward begins
+    forward_extra: Floats  # results and memory of its own while the node runs
+    backward_extra: Floats
+    waiting: Floats  # of operands and gradients that gradients of weights wait for
+    crossing: Floats  # made before this node, used by it or later: what a cut here would send
+    buffers: Floats  # buffers and constants that are first used here
+    inputs_bytes: float  # the rank's part of the batch
+    batch_bytes: float  # the whole batch
+    notes: tuple[str, ...] = ()
+
+    ARRAYS = (
+        "saved", "saved_full", "saved_selective", "held", "held_full", "held_selective",
+        "entering", "entering_full", "entering_selective",
+        "unsaved", "unsaved_full", "unsaved_selective", "shared", "gradients", "forward_extra",
+        "backward_extra", "waiting", "crossing",
+    )  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        """Of all kernels, forward and backward."""
+        return sum(launch.kernel.flops for launch in self.launches)
+
+    @property
+    def moved_bytes(self) -> float:
+        """That all kernels read and write."""
+        return sum(launch.kernel.bytes for launch in self.launches)
+
+    def between(self, other: Workload, rows: float) -> Workload:
+        """The work of another number of rows, on the line through this one and `other`."""
+        share = (rows - self.rows) / (other.rows - self.rows)
+
+        def line(a: float, b: float) -> float:
+            return max(a + (b - a) * share, 0.0)
+
+        arrays: dict[str, Any] = {name: self._array(other, name, share) for name in self.ARRAYS}
+        return replace(
+            self,
+            rows=rows,
+            inputs_bytes=line(self.inputs_bytes, other.inputs_bytes),
+            launches=tuple(
+                replace(a, kernel=_between(a.kernel, b.kernel, line))
+                for a, b in zip(self.launches, other.launches, strict=True)
+            ),
+            collectives=tuple(
+                replace(a, num_bytes=line(a.num_bytes, b.num_bytes))
+                for a, b in zip(self.collectives, other.collectives, strict=True)
+            ),
+            **arrays,
+        )
+
+    def _array(self, other: Workload, name: str, share: float) -> Floats:
+        mine, theirs = getattr(self, name), getattr(other, name)
+        found: Floats = np.maximum(mine + (theirs - mine) * share, 0.0)
+        return found
+
+    def alike(self, other: Workload) -> bool:
+        """Whether both have the same kernels and collectives, in other sizes."""
+        return [(x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in self.launches] == [
+            (x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in other.launches
+        ] and [(t.node, t.op, t.axes) for t in self.collectives] == [
+            (t.node, t.op, t.axes) for t in other.collectives
+        ]
+
+
+def _between(a: Kernel, b: Kernel, line: object) -> Kernel:
+    shape = tuple(max(1, round(line(x, y))) for x, y in zip(a.shape, b.shape, strict=True))  # type: ignore[operator]
+    return replace(a, flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes), shape=shape)  # type: ignore[operator]
+
+
+def work_of(program: RankProgram, graph: Graph, blocks: Sequence[str], rows: float) -> Workload:
+    """The work of a rank's program, for a micro-batch of `rows`."""
+    return _Reader(program, graph, blocks).read(rows)
+
+
+class _Reader:
+    """One pass over the steps of a program."""
+
+    def __init__(self, program: RankProgram, graph: Graph, blocks: Sequence[str]) -> None:
+        self.program, self.graph, self.blocks = program, graph, blocks
+        self.index = {node.name: i for i, node in enumerate(graph.nodes)}
+        self.parameters = {p.value for p in graph.parameters}
+        self.root: dict[str, str] = {}  # a view -> what has the memory
+        self.made: dict[str, int] = {}  # memory -> the node that makes it
+        self.used: dict[str, list[int]] = {}  # memory -> nodes that use it
+        self.moments: list[Moment] = []
+        self.strides: dict[str, tuple[int, ...]] = {}
+        self.calls: list[tuple[int, Signature, bool]] = []
+        self.launches: list[Launch] = []
+        self.collectives: list[NodeCollective] = []
+        self.notes: dict[str, None] = {}
+
+    def read(self, rows: float) -> Workload:
+        at = 0
+        for step in self.program.steps:
+            at = self.index.get(step.node, at)
+            if step.is_move:
+                self._move(step, at)
+            else:
+                self._call(step, at)
+        return Workload(
+            rows=rows,
+            launches=tuple(self.launches),
+            calls=tuple(self.calls),
+            collectives=tuple(self.collectives),
+            parameters=tuple(self._parameters()),
+            inputs_bytes=float(sum(self._bytes(i.value) for i in self.graph.inputs)),
+            batch_bytes=float(sum(self._whole_bytes(i.value) for i in self.graph.inputs)),
+            notes=tuple(self.notes),
+            **self._memory(),
+        )
+
+    def _bytes(self, name: str) -> int:
+        return self.program.values[name].type.num_bytes
+
+    def _whole_bytes(self, name: str) -> int:
+        return self.graph.values[name].num_bytes
+
+    def _has_grad(self, name: str) -> bool:
+        return self.program.values[name].value in self.program.carries_grad
+
+    def _use(self, name: str, at: int) -> str:
+        root = self.root.get(name, name)
+        self.used.setdefault(root, []).append(at)
+        return root
+
+    def _move(self, step: Step, at: int) -> None:
+        source, target = step.inputs[0], step.outputs[0]
+        self._use(source, at)
+        self.made[target] = at
+        move = REDISTRIBUTIONS[step.fn]
+        whole = move.num_bytes(float(self._bytes(source)), float(self._bytes(target)))
+        for phase, op in ((FORWARD, move.forward.collective), (BACKWARD, move.backward.collective)):
+            if op and (phase == FORWARD or self._has_grad(source)):
+                self.collectives.append(NodeCollective(at, phase, op, step.axes, whole))
+        gave, back = move.forward.copies, move.backward.copies
+        if step.fn in ("rt.shard", "rt.take") and self._is_outermost(step):
+            gave = 0  # a part of the whole's memory
+        if not gave:
+            self.root[target] = self.root.get(source, source)
+            del self.made[target]
+        size, from_size = float(self._bytes(target)), float(self._bytes(source))
+        self.moments.append(
+            Moment(
+                node=at,
+                operands=(source,),
+                results=((target, self.root.get(target, target)),),
+                made_bytes=size * min(gave, 1) + max(size, from_size) * max(gave - 1, 0),
+                gradients=((source, from_size * min(back, 1)),) if self._has_grad(source) else (),
+                backward_temporary_bytes=max(size, from_size) * max(back - 1, 0),
+                is_move=True,
+                passing=True,
+            )
+        )
+
+    def _is_outermost(self, step: Step) -> bool:
+        """Whether the dim that a move cuts has nothing but dims of one element before it."""
+        dim = next((arg for arg in step.args if isinstance(arg, int)), 0)
+        shape = self.program.values[step.inputs[0]].type.shape
+        return all(size == 1 for size in shape[: dim % max(len(shape), 1)])
+
+    def _call(self, step: Step, at: int) -> None:
+        call = self._signature(step)
+        cost = cost_of(call)
+        if cost.note:
+            self.notes.setdefault(cost.note)
+        roots = [self._use(n, at) for n in step.inputs]
+        self._launch(call, cost, at)
+        self._define(step, cost, roots, at)
+        for phase, found in ((FORWARD, cost.collectives), (BACKWARD, cost.backward_collectives)):
+            self.collectives += [
+                NodeCollective(at, phase, t.op, t.axes, float(t.num_bytes)) for t in found
+            ]
+        self.moments.append(self._moment(step, cost, roots, at))
+
+    def _moment(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> Moment:
+        memory = [self.root.get(out, out) for out in step.outputs]
+        keeps: set[str] = set()
+        own: list[float] = []
+        for saved in cost.saved:
+            if saved.operand is not None:
+                keeps.add(roots[saved.operand])
+            elif saved.result is not None:
+                keeps.add(memory[saved.result])
+            else:
+                own.append(float(saved.num_bytes))
+        made = sum(self._bytes(o) for o, m in zip(step.outputs, memory, strict=True) if o == m)
+        trained = [(step.inputs[i], float(size)) for i, size in cost.gradients]
+        return Moment(
+            node=at,
+            operands=step.inputs,
+            results=tuple(zip(step.outputs, memory, strict=True)),
+            keeps=frozenset(keeps),
+            own_bytes=sum(own),
+            result_bytes=own[0] if own else 0.0,
+            made_bytes=made + sum(own) + cost.forward_temporary_bytes,
+            gradients=tuple((n, size) for n, size in trained if n not in self.parameters),
+            backward_temporary_bytes=float(cost.backward_temporary_bytes),
+            product=any(k.kind != "memory" and not is_cheap(k) for k in cost.forward),
+            waits=bool(cost.weight) and step.fn.split(".")[1] in DEFERRED,
+            passing="::".join(step.fn.split(".")[:2]) in PASSING,
+        )
+
+    def _signature(self, step: Step) -> Signature:
+        names = step.inputs
+        trained = step.grad_enabled and any(self._has_grad(o) for o in step.outputs)
+        return call_signature(
+            step.fn,
+            step.args,
+            step.kwargs,
+            [self.program.values[n].type for n in names],
+            frozenset(i for i, n in enumerate(names) if trained and self._has_grad(n)),
+            frozenset(i for i, n in enumerate(names) if n in self.parameters),
+            results=[self.program.values[o].type for o in step.outputs],
+            strides=[self.strides.get(n) for n in names],
+            autocast=step.autocast,
+            function=self.graph.functions.get(step.fn),
+        )
+
+    def _define(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> None:
+        """Note what a call makes: memory of its own, or other views of an operand's."""
+        for index, out in enumerate(step.outputs):
+            alias = cost.aliases[index] if index < len(cost.aliases) else None
+            if alias is not None:
+                self.root[out] = roots[alias]
+            else:
+                self.made[out] = at
+            if index < len(cost.strides) and not _is_dense(
+                self.program.values[out].type.shape, cost.strides[index]
+            ):
+                self.strides[out] = cost.strides[index]
+
+    def _launch(self, call: Signature, cost: CallCost, at: int) -> None:
+        product = any(kernel.kind != "memory" for kernel in cost.forward)
+        self.calls.append((at, call, product))
+        self.launches += [Launch(at, FORWARD, k, product) for k in cost.forward]
+        weight = list(cost.weight)
+        for kernel in cost.backward:
+            if kernel in weight:
+                weight.remove(kernel)
+                self.launches.append(Launch(at, WEIGHT, kernel))
+            else:
+                self.launches.append(Launch(at, BACKWARD, kernel))
+
+    def _memory(self) -> dict[str, Floats]:
+        values = self.program.values
+        trained = frozenset(n for n, v in values.items() if v.value in self.program.carries_grad)
+        sizes = {n: float(v.type.num_bytes) for n, v in values.items()}
+        shown = {leaf.name for leaf in self.graph.outputs if isinstance(leaf, Ref)}
+        shown = {self.root.get(name, name) for name in shown}
+        found = Liveness(self.moments, self.blocks, sizes, trained, frozenset(shown)).arrays()
+        count = len(self.graph.nodes)
+        crossing = np.zeros(count + 1)
+        for name, last in self._original().items():
+            at, size = self.made[name], self._bytes(name)
+            crossing[at + 1] += size
+            crossing[last + 1] -= size
+        found["crossing"] = np.cumsum(crossing)[:count]
+        found["buffers"] = np.zeros(count)
+        fixed = [b.value for b in self.graph.buffers] + [c.value for c in self.graph.constants]
+        for value in fixed:
+            if users := self.used.get(value):
+                found["buffers"][min(users)] += self._whole_bytes(value)
+        return found
+
+    def _original(self) -> Mapping[str, int]:
+        """Values that the graph's nodes make and later nodes use, with their last use."""
+        last: dict[str, int] = {}
+        for index, node in enumerate(self.graph.nodes):
+            for name in node.inputs:
+                root = self.root.get(name, name)
+                if root in self.made and self._has_grad(root):
+                    last[root] = index
+        return last
+
+    def _parameters(self) -> Iterator[LocalParameter]:
+        for storage in self.program.parameters:
+            users = sorted(set(self.used.get(storage.value, ())))
+            if users:
+                numel = int(np.prod(storage.local_shape, dtype=np.int64))
+                yield LocalParameter(
+                    name=storage.name,
+                    node=users[0],
+                    others=tuple(users[1:]),
+                    numel=numel,
+                    itemsize=storage.dtype.itemsize,
+                    sync=storage.sync,
+                    requires_grad=storage.requires_grad,
+                )
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+# The workload of a model with given layouts, for micro-batches of any number of rows.
+#
+# The lowered program of a few numbers of rows is read; others are interpolated where the workload
+# is linear in the rows.
+
+
+TOLERANCE = 0.02  # of flops and bytes, up to which work counts as linear in rows
+
+
+class WorkloadModel:
+    """Workload by rows; `assignments` hold for every number of ranks along batch axes."""
+
+    def __init__(
+        self,
+        fold: FoldedGraph,
+        facts: Facts,
+        assignments: tuple[Assignment, ...],
+        roles: dict[str, str],
+    ) -> None:
+        self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
+        self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
+        self.rows = batch_rows(fold.graph)
+        self._exact: dict[int, Workload] = {}  # by parts, even or `Shares`
+        self._between: dict[float, Workload] = {}
+        self._line: tuple[Workload, Workload] | None = None
+
+    def at(self, rows: float, *, exact: bool = False) -> Workload:
+        """The work of a rank whose micro-batch has `rows` of the batch.
+
+        `exact` lowers a program for them, so that every call has its shapes.
+        """
+        if not self.batch or self.rows <= 1 or rows >= self.rows:
+            return self._lowered(1)
+        if exact:
+            return self._lowered(self._division(min(self.rows, max(1, round(rows)))))
+        if self._line is None:
+            self._line = self._find_line()
+        low, high = self._line
+        if low is high:  # not linear: other axes cut the rows as well
+            return self._lowered(max(1, min(self.rows, round(self.rows / rows))))
+        if rows not in self._between:
+            self._between[rows] = low.between(high, rows)
+        return self._between[rows]
+
+    def _find_line(self) -> tuple[Workload, Workload]:
+        """Two programs of few rows, if a third one is on the line through them."""
+        if self.rows < 4:
+            one, more = self._lowered(self.rows), self._lowered(1)
+            return one, more if one.rows < more.rows and one.alike(more) else one
+        for least in (2, 1, 4):  # one row alone may be a view where more need a copy
+            one, two, more = (self._lowered(-(-self.rows // (least * k))) for k in (1, 2, 4))
+            grows = one.rows < two.rows < more.rows and one.alike(two) and one.alike(more)
+            if grows and all(_on_line(one, two, other) for other in (more, self._lowered(1))):
+                return one, two
+        return one, one
+
+    def _division(self, rows: int) -> int:
+        """Parts of which the first has `rows`."""
+        parts = -(-self.rows // rows)
+        return parts if -(-self.rows // parts) == rows else Shares.of([rows, self.rows - rows])
+
+    def _lowered(self, parts: int) -> Workload:
+        if parts not in self._exact:
+            rows = part(self.rows, parts, 0)[1] if self.batch else self.rows
+            program = lower_place(self._resolved(parts), 0)
+            blocks = _small_blocks(self.fold)
+            self._exact[parts] = work_of(program, self.fold.graph, blocks, rows)
+        return self._exact[parts]
+
+    def _resolved(self, parts: int) -> Resolved:
+        found = []
+        for assignment in self.assignments:
+            ranks = assignment.ranks
+            if self.roles[assignment.axis] == "batch":
+                if parts == 1:  # nothing is cut: a plan's mesh has no such axis
+                    continue
+                ranks = parts if assignment.axis == self.batch[0] else 1
+            found.append(replace(assignment, ranks=ranks))
+        graph = self.fold.graph
+        plan = Plan(
+            name="work",
+            model=graph.name,
+            fingerprint=model_fingerprint(graph),
+            mesh=Mesh(axes=tuple((a.axis, a.ranks) for a in found)),
+            roles={a.axis: self.roles[a.axis] for a in found},
+        )
+        return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(found))
+
+
+def _on_line(one: Workload, two: Workload, other: Workload) -> bool:
+    """Whether a third program's flops and bytes are on the line through two."""
+    line = one.between(two, other.rows)
+    return all(
+        abs(getattr(line, name) - getattr(other, name)) <= TOLERANCE * getattr(other, name)
+        for name in ("flops", "moved_bytes")
+    )
+
+
+def batch_rows(graph: Graph) -> int:
+    """The rows of the batch: the most common first size of the inputs."""
+    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if graph.values[i.value].shape]
+    return max(set(sizes), key=lambda s: (sizes.count(s), s), default=1)
+
+
+def _small_blocks(fold: FoldedGraph) -> list[str]:
+    """The block of every node of the small graph."""
+    blocks = [""] * len(fold.graph.nodes)
+    for at, node in enumerate(fold.order):
+        if node >= 0 and not blocks[node]:
+            blocks[node] = fold.blocks[at]
+    return blocks

@@ -1,0 +1,1 @@
+"""Measuring plans on this machine and choosing the fastest."""

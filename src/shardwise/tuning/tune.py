@@ -1,0 +1,302 @@
+"""`tune`: search for a plan with times measured on one of the machines it is for."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Unpack
+
+from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.errors import InfeasiblePlan, RankError
+from shardwise.ir import Graph
+from shardwise.planner.figures import with_figures
+from shardwise.planner.options import SearchOptions, known_options
+from shardwise.planner.plan import plan
+from shardwise.plans import Plan
+from shardwise.simulation.estimate import simulate
+from shardwise.tuning.measurement_server import (
+    ProvingGround,
+    measure_plan,
+    proving_ground,
+    rehearsed,
+)
+from shardwise.tuning.race import can_try, fitting
+
+KINDS: tuple[dict[str, int], ...] = (  # from the simplest
+    {"pp": 1, "tp": 1, "num_microbatches": 1},
+    {"pp": 1, "tp": 1},
+    {"pp": 1},
+    {},
+)
+ROUNDS = 3  # of rehearsing a plan and planning with what that took
+MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
+ZEROS = (0, 1, 2)  # tried of a kind: they differ by less than predictions do
+FAR = 1.5  # of the best prediction: what a plan may be predicted to take, to be tried
+MOST = 12  # plans that are tried
+EQUAL = 0.01  # of the step: medians of a trial differ by as much
+FITS, FITTED = 12, 0.005  # corrections of a prediction by what was measured, and their end
+
+
+@known_options("sw.tune")
+def tune(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    table: OpTable | None = None,
+    progress: bool = True,
+    **options: Unpack[SearchOptions],
+) -> Plan:
+    """Return the fastest plan by times measured on this machine.
+
+    For each kind of plan (`KINDS`), `tune` makes a plan, measures the operators it calls, plans
+    again with these times, times the compute of the result, and repeats until a plan recurs.
+    If all ranks of the cluster fit on this machine, the most promising plans are then raced with
+    all their communication, and the fastest wins. Otherwise the plan with the best prediction
+    wins, where one with more kinds of parallelism must be faster by `MARGIN`. Options are those of
+    `plan`. Times measured on the way are added to `table`; `progress` prints every candidate.
+    """
+    table = OpTable() if table is None else table
+    found = OpTable()
+    found.merge(table)
+    with proving_ground(graph, cluster) as ground:
+        report = _print_line if progress else _ignore
+        tuning = _Tuning(ground, {**options, "progress": progress, "all_devices": True}, report)
+        for kind in KINDS:
+            if not all(options.get(name, value) == value for name, value in kind.items()):
+                continue
+            try:
+                found = tuning.rounds(found, kind)
+            except InfeasiblePlan:
+                if kind:  # more kinds of parallelism may fit
+                    continue
+                raise
+        best = tuning.tried_out(found) or tuning.predicted()
+    made = tuning.reported(best, found.with_programs(best.programs))
+    table.merge(found)
+    table.programs = list(best.programs)
+    return made
+
+
+def _print_line(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A plan, its step as predicted or measured, and what its programs took over their calls.
+
+    `cluster` is the one that it was made for: the machines, or these as if they shared no memory.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    seconds: float
+    programs: list[tuple[str, float, float]]
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Ranks of stages and of tensors, micro-batches."""
+        return tuple(getattr(self.plan.figures.best.config, name) for name in KINDS[0])
+
+    @property
+    def what(self) -> str:
+        ways = dict.fromkeys(choice.uses for choice in self.plan.collectives)
+        return ", ".join([self.plan.figures.best.what, *(f"{way} collectives" for way in ways)])
+
+
+class _Tuning:
+    """The candidates of one model on one cluster."""
+
+    def __init__(
+        self,
+        ground: ProvingGround,
+        options: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> None:
+        self.ground, self.options, self.report = ground, options, report
+        self.graph, self.cluster = ground.graph, ground.cluster
+        self.candidates: list[_Candidate] = []
+
+    def rounds(self, table: OpTable, kind: Mapping[str, int]) -> OpTable:
+        """Adds plans of one kind, each the best by what the one before it took."""
+        programs = table.programs
+        for _ in range(ROUNDS):
+            made, table = self._measured_plan(table.with_programs(programs), kind)
+            if any(_same(made, candidate.plan) for candidate in self.candidates):
+                break
+            programs = self._add(made, table).programs
+        return table
+
+    def _add(self, made: Plan, table: OpTable) -> _Candidate:
+        told = len(table.notes)
+        programs = rehearsed(self.ground, made, table)
+        own = simulate(self.graph, made, self.cluster, table=table.with_programs(programs))
+        candidate = _Candidate(
+            plan=made, cluster=self.cluster, seconds=own.step_time_s, programs=programs
+        )
+        self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms predicted")
+        for note in table.notes[told:]:
+            self.report(note)
+        self.candidates.append(candidate)
+        return candidate
+
+    def _measured_plan(self, table: OpTable, kind: Mapping[str, int]) -> tuple[Plan, OpTable]:
+        """The best plan by measured times of the calls of a first one."""
+        options = {**self.options, **kind}
+        first = plan(self.graph, self.cluster, table=table, **options)
+        ground = self.ground
+        measured = measure_plan(self.graph, first, self.cluster, table=table, ground=ground)
+        if len(measured.entries) == len(table.entries):
+            return first, measured
+        return plan(self.graph, self.cluster, table=measured, **options), measured
+
+    def known(self) -> list[_Candidate]:
+        """Those that were rehearsed; all where none could be.
+
+        One that failed looks quicker than it is: by the sum of its calls alone.
+        """
+        return [c for c in self.candidates if c.programs] or self.candidates
+
+    def predicted(self) -> _Candidate:
+        """The quickest by prediction."""
+        best, *others = self.known()
+        for candidate in others:
+            least = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
+            best = candidate if candidate.seconds < least else best
+        return best
+
+    # ------------------------------------------------------------ run against each other
+
+    def tried_out(self, table: OpTable) -> _Candidate | None:
+        """The quickest of those that ran here; None where they cannot, or there is one only."""
+        if not can_try(self.cluster):
+            return None
+        known = [*self.known()]
+        for variant in self._variants(table):
+            if not any(_same(variant.plan, candidate.plan) for candidate in known):
+                known.append(variant)
+        known += [self._by_library(c, table) for c in known if c.plan.collectives]
+        least = min(c.seconds for c in known)
+        near = _in_turns([c for c in known if c.seconds <= FAR * least])[:MOST]
+        plans = fitting([c.plan for c in near], self.cluster)
+        if len(plans) < 2:
+            return None
+        try:
+            seconds = self.ground.try_plans(plans)
+        except RankError as error:
+            self.report(f"plans were not tried: {error.message}")
+            return None
+        found = [replace(c, seconds=s) for c, s in zip(near, seconds, strict=False)]
+        for candidate in found:
+            self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms measured")
+        best = _quickest(found)
+        return replace(best, programs=self._fitted(best, table))
+
+    def _variants(self, table: OpTable) -> Iterator[_Candidate]:
+        """The simplest and the most promising kind with each level of zero, where that is open.
+
+        Their programs compute as much as that of the best of their kind, and are not rehearsed.
+        """
+        zero = self.options.get("zero")
+        levels = ZEROS if zero is None else (zero,)
+        simplest = tuple(KINDS[0].values())
+        kinds = dict.fromkeys((simplest, self.predicted().kind))
+        for kind, level in product(kinds, levels):
+            alike = [c for c in self.known() if c.kind == kind]
+            if not alike:
+                continue
+            best = min(alike, key=lambda c: c.seconds)
+            own = table.with_programs(best.programs)
+            options = {**self.options, **dict(zip(KINDS[0], kind, strict=True)), "zero": level}
+            try:
+                made = plan(self.graph, self.cluster, table=own, **options)
+            except InfeasiblePlan:
+                continue
+            yield self._predicted(best, made, self.cluster, own)
+
+    def _by_library(self, candidate: _Candidate, table: OpTable) -> _Candidate:
+        """The same plan with the library's collectives."""
+        own = table.with_programs(candidate.programs)
+        made = candidate.plan.with_(collectives=())
+        return self._predicted(candidate, made, _without_shared_memory(self.cluster), own)
+
+    def _predicted(
+        self, like: _Candidate, made: Plan, cluster: Cluster, table: OpTable
+    ) -> _Candidate:
+        own = simulate(self.graph, made, self.cluster, table=table)
+        return replace(like, plan=made, cluster=cluster, seconds=own.step_time_s)
+
+    def _fitted(self, best: _Candidate, table: OpTable) -> list[tuple[str, float, float]]:
+        """The programs' factors with which the prediction is what was measured.
+
+        What rehearsals lack is here: messages that meet each other, and ranks that wait.
+        """
+        programs = best.programs or [(self.cluster.device(0).name, 1.0, 1.0)]
+        for _ in range(FITS):
+            known = table.with_programs(programs)
+            predicted = simulate(self.graph, best.plan, self.cluster, table=known).step_time_s
+            by = best.seconds / predicted
+            if abs(by - 1) < FITTED:
+                break
+            programs = [(device, by * t, by * u) for device, t, u in programs]
+        return programs
+
+    def reported(self, best: _Candidate, table: OpTable) -> Plan:
+        """The same plan with the figures of its own run.
+
+        Where its settings lead to another, by what was measured, there are no runners-up.
+        """
+        config = best.plan.figures.best.config
+        assert config is not None
+        names = ["dp", "tp", "pp", "schedule", "num_microbatches", "recompute", "offload"]
+        names += ["zero"] if config.outer is None else []  # one level for all
+        fixed = {n: v for n in names if (v := getattr(config, n)) not in (None, "")}
+        again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
+        if _same(again, best.plan):
+            found = again.figures
+            cluster = replace(found.cluster, fingerprint=self.cluster.fingerprint)
+            return again.with_(search=replace(found, cluster=cluster))
+        made = with_figures(self.graph, best.plan, self.cluster, table)
+        named = replace(made.figures.best, what=best.plan.figures.best.what, config=config)
+        return made.with_(search=replace(made.figures, best=named))
+
+
+def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """The most promising of every kind, then the second of every kind, and so on.
+
+    Predictions are wrong in the same way within a kind: one that looks too quick fills no trial.
+    """
+    before: Counter[tuple[int, ...]] = Counter()
+    turns: list[tuple[int, _Candidate]] = []
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        turns.append((before[candidate.kind], candidate))
+        before[candidate.kind] += 1
+    return [candidate for _, candidate in sorted(turns, key=lambda turn: turn[0])]
+
+
+def _quickest(candidates: Sequence[_Candidate]) -> _Candidate:
+    """The quickest; of those that are as quick, the simplest."""
+    least = min(c.seconds for c in candidates)
+    equal = [c for c in candidates if c.seconds <= (1 + EQUAL) * least]
+    return min(equal, key=lambda c: (c.kind, c.seconds))
+
+
+def _without_shared_memory(cluster: Cluster) -> Cluster:
+    """The same machines, whose ranks send all that they exchange."""
+    nodes = tuple(
+        replace(node, link=replace(node.link, shared=())) if node.link else node
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return one.with_(search=None) == other.with_(search=None)

@@ -1,0 +1,119 @@
+"""Collectives of a plan, tried on the ranks that will run them: `sw.collectives.tune(plan)`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cost.selection import saves_enough
+from shardwise.errors import ProgramError
+from shardwise.messages import CollectiveChoice
+from shardwise.messages.choice import REFERENCE_BYTES
+from shardwise.plans import Plan
+from shardwise.runtime.rendezvous import require_ranks, starting
+from shardwise.runtime.transport.base import Group
+from shardwise.runtime.transport.process_group import ProcessGroupTransport
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the chunks that the model chose
+ROUNDS = 3
+ITEM_BYTES = 4
+
+
+def tune(
+    plan: Plan, *, num_bytes: int = REFERENCE_BYTES, rounds: int = ROUNDS, timeout_s: float = 60.0
+) -> Plan:
+    """The plan with measured sizes of chunks; all ranks of the plan call it and get the same.
+
+    Each choice is tried with chunks of some sizes on data of `num_bytes`, in turns with the
+    library, `rounds` times; the medians decide. The library is taken back where no size saves a
+    tenth of its time.
+    """
+    if num_bytes < 1 or rounds < 1 or not 0 < timeout_s < math.inf:
+        raise ProgramError(
+            f"{num_bytes} bytes, {rounds} rounds and {timeout_s:g} s measure nothing",
+            hint="sw.collectives.tune(plan, num_bytes=2**24, rounds=3, timeout_s=60.0)",
+        )
+    trials = [list(_trials(choice)) for choice in plan.collectives]
+    if all(len(each) < 2 for each in trials):
+        return plan
+    with starting(timeout_s) as agree:
+        require_ranks(plan.num_ranks)
+        agree(f"tune {num_bytes} {rounds} {plan.collectives}")
+    tuner = _Tuner(plan, num_bytes, rounds, timeout_s)
+    made = [_best(each, tuner.seconds(each)) if len(each) > 1 else each[0] for each in trials]
+    return plan.with_(collectives=tuple(made))
+
+
+def _trials(choice: CollectiveChoice) -> Iterator[CollectiveChoice]:
+    """The choice as it is, with other chunks, and the library last."""
+    if choice.is_library:
+        yield choice
+        return
+    for factor in FACTORS if choice.has_trees else (1.0,):
+        yield replace(choice, chunk_bytes=round(choice.chunk_bytes * factor))
+    yield replace(
+        choice, uses="library", forests=(), chunk_bytes=0, min_bytes=0, latency_s=0, s_per_byte=0
+    )
+
+
+def _best(trials: Sequence[CollectiveChoice], seconds: Sequence[float]) -> CollectiveChoice:
+    """The fastest, told with what was measured; the library unless that saves enough."""
+    *others, library = zip(trials, seconds, strict=True)
+    choice, least = min(others, key=lambda pair: pair[1])
+    taken = choice if saves_enough(library[1], least) else library[0]
+    measured = {"library measured": library[1], f"{choice.uses} measured": least}
+    return replace(taken, predicted_s={**choice.predicted_s, **measured})
+
+
+class _Tuner:
+    """Measures choices on the processes of a plan."""
+
+    def __init__(self, plan: Plan, num_bytes: int, rounds: int, timeout_s: float) -> None:
+        self.numel, self.rounds = max(1, num_bytes // ITEM_BYTES), rounds
+        groups = dict.fromkeys(ranks for choice in plan.collectives for ranks in choice.groups)
+        self.transport = ProcessGroupTransport(groups, timeout_s)
+
+    def seconds(self, trials: Sequence[CollectiveChoice]) -> list[float]:
+        """Of each trial the median over rounds of the slowest rank's time; alike on all ranks."""
+        from shardwise.collectives.derive import derive
+
+        rank, groups = dist.get_rank(), trials[0].groups
+        mine = next((ranks for ranks in groups if rank in ranks), None)
+        ways = []
+        for trial in trials:
+            self.transport.use([replace(trial, min_bytes=0)], derive)
+            ways.append(self.transport.ways)
+        samples = torch.zeros(self.rounds + 1, len(trials), dtype=torch.float64)
+        for turn in range(self.rounds + 1):  # the first makes programs and connections
+            for number, way in enumerate(ways):
+                self.transport.ways = way
+                dist.barrier()
+                if mine is not None:
+                    group = Group(mine, mine.index(rank))
+                    samples[turn, number] = _timed(self._call(trials[0].operation, group))
+        dist.all_reduce(samples, dist.ReduceOp.MAX)
+        return [median(column) for column in samples[1:].T.tolist()]
+
+    def _call(self, operation: str, group: Group) -> Callable[[], object]:
+        whole = torch.ones(self.numel)
+        ends = [self.numel * i // group.size for i in range(group.size + 1)]
+        sizes = [b - a for a, b in pairwise(ends)]
+        if operation == "all_reduce":
+            return lambda: self.transport.all_reduce(whole, "sum", group).wait()
+        if operation == "reduce_scatter":
+            return lambda: self.transport.reduce_scatter(whole, sizes, group).wait()
+        part = torch.ones(sizes[group.index])
+        return lambda: self.transport.all_gather(part, sizes, group, whole).wait()
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
