@@ -1,24 +1,249 @@
-"""Rules of unknown operators, found by executing them on small inputs.
+"""Discover the rules of unknown operators by executing them on small random inputs.
 
-For every dim of every operand: cut it, together with dims of the same size of the other operands
-or alone, and see whether the results are shards along one of their dims, or partial sums. What
-holds on all trials becomes an axis; everything else is frozen.
-
-Enters: a `Call` whose operator the table does not know. Leaves: a `NodeRule` with `discovered`
-set; an operator that cannot be tried is left whole, with the reason. It never raises, and the
-same call gives the same rule in every process.
+For every dim of every operand: shard it, together with dims of the same size of the other operands
+or alone, and see whether the results are shards along one of their dims, or partial sums, forward
+and, where the operator is differentiable, backward. What holds in all trials becomes an axis;
+everything else is frozen. An operator that cannot be tried is left replicated, with the reason.
+Discovery never raises, and the same call gives the same rule in every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice, product
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from shardwise.ir import Ref, format_arg, map_refs
 from shardwise.ir.schema import operator
 from shardwise.sharding.rule import Axis, Call, Dim, NodeRule, whole_rule
-from shardwise.sharding.trials import Hypothesis, NotExecutable, Run, Trial, make_trials
+
+Run = Callable[..., Any]
+SMALL = (5, 7, 11, 13, 17, 19, 23, 29)  # distinct and prime: no size is a product by chance
+MAX_ELEMENTS = 1 << 20
+
+
+class NotExecutable(Exception):
+    """The operator cannot be tried; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One axis: the dim that contains it, of every operand and result; None where none does.
+
+    A result without it is a partial sum.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One set of inputs with the whole call's results and gradients."""
+
+    call: Call
+    run: Run
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    seeds: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+    tolerance: float
+
+    def holds(self, hypothesis: Hypothesis) -> bool:
+        """Whether the call cut this way equals the whole one: 2 shards, 3 uneven, one empty."""
+        sizes = {
+            t.shape[d]
+            for tensors, dims in (
+                (self.inputs, hypothesis.operands),
+                (self.results, hypothesis.results),
+            )
+            for t, d in zip(tensors, dims, strict=True)
+            if d is not None
+        }
+        if len(sizes) != 1:
+            return False
+        size = sizes.pop()
+        half, third = size // 2, size // 3
+        cuts = ((size - half, half), (size - third - 1, third, 1), (size, 0))
+        try:
+            return all(self._equal(hypothesis, lengths) for lengths in cuts if min(lengths) >= 0)
+        except Exception:  # an operator may fail in any way on shapes it does not expect
+            return False
+
+    def _equal(self, hypothesis: Hypothesis, lengths: tuple[int, ...]) -> bool:
+        outcomes = []
+        for stop, length in zip(accumulate(lengths), lengths, strict=True):
+            start = stop - length
+            leaves = [
+                _leaf(t if d is None else t.narrow(d, start, length))
+                for t, d in zip(self.inputs, hypothesis.operands, strict=True)
+            ]
+            results = execute(self.run, self.call, leaves)
+            seeds = [
+                s if s is None or d is None else s.narrow(d, start, length)
+                for s, d in zip(self.seeds, hypothesis.results, strict=True)
+            ]
+            if any(
+                r.shape != s.shape for r, s in zip(results, seeds, strict=True) if s is not None
+            ):
+                return False
+            outcomes.append((results, backward(results, seeds, leaves)))
+        whole = (self.results, self.gradients)
+        dims = (hypothesis.results, hypothesis.operands)
+        for kind in (0, 1):
+            for i, expected in enumerate(whole[kind]):
+                parts = [outcome[kind][i] for outcome in outcomes]
+                if not self._same(parts, expected, dims[kind][i]):
+                    return False
+        return True
+
+    def _same(self, parts: list[Any], whole: Tensor | None, dim: int | None) -> bool:
+        if whole is None or any(part is None for part in parts):
+            return whole is None and all(part is None for part in parts)
+        found = torch.cat(parts, dim) if dim is not None else torch.stack(parts).sum(0)
+        if found.shape != whole.shape or found.dtype != whole.dtype:
+            return False
+        return torch.allclose(found, whole, self.tolerance, self.tolerance, equal_nan=True)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(_is_float(tensor))
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def execute(run: Run, call: Call, operands: list[Tensor]) -> tuple[Tensor, ...]:
+    """The operator's tensor results."""
+    supply = iter(operands)
+    args, kwargs = map_refs((call.node.args, call.node.kwargs), lambda _: next(supply))
+    with torch.enable_grad():
+        return tuple(_tensors(run(*args, **dict(kwargs))))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def backward(
+    results: tuple[Tensor, ...], seeds: list[Tensor | None], leaves: list[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the operands; None where there are none."""
+    pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not wanted:
+        return tuple(None for _ in leaves)
+    found = iter(
+        torch.autograd.grad([r for r, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+    )
+    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+def make_trials(call: Call, run: Run, num: int = 3) -> list[Trial]:
+    """Trials on small shapes, or on the call's own where the operator rejects those."""
+    reason = "it has no tensor operands"
+    for shapes in dict.fromkeys((shrink(call.operands), call.operands)):
+        if not shapes or sum(torch.Size(s).numel() for s in shapes) > MAX_ELEMENTS:
+            continue
+        for dtype in (torch.float64, None):
+            try:
+                trials = [_trial(call, run, shapes, dtype, seed) for seed in range(num)]
+            except NotExecutable as error:
+                raise error from None
+            except Exception as error:
+                reason = f"it fails on random inputs: {type(error).__name__}: {error}"
+                continue
+            return trials
+    raise NotExecutable(reason.split("\n")[0])
+
+
+def shrink(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Equal sizes become equal small ones, distinct sizes distinct ones, in the same order.
+
+    >>> shrink(((8, 128, 1), (128, 64)))
+    ((5, 11, 1), (11, 7))
+    """
+    sizes = sorted({size for shape in shapes for size in shape if size > 1})
+    if len(sizes) > len(SMALL):
+        return shapes
+    small = dict(zip(sizes, SMALL, strict=False))
+    return tuple(tuple(small.get(size, size) for size in shape) for shape in shapes)
+
+
+def _trial(
+    call: Call,
+    run: Run,
+    shapes: tuple[tuple[int, ...], ...],
+    wide: torch.dtype | None,
+    seed: int,
+) -> Trial:
+    generator = torch.Generator().manual_seed(seed)
+    types = [call.types[name] for name in call.node.inputs]
+    high = max(2, min((size for shape in shapes for size in shape), default=2))
+    inputs = tuple(
+        _random(shape, type_.dtype, wide, high, seed, generator)
+        for shape, type_ in zip(shapes, types, strict=True)
+    )
+    leaves = [_leaf(t) for t in inputs]
+    results = execute(run, call, leaves)
+    given = [leaf.detach() for leaf in leaves]
+    if not all(torch.equal(a, b) for a, b in zip(given, inputs, strict=True)):
+        raise NotExecutable("it changes its operands")
+    again = execute(run, call, [_leaf(t) for t in inputs])
+    if not all(torch.equal(a, b) for a, b in zip(results, again, strict=True)):
+        raise NotExecutable("it gives other results for the same operands")
+    if [r.dim() for r in results] != [len(shape) for shape in call.results]:
+        raise ValueError("results of other shapes than the call's")
+    if not all(torch.isfinite(r).all() for r in results if _is_float(r)):
+        raise ValueError("results that are not finite")
+    seeds = [
+        torch.randn(r.shape, dtype=r.dtype, generator=generator) if r.requires_grad else None
+        for r in results
+    ]
+    try:
+        gradients = backward(results, seeds, leaves)
+    except Exception:  # no derivative: only the forward call counts
+        seeds, gradients = [None for _ in results], tuple(None for _ in leaves)
+    floats = [t for t in (*inputs, *results) if _is_float(t)]
+    exact = all(torch.finfo(t.dtype).bits >= 64 for t in floats)
+    return Trial(
+        call=call,
+        run=run,
+        inputs=inputs,
+        results=tuple(r.detach() for r in results),
+        seeds=tuple(seeds),
+        gradients=gradients,
+        tolerance=1e-9 if exact else 1e-4,
+    )
+
+
+def _random(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    wide: torch.dtype | None,
+    high: int,
+    seed: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Random numbers; the last trials use large ones, which cross thresholds."""
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    if dtype.is_floating_point:
+        numbers = torch.randn(shape, dtype=torch.float64, generator=generator)
+        return (numbers * (30.0 if seed == 2 else 1.0)).to(wide or dtype)
+    return torch.randint(0, high, shape, dtype=dtype, generator=generator)
+
 
 MAX_HYPOTHESES = 400
 Dims = tuple[int | None, ...]

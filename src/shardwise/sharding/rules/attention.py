@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.sharding.build import aligned, cut_of, each, guarded, operand_dims
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rules.building_blocks import aligned, cut_of, each, guarded, operand_dims
 
 
 @rule("aten.scaled_dot_product_attention")

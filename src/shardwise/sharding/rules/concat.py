@@ -6,7 +6,13 @@ from itertools import accumulate
 
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dim, Dims, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import axes_of, local_position, normalize, part, passes
+from shardwise.sharding.rules.building_blocks import (
+    axes_of,
+    local_position,
+    normalize,
+    part,
+    passes,
+)
 
 
 def segments(axes: dict[str, Axis], axis: str, sizes: list[int]) -> list[Dim]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.ir import Ref
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dims, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import broadcast_dims, broadcastable, passes
+from shardwise.sharding.rules.building_blocks import broadcast_dims, broadcastable, passes
 
 UNARY = """
     abs absolute neg negative exp log sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu erf

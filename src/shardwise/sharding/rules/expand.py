@@ -6,7 +6,7 @@ from math import prod
 
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dim, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import (
+from shardwise.sharding.rules.building_blocks import (
     axes_of,
     axis_length,
     broadcast_dims,

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.sharding.registry import keep_whole, rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule
-from shardwise.sharding.rules.axes import axes_of, only_cut, passes
+from shardwise.sharding.rules.building_blocks import axes_of, only_cut, passes
 
 
 @rule("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.scalar_tensor")

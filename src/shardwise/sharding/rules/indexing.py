@@ -1,8 +1,9 @@
-"""Reading and writing by index tensors: `x[i, :, j]`.
+"""Lookups: embedding tables, and reading and writing by index tensors, `x[i, :, j]`.
 
-Index tensors are broadcast together; their dims stand in the result where the first of them
-stood, or in front when a slice separates them. Indexed dims stay whole, all others are free; a
-cut of the index tensors gives every rank other rows to read.
+Of embedding tables, features and indices are free; rows are sharded with a mask and a partial sum.
+Index tensors are broadcast together; their dims are where the first of them was, or in front if a
+slice separates them. Indexed dims stay full and all others are free; sharding the index tensors
+gives every rank other rows to read.
 """
 
 from __future__ import annotations
@@ -14,8 +15,74 @@ import torch
 
 from shardwise.ir import Ref
 from shardwise.sharding.registry import keep_whole, rule
-from shardwise.sharding.rule import Axis, Call, Dim, Dims, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import broadcastable, passes
+from shardwise.sharding.rule import Axis, Call, Dim, Dims, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rules.building_blocks import (
+    broadcastable,
+    cut_of,
+    each,
+    operand_dims,
+    passes,
+)
+
+
+@rule("aten.embedding")
+def embedding(call: Call) -> NodeRule:
+    """`embedding(weight, indices)`; a rank that does not hold a row adds zeros."""
+    rows, features = call.shape("weight")
+    indices = call.shape("indices")
+    counts = bool(call.get("scale_grad_by_freq")) or bool(call.get("sparse"))
+    axes = {
+        "v": Axis("v", rows, outermost=True, once=True, frozen=counts),
+        "e": Axis("e", features),
+        **{f"b{i}": Axis(f"b{i}", n, frozen=counts) for i, n in enumerate(indices)},
+    }
+    batch = each(f"b{i}" for i in range(len(indices)))
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        axis = local.axis("v")
+        if axis is None:
+            return call.replace()
+        of = cut_of(local, "v", call.position("weight"))
+        padding = call.get("padding_idx", -1)
+        options = (("padding_idx", padding),) if padding >= 0 else ()
+        return LocalCall(
+            "rt.embedding_rows", (call.get("weight"), call.get("indices"), axis, of), options
+        )
+
+    return NodeRule(
+        axes=axes,
+        operands=operand_dims(call, {"weight": (("v",), ("e",)), "indices": batch}),
+        results=((*batch, ("e",)),),
+        linear=(frozenset({call.position("weight")}),),
+        localize=localize,
+    )
+
+
+@rule("aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only")
+def embedding_bag(call: Call) -> NodeRule:
+    """Sums of rows: features are free; bags are ragged ranges of the indices and stay whole."""
+    rows, features = call.shape("weight")
+    if call.get("sparse") or call.get("scale_grad_by_freq"):
+        return whole_rule(call, "sparse gradients or counts over the whole batch")
+    axes = {
+        "v": Axis("v", rows, frozen=True),
+        "e": Axis("e", features, reduce="same"),
+    }
+    results: list[Dims] = []
+    for index, shape in enumerate(call.results):
+        names = [f"r{index}_{d}" for d in range(len(shape))]
+        if index == 0 or (len(shape) == 2 and shape[1] == features):
+            names[-1] = "e"
+        axes |= {n: Axis(n, s, frozen=True) for n, s in zip(names, shape, strict=True) if n != "e"}
+        results.append(each(names))
+    dims: dict[str, Dims] = {"weight": (("v",), ("e",))}
+    for name in ("indices", "offsets", "per_sample_weights"):
+        if call.has(name):
+            labels = [f"{name}{d}" for d in range(len(call.shape(name)))]
+            sizes = zip(labels, call.shape(name), strict=True)
+            axes |= {n: Axis(n, s, frozen=True) for n, s in sizes}
+            dims[name] = each(labels)
+    return NodeRule(axes=axes, operands=operand_dims(call, dims), results=tuple(results))
 
 
 @dataclass(frozen=True, slots=True)

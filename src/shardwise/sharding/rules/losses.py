@@ -9,15 +9,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from shardwise.sharding.build import (
-    aligned,
-    broadcast,
-    cut_of,
-    dtype_change,
-    each,
-    operand_dims,
-    over,
-)
 from shardwise.sharding.registry import keep_whole, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -28,6 +19,15 @@ from shardwise.sharding.rule import (
     Localize,
     NodeRule,
     whole_rule,
+)
+from shardwise.sharding.rules.building_blocks import (
+    aligned,
+    broadcast,
+    cut_of,
+    dtype_change,
+    each,
+    operand_dims,
+    over,
 )
 
 NONE, MEAN, SUM = 0, 1, 2

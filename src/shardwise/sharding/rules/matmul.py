@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.ir import Ref
-from shardwise.sharding.build import aligned, cut_of, each, is_float
 from shardwise.sharding.registry import keep_whole, notation, rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rules.building_blocks import aligned, cut_of, each, is_float
 
 notation("~b... k+, ~n k+, +n -> b... n", "aten.linear")
 notation("~b m k+, ~b k+ n -> b m n", "aten.bmm")

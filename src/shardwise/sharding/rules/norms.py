@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from shardwise.sharding.build import dtype_change, each, guarded, operand_dims, over
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rules.building_blocks import dtype_change, each, guarded, operand_dims, over
 
 
 def _axes(shape: tuple[int, ...], frozen: tuple[int, ...] = ()) -> dict[str, Axis]:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.ir import Ref
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Call, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import axes_of, passes
+from shardwise.sharding.rules.building_blocks import axes_of, passes
 from shardwise.sharding.rules.elementwise import elementwise_rule
 from shardwise.sharding.rules.factories import placed
 

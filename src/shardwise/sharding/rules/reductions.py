@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from shardwise.sharding.build import aligned, broadcast, dtype_change, each, is_float, over
 from shardwise.sharding.registry import keep_whole, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -24,6 +23,14 @@ from shardwise.sharding.rule import (
     Localize,
     NodeRule,
     whole_rule,
+)
+from shardwise.sharding.rules.building_blocks import (
+    aligned,
+    broadcast,
+    dtype_change,
+    each,
+    is_float,
+    over,
 )
 
 keep_whole(

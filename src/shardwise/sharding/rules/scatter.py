@@ -12,7 +12,7 @@ import torch
 
 from shardwise.sharding.registry import keep_whole, rule
 from shardwise.sharding.rule import Axis, Call, Dim, Dims, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import axes_of, normalize, only_cut, part, passes
+from shardwise.sharding.rules.building_blocks import axes_of, normalize, only_cut, part, passes
 from shardwise.sharding.rules.concat import with_dim
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dim, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import axes_of, local_position, normalize, part, passes
+from shardwise.sharding.rules.building_blocks import (
+    axes_of,
+    local_position,
+    normalize,
+    part,
+    passes,
+)
 from shardwise.sharding.rules.concat import with_dim
 from shardwise.sharding.rules.permutations import along
 

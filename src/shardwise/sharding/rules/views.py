@@ -7,7 +7,7 @@ import dataclasses
 from shardwise.sharding.dims import refine_product
 from shardwise.sharding.registry import rule
 from shardwise.sharding.rule import Axis, Call, Dim, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.axes import axes_of, normalize, passes
+from shardwise.sharding.rules.building_blocks import axes_of, normalize, passes
 from shardwise.sharding.rules.elementwise import elementwise_rule
 
 
