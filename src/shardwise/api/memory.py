@@ -12,10 +12,9 @@ operators, recomputation and communication need for a moment, gathered parameter
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program
 from shardwise.api.steps import step_options
+from shardwise.cost.storages import Storage, StorageTracker
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import TensorType
 from shardwise.plans import Plan
@@ -43,7 +42,7 @@ from shardwise.runtime.optimizer import ELEMENTWISE
 from shardwise.runtime.step import ModuleStep, PipelineStep
 from shardwise.simulation.memory import MemoryUse
 
-# Operators on tensors without data, and an account of the bytes that would be there.
+# Run operators on tensors without data, and count the bytes that they would take, by kind.
 
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
@@ -65,16 +64,7 @@ class Peak:
     when: str
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """One storage."""
-
-    size: int
-    kind: str | None = None
-    watch: Any = field(default=None, repr=False)
-
-
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Ledger(StorageTracker):  # type: ignore[no-untyped-call]
     """Runs operators without data, and keeps account of the storages on a device.
 
     Small constants, which depend on nothing but numbers, are computed for real: programs may ask
@@ -82,12 +72,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device, self.phase = device, ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._live: dict[int, _Block] = {}
-        self._elastic: list[tuple[torch.UntypedStorage, _Block]] = []
-        self._events: list[tuple[_Block, int, str]] = []
+        self._elastic: list[tuple[torch.UntypedStorage, Storage]] = []
+        self._events: list[tuple[Storage, int, str]] = []
         self._recording = False
 
     @contextmanager
@@ -110,9 +99,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._call(func, args, dict(kwargs or {}))
         for item in tree_leaves(found):
             if isinstance(item, Tensor):
-                self._block(item)
+                self._record(item)
         for storage, block in self._elastic:
-            self._resize(block, storage.nbytes())
+            self.resize(block, storage.nbytes())
         return found
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,44 +118,34 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- storages ------------------------------------------------------------------------
 
-    def _block(self, tensor: Tensor) -> _Block | None:
-        """The account of a tensor's storage, opened if it is new."""
+    def _record(self, tensor: Tensor) -> Storage | None:
+        """Return the record of a tensor's storage, if it is on this device."""
         if tensor.device.type != self.device.type or tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        block = self._live.get(key)
-        if block is None:
-            block = self._live[key] = _Block(0)
-            block.watch = weakref.ref(storage, lambda _: self._gone(key))
-        self._resize(block, storage.nbytes())
-        return block
+        return self.track(tensor)
 
-    def _resize(self, block: _Block, size: int) -> None:
-        change, block.size = size - block.size, size
-        if change and self._recording:
-            self._events.append((block, change, self.phase))
-
-    def _gone(self, key: int) -> None:
-        self._resize(self._live.pop(key), 0)
+    def resize(self, storage: Storage, size: int) -> None:
+        if size != storage.size and self._recording:
+            self._events.append((storage, size - storage.size, self.phase))
+        super().resize(storage, size)
 
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
         """Say what storages are; the first word counts."""
         for tensor in tensors:
-            block = self._block(tensor) if isinstance(tensor, Tensor) else None
+            block = self._record(tensor) if isinstance(tensor, Tensor) else None
             if block is not None and block.kind is None:
                 block.kind = kind
 
     def watch(self, tensor: Tensor, kind: str) -> None:
         """Mark a storage that changes its size without an operator."""
         self.mark(kind, [tensor])
-        block = self._block(tensor)
+        block = self._record(tensor)
         if block is not None:
             self._elastic.append((tensor.untyped_storage(), block))
 
     def keep(self) -> None:
         """A forward ends: what it leaves are activations."""
-        for block in self._live.values():
+        for block in self.storages.values():
             block.kind = block.kind or "activations"
 
     # --- steps ---------------------------------------------------------------------------
@@ -174,13 +153,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, *, record: bool) -> None:
         """A step begins: what is there and unknown belongs to none."""
         gc.collect()
-        for block in self._live.values():
+        for block in self.storages.values():
             block.kind = block.kind or "temporary"
         if record:
-            self._events = [(block, block.size, "") for block in self._live.values()]
+            self._events = [(block, block.size, "") for block in self.storages.values()]
         self._recording = record
 
-    def peak(self) -> Peak:
+    def peak_by_kind(self) -> Peak:
         """The highest sum of what was recorded, and its parts."""
         now, best = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         when, most_kept = "", 0
@@ -303,7 +282,7 @@ def rank_memory(
             where=program.graph.name,
             hint="measure a step with torch.profiler.profile(profile_memory=True)",
         ) from error
-    peak = ledger.peak()
+    peak = ledger.peak_by_kind()
     return MemoryUse(
         group=next(i for i, ranks in enumerate(plan.groups) if rank in ranks),
         rank=rank,

@@ -9,8 +9,6 @@ guessed from its bytes, with a note.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.cost import fused as attention
 from shardwise.cost import fused as fused_norm
@@ -36,12 +33,15 @@ from shardwise.cost.kernels import (
 )
 from shardwise.cost.runtime_call import runtime_function
 from shardwise.cost.signature import Signature, call_signature, cast
+from shardwise.cost.storages import StorageTracker
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType, map_refs
 from shardwise.ir.interpret import batch_norm
 from shardwise.ir.schema import operator
 
-# Records what ATen calls launch, and the memory that they make.
+# Record the kernels that ATen calls launch, and the memory that they make.
+#
+# From the kernels of a backward pass it can tell which of them some gradients do not need.
 
 
 @dataclass(slots=True)
@@ -53,45 +53,37 @@ class _Launch:
     makes: frozenset[int]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the kernels of every ATen call, and the bytes of storages while they live.
-
-    Storages are numbered: addresses are used again.
-    """
+class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
+    """Record the kernels of every ATen call, and track the storages that calls make."""
 
     def __init__(self, operands: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        super().__init__()
         self._launches: list[_Launch] = []
-        self._counter = itertools.count()
-        self._numbers: dict[int, int] = {}  # address -> number, of what lives
-        self._sizes: dict[int, int] = {}
-        self._watches: dict[int, Any] = {}
         self._known: set[int] = set()
         self._held: list[Tensor] = []
         self._in_backward = False
         self.known(operands)
 
     def known(self, given: list[Tensor]) -> None:
-        """Storages that are there anyway: operands, and gradients that come in."""
+        """Leave out storages that exist anyway: operands, and gradients that come in."""
         self._held += given
         self._known |= {t.untyped_storage()._cdata for t in given}
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is there anyway."""
+        """Return whether the tensor's memory exists anyway."""
         return tensor.untyped_storage()._cdata in self._known
 
     def begin_backward(self) -> None:
-        """From here, what is alive at most counts anew."""
+        """Start a new peak."""
         self.peak, self._in_backward = self.live, True
 
     def take(self) -> list[Kernel]:
-        """The kernels since the last time."""
+        """Return the kernels since the last call."""
         found, self._launches = self._launches, []
         return [launch.kernel for launch in found]
 
     def without(self, gradients: list[Tensor]) -> tuple[Kernel, ...]:
-        """The kernels since the last `take` that these gradients do not need."""
+        """Return the kernels since the last `take` that these gradients do not need."""
         needed = self._places(gradients)
         left = []
         for launch in reversed(self._launches):
@@ -114,7 +106,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         results = list(tensors(found))
         for tensor in results:
-            self._watch(tensor)
+            if not self.is_known(tensor):
+                self.track(tensor)
         if op_info(func).launches:
             kernels = kernels_of(func, args, options, found, backward=self._in_backward)
             self._note(kernels, (args, tuple(options.values())), found, results)
@@ -132,25 +125,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._launches.append(_Launch(kernel, reads, frozenset(self._places(part))))
 
     def _places(self, given: Any) -> set[int]:
-        """The numbers of storages that were made here."""
-        found = (self._numbers.get(t.untyped_storage()._cdata) for t in given)
-        return {number for number in found if number is not None}
-
-    def _watch(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes or key in self._known:
-            return
-        size = storage.nbytes()
-        self._sizes[key], self._numbers[key] = size, next(self._counter)
-        self._watches[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _gone(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
-        self._numbers.pop(key)
-        self._watches.pop(key, None)
+        """Return the numbers of storages that were made here."""
+        found = (self.storages.get(t.untyped_storage()._cdata) for t in given)
+        return {storage.number for storage in found if storage is not None}
 
 
 # The cost of a call that could not be tried: every operand and result once, with the reason.

@@ -173,7 +173,7 @@ def test_stages_send_each_other_what_they_share() -> None:
 def test_stages_of_one_group_share_without_messages() -> None:
     graph, cluster = tied(True), sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.strategies.ddp(graph, cluster)
-    assert not sw.simulate(graph, plan, cluster).timeline.messages.tied
+    assert not sw.simulate(graph, plan, cluster).timeline.times.tied
 
 
 def test_gpipe_holds_more_than_1f1b_and_recomputation_less() -> None:
