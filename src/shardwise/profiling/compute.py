@@ -361,7 +361,7 @@ def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda not
     from shardwise.cost import OpTable
     from shardwise.frontend import capture
     from shardwise.planner.strategies import ddp
-    from shardwise.tuning.measurement_server import proving_ground, rehearsed
+    from shardwise.tuning.measurement_server import compute_factors, measurement_server
 
     rows = ROWS * cluster.num_ranks
     batches: list[tuple[nn.Module, Tensor]] = [
@@ -371,9 +371,9 @@ def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda not
     found, table = [], OpTable()
     graphs = [capture(model, (batch,)) for model, batch in batches]
     with contextlib.ExitStack() as stack:
-        grounds = [stack.enter_context(proving_ground(graph, cluster)) for graph in graphs]
-        for ground in grounds:
-            found += rehearsed(ground, ddp(ground.graph, cluster), table)
+        servers = [stack.enter_context(measurement_server(graph, cluster)) for graph in graphs]
+        for server in servers:
+            found += compute_factors(server, ddp(server.graph, cluster), table)
     for note in table.notes:
         report(note)
     if not found:

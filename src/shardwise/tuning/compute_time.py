@@ -1,9 +1,9 @@
-"""A plan's own programs run on this machine without communication: `rehearse`.
+"""`time_compute`: run a plan's programs on this machine without communication.
 
-The sum of the times of calls is not the time of a program: what a node reads has left the caches,
-ranks wait for the slowest, Python runs between the calls. As many ranks as one node has
-run at the same time, each a process with what the plan gives it, and start every step together.
-What a rank takes to pretend that others have answered does not count.
+The sum of the times of single calls is not the time of a program: operands have left the caches,
+ranks wait for the slowest, Python runs between the calls. As many ranks as a node has run at the
+same time, each in its own process, and start every step together. The time that a rank spends to
+fake the answers of others does not count.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from shardwise.runtime.optimizer import optimizer
 
 WARM_UPS, STEPS = 2, 6
 Samples = tuple[list[float], list[float]]  # seconds of training and of the optimizer
-WEIGHT = 0.02  # standard deviation of parameters: numbers of a usual size, none too small
+WEIGHT = 0.02  # standard deviation of parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
+class ComputeTimes:
     """Seconds of a step without communication, by group of ranks: those of its slowest rank."""
 
     training_s: Mapping[int, float]
     update_s: Mapping[int, float]
 
 
-def rehearse(graph: Graph, plan: Plan, cluster: Cluster) -> Rehearsal:
+def time_compute(graph: Graph, plan: Plan, cluster: Cluster) -> ComputeTimes:
     """Run steps of the plan's programs on this machine, each rank by itself.
 
     A CPU runs all ranks of the cluster's first node at the same time, a GPU the first rank.
@@ -60,11 +60,11 @@ def rehearse(graph: Graph, plan: Plan, cluster: Cluster) -> Rehearsal:
     else:
         found = [_here(steps, torch.device(kind))]
     training, update = ([_at_speed(s[i], cluster, r) for r, s in enumerate(found)] for i in (0, 1))
-    return Rehearsal(training_s=_by_group(training, plan), update_s=_by_group(update, plan))
+    return ComputeTimes(training_s=_by_group(training, plan), update_s=_by_group(update, plan))
 
 
 def _here(steps: Callable[[int, Callable[[], object]], Samples], device: torch.device) -> Samples:
-    """What rank 0 found in this process, to which nothing of it is left."""
+    """Run rank 0 in this process, and free everything that it allocated."""
     grow_segments(device)
     failed = ""
     try:
@@ -79,12 +79,12 @@ def _here(steps: Callable[[int, Callable[[], object]], Samples], device: torch.d
 
 
 def _at_speed(seconds: Sequence[float], cluster: Cluster, rank: int) -> list[float]:
-    """What a rank takes that is as fast as the cluster says."""
+    """Scale seconds measured here to the speed of a rank's device."""
     return [s / cluster.device(rank).speed for s in seconds]
 
 
 def _by_group(samples: Sequence[Sequence[float]], plan: Plan) -> dict[int, float]:
-    """The median over steps of the slowest rank's seconds, for groups of which some rank ran."""
+    """Return the median over steps of the slowest rank's seconds, for groups with a rank here."""
     found = {}
     for group, ranks in enumerate(plan.groups):
         mine = [samples[rank] for rank in ranks if rank < len(samples)]
@@ -94,7 +94,7 @@ def _by_group(samples: Sequence[Sequence[float]], plan: Plan) -> dict[int, float
 
 
 def _steps(alone: SingleRank, meet: Callable[[], object]) -> Samples:
-    """Seconds of training and of the optimizer, step by step."""
+    """Return the seconds of training and of the optimizer, step by step."""
     fill(alone)
     batch = batch_of(alone)
     adamw = optimizer(alone.module, torch.optim.AdamW, lr=0.0)
@@ -112,9 +112,9 @@ def _steps(alone: SingleRank, meet: Callable[[], object]) -> Samples:
 
 
 def fill(alone: SingleRank) -> None:
-    """Parameters of usual sizes: memory as it comes may hold numbers that take longer.
+    """Fill parameters with values of usual magnitude: uninitialized memory may hold denormals.
 
-    What ranks hold in common gets the same numbers on each of them.
+    Values that several ranks store are the same on each of them.
     """
     store = alone.store
     held = [(str(at), group.shard) for at, group in enumerate(store.groups)]
@@ -133,7 +133,7 @@ def fill(alone: SingleRank) -> None:
 
 
 def batch_of(alone: SingleRank) -> dict[str, Tensor]:
-    """Random numbers, the same on all ranks; zeros for integers: an index that every table has."""
+    """Return a random batch, the same on all ranks; integers are 0, an index valid in any table."""
     numbers = torch.Generator(alone.device).manual_seed(0)
 
     def made(kind: TensorType) -> Tensor:
@@ -146,7 +146,7 @@ def batch_of(alone: SingleRank) -> dict[str, Tensor]:
 
 
 def _now(alone: SingleRank) -> float:
-    """When all work so far was done, on a clock that stands while a rank pretends."""
+    """Wait for the work so far and return the time, without what fake answers took."""
     if alone.device.type == "cuda":
         torch.cuda.synchronize(alone.device)
     assert isinstance(alone.transport, UninitializedTransport)

@@ -1,4 +1,8 @@
-"""Where plans of one model are rehearsed and tried: `proving_ground`."""
+"""`measurement_server`: runs plans of one model and calls of their programs, to measure them.
+
+On CPUs they run in forks of this process as it was before anything was computed, since CUDA builds
+of torch refuse autograd in forks of a process that has used it (`processes.fork_server`).
+"""
 
 from __future__ import annotations
 
@@ -17,60 +21,60 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.processes import TIMEOUT_S, Ask, fork_ranks, fork_server, run_workers
 from shardwise.simulation.estimate import plan_calls, simulate
-from shardwise.tuning.compute_time import Rehearsal, rehearse
-from shardwise.tuning.race import try_plans
+from shardwise.tuning.compute_time import ComputeTimes, time_compute
+from shardwise.tuning.race import race_plans
 
-MEASURING_S = 600.0  # the most that the calls of one plan may take
+MEASURING_S = 600.0  # limit for the calls of one plan
 
 
-class ProvingGround:
-    """Runs plans of one model on this machine, and calls of their programs."""
+class MeasurementServer:
+    """Run plans of one model on this machine, and calls of their programs."""
 
     def __init__(self, graph: Graph, cluster: Cluster, ask: Ask | None = None) -> None:
         self.graph, self.cluster, self._ask = graph, cluster, ask
 
-    def rehearse(self, plan: Plan) -> Rehearsal:
-        """The plan's programs without communication."""
+    def time_compute(self, plan: Plan) -> ComputeTimes:
+        """Time the plan's programs without communication."""
         if self._ask is None:
-            return rehearse(self.graph, plan, self.cluster)
-        found = self._ask({"rehearse": _written(plan)})
-        return Rehearsal(
+            return time_compute(self.graph, plan, self.cluster)
+        found = self._ask({"compute": _written(plan)})
+        return ComputeTimes(
             **{name: {int(g): s for g, s in times.items()} for name, times in found.items()}
         )
 
-    def try_plans(self, plans: Sequence[Plan]) -> list[float]:
-        """Seconds of a step of each plan, with all communication."""
+    def race_plans(self, plans: Sequence[Plan]) -> list[float]:
+        """Return the seconds of a step of each plan, with all communication."""
         if self._ask is None:
-            return try_plans(self.graph, plans, self.cluster)
-        found: list[float] = self._ask({"try": [_written(plan) for plan in plans]})
+            return race_plans(self.graph, plans, self.cluster)
+        found: list[float] = self._ask({"race": [_written(plan) for plan in plans]})
         return found
 
     def measure(self, job: dict[str, Any], ranks: int) -> list[OpTable]:
-        """What each of some processors' ranks takes for the same calls at the same time."""
+        """Time the same calls on several ranks of a CPU at the same time; one table per rank."""
         if self._ask is None:
             return _measured(job, ranks)
         found = self._ask({"measure": job, "ranks": ranks})
         return [OpTable.from_json(table) for table in found]
 
     def serve(self, question: dict[str, Any]) -> Any:
-        """What the fork that stands by answers."""
-        if "try" in question:
-            plans = [Plan.from_json(data) for data in question["try"]]
-            return try_plans(self.graph, plans, self.cluster)
+        """Answer a question in the forked process."""
+        if "race" in question:
+            plans = [Plan.from_json(data) for data in question["race"]]
+            return race_plans(self.graph, plans, self.cluster)
         if "measure" in question:
             return [t.to_json() for t in _measured(question["measure"], question["ranks"])]
-        return asdict(rehearse(self.graph, Plan.from_json(question["rehearse"]), self.cluster))
+        return asdict(time_compute(self.graph, Plan.from_json(question["compute"]), self.cluster))
 
 
 @contextlib.contextmanager
-def proving_ground(graph: Graph, cluster: Cluster) -> Iterator[ProvingGround]:
-    """For plans of one model; GPUs are used by this process itself."""
+def measurement_server(graph: Graph, cluster: Cluster) -> Iterator[MeasurementServer]:
+    """Open a server for plans of one model; GPUs are used by this process itself."""
     if cluster.device(0).kind != "cpu":
-        yield ProvingGround(graph, cluster)
+        yield MeasurementServer(graph, cluster)
         return
-    serve = ProvingGround(graph, cluster).serve
+    serve = MeasurementServer(graph, cluster).serve
     with fork_server(serve, timeout_s=MEASURING_S + TIMEOUT_S) as ask:
-        yield ProvingGround(graph, cluster, ask)
+        yield MeasurementServer(graph, cluster, ask)
 
 
 def _measured(job: dict[str, Any], ranks: int) -> list[OpTable]:
@@ -82,10 +86,10 @@ def _written(plan: Plan) -> dict[str, Any]:
     return plan.with_(search=None).to_json()
 
 
-# Measured times of a plan's local calls and programs: `measure_plan`, `rehearsed`.
+# Measure the calls and programs of a plan: `measure_plan` and `compute_factors`.
 #
-# Ranks of a CPU share its caches and memory, so as many processes measure the same calls at the
-# same time as ranks would run here. A GPU is measured by one.
+# Ranks of a CPU share its caches and memory bandwidth, so as many processes measure the same calls
+# at the same time as ranks would run here. A GPU is measured by one process.
 
 
 def measure_plan(
@@ -95,13 +99,13 @@ def measure_plan(
     *,
     table: OpTable | None = None,
     budget_s: float = BUDGET_S,
-    ground: ProvingGround | None = None,
+    server: MeasurementServer | None = None,
 ) -> OpTable:
-    """`table` with the calls of the plan's program that it lacked, measured on this machine.
+    """Return `table` with the calls of the plan's programs that it lacked, measured here.
 
-    AdamW's step for parameters of some sizes is measured, too. Devices of one name are measured
-    once; a device's own speed scales what was measured. Processors are measured on a `ground` that
-    stands by, where there is one: its ranks are there at once.
+    AdamW's step is measured too, for parameters of some sizes. Devices of one name are measured
+    once; a device's own speed scales the result. CPUs are measured by the `server` if there is
+    one, which forks its ranks faster than new processes start.
     """
     found = OpTable()
     found.merge(table or OpTable())
@@ -111,8 +115,8 @@ def measure_plan(
         if wanted or updates:
             job = _job(wanted, updates, device, budget_s)
             ranks = _beside(cluster, device)
-            if ground is not None and device.kind == "cpu":
-                tables = ground.measure(job, ranks)
+            if server is not None and device.kind == "cpu":
+                tables = server.measure(job, ranks)
             else:
                 results = run_workers("shardwise.cost.timing", [job] * ranks, MEASURING_S)
                 tables = [OpTable.from_json(text) for text in results]
@@ -120,13 +124,15 @@ def measure_plan(
     return found
 
 
-def rehearsed(ground: ProvingGround, plan: Plan, table: OpTable) -> list[tuple[str, float, float]]:
-    """What the plan's programs take over the sum of their calls; noted where they cannot run."""
-    graph, cluster = ground.graph, ground.cluster
+def compute_factors(
+    server: MeasurementServer, plan: Plan, table: OpTable
+) -> list[tuple[str, float, float]]:
+    """Return the programs' times relative to the sum of their calls; none if they fail here."""
+    graph, cluster = server.graph, server.cluster
     try:
-        run = ground.rehearse(plan)
+        run = server.time_compute(plan)
     except RankError as error:
-        table.notes.append(f"plan {plan.name} was not rehearsed: {error.message}")
+        table.notes.append(f"the compute of plan {plan.name} was not timed: {error.message}")
         return []
     estimate = simulate(graph, plan, cluster, table=table.with_programs([]))
     computing, updating = 0.0, 0.0
@@ -143,7 +149,7 @@ def rehearsed(ground: ProvingGround, plan: Plan, table: OpTable) -> list[tuple[s
 
 
 def _beside(cluster: Cluster, device: Device) -> int:
-    """How many ranks share a node with this device."""
+    """Return how many ranks share a node with this device."""
     if device.kind != "cpu":
         return 1
     return max(len(node.devices) for node in cluster.nodes if device in node.devices)
@@ -152,7 +158,7 @@ def _beside(cluster: Cluster, device: Device) -> int:
 def _job(
     calls: Sequence[Signature], updates: Sequence[int], device: Device, budget_s: float
 ) -> dict[str, Any]:
-    """What a process measures, as JSON."""
+    """Return what a process measures, as JSON."""
     return {
         "name": device.name,
         "kind": device.kind,
@@ -164,10 +170,10 @@ def _job(
 
 
 def _compared(joined: OpTable, calls: Sequence[Signature], device: Device) -> OpTable:
-    """With what is computed for the same calls, and notes on those that were not measured."""
+    """Add the computed times of the same calls, and notes on those that were not measured."""
     for call in calls:
         if encode(call) is None:
-            joined.notes.append(f"{call}: cannot travel to a process")
+            joined.notes.append(f"{call}: cannot be sent to a process")
             continue
         cost = cost_of(call)
         joined.compare(
@@ -180,7 +186,7 @@ def _compared(joined: OpTable, calls: Sequence[Signature], device: Device) -> Op
 
 
 def _joined(tables: Sequence[OpTable]) -> OpTable:
-    """The median over processes of every call."""
+    """Return the median over processes of every call."""
     joined = OpTable()
     for call, device in tables[0].entries:
         each = [t.entries[call, device] for t in tables if (call, device) in t.entries]

@@ -1,10 +1,10 @@
-"""Plans run against each other on this machine, communication and all: `try_plans`.
+"""`race_plans`: run plans against each other on this machine, with all their communication.
 
-Two plans whose predictions are a few percent apart cannot be told apart by predictions. Where all
-ranks of the cluster fit on the machine that plans, they are forks of this process, connected by
-gloo; they hold all plans at once, without weights, and take turns step by step, in another order
-every round, so that whatever else the machine does meets all plans alike. They race in heats:
-after each of them those that are behind are left out, and the few that are left run longest.
+Predictions that differ by a few percent do not say which plan is faster. If all ranks of the
+cluster fit on this machine, they are forked from this process and connected by gloo. They hold all
+plans at once, without weights, and take turns step by step, in another order every round, so that
+other load on the machine affects all plans equally. The race has heats: after each one, plans that
+are behind drop out, and the few that remain run longest.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from shardwise.runtime.optimizer import optimizer
 from shardwise.tuning.compute_time import batch_of, fill
 
 WARM_UPS = 2  # rounds
-HEATS = ((3, inf), (12, 1.15), (25, 1.06))  # rounds, and what of the quickest's step is admitted
-RACE_S = 90.0  # after these no round begins, once every plan has run
-TRIAL_S = 300.0  # the most that ranks may take, from their start to their last round
+HEATS = ((3, inf), (12, 1.15), (25, 1.06))  # rounds, and the slowest step relative to the fastest
+RACE_S = 90.0  # no round begins later, once every plan has run
+TRIAL_S = 300.0  # limit for the ranks, from their start to their last round
 SHARE = 0.5  # of the machine's memory that all ranks of all plans may take
 
 
-def can_try(cluster: Cluster) -> bool:
-    """Whether all ranks of the cluster can run here: processors of one machine, no group yet."""
-    alone = len(cluster.nodes) == 1 and cluster.nodes[0].copies == 1
+def can_race(cluster: Cluster) -> bool:
+    """Return whether all ranks can run here: CPUs of one machine, and no process group yet."""
+    one_node = len(cluster.nodes) == 1 and cluster.nodes[0].copies == 1
     cpus = all(cluster.device(rank).kind == "cpu" for rank in range(cluster.num_ranks))
-    return alone and cpus and cluster.num_ranks > 1 and not dist.is_initialized()
+    return one_node and cpus and cluster.num_ranks > 1 and not dist.is_initialized()
 
 
-def fitting(plans: Sequence[Plan], cluster: Cluster) -> list[Plan]:
-    """The first plans that have room beside each other, on every rank."""
-    found, used = [], 0.0
+def plans_that_fit(plans: Sequence[Plan], cluster: Cluster) -> list[Plan]:
+    """Return the first plans that fit into memory together, on every rank."""
+    fitting, used = [], 0.0
     device = cluster.device(0)
-    most = SHARE * (device.host_memory_bytes or device.memory_bytes)  # of one rank's share
+    limit = SHARE * (device.host_memory_bytes or device.memory_bytes)  # of one rank's share
     for plan in plans:
         used += plan.figures.best.memory.peak_bytes
-        if used > most:
+        if used > limit:
             break
-        found.append(plan)
-    return found
+        fitting.append(plan)
+    return fitting
 
 
-def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[float]:
-    """The median seconds of a step of every plan, with its optimizer."""
+def race_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[float]:
+    """Return the median seconds of a step of every plan, with its optimizer."""
     programs = [compile(graph, plan) for plan in plans]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
 
@@ -75,7 +75,7 @@ def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[flo
                 timeout=timedelta(seconds=TIMEOUT_S),
             )
             meet()
-            return _race([_Tried(program, rank) for program in programs])
+            return _race([_Runner(program, rank) for program in programs])
 
         return fork_ranks(race, cluster.num_ranks, timeout_s=TRIAL_S)[0]
 
@@ -83,30 +83,33 @@ def try_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[flo
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _race(tried: Sequence[_Tried]) -> list[float]:
-    """Seconds of a step of every plan; of one left out, as far behind the quickest as it was."""
+def _race(runners: Sequence[_Runner]) -> list[float]:
+    """Return the seconds of a step of every plan.
+
+    For one that dropped out, that is its last ratio to the fastest plan times the fastest step.
+    """
     order = random.Random(0)  # the same on every rank
-    running = list(range(len(tried)))
-    times: list[list[float]] = [[] for _ in tried]
-    behind, least = [1.0] * len(tried), 0.0
+    running = list(range(len(runners)))
+    times: list[list[float]] = [[] for _ in runners]
+    behind, fastest = [1.0] * len(runners), 0.0
     until = time.monotonic() + RACE_S
     for at in range(WARM_UPS):
         if at and _is_late(until):
             break
         for number in running:
-            tried[number].seconds()
-    for rounds, admitted in HEATS:
-        running = [number for number in running if behind[number] <= admitted]
+            runners[number].seconds()
+    for rounds, slowest in HEATS:
+        running = [number for number in running if behind[number] <= slowest]
         for _ in range(rounds):
             if times[running[0]] and _is_late(until):
                 break
             for number in order.sample(running, len(running)):
-                times[number].append(tried[number].seconds())
+                times[number].append(runners[number].seconds())
         medians = _as_rank_0([median(times[number]) for number in running])
-        least = min(medians)
+        fastest = min(medians)
         for number, seconds in zip(running, medians, strict=True):
-            behind[number] = seconds / least
-    return [least * by for by in behind]
+            behind[number] = seconds / fastest
+    return [fastest * ratio for ratio in behind]
 
 
 def _is_late(until: float) -> bool:
@@ -114,27 +117,27 @@ def _is_late(until: float) -> bool:
 
 
 def _as_rank_0(numbers: Sequence[float]) -> list[float]:
-    """What rank 0 has in their place: all ranks decide alike."""
-    told = torch.tensor(numbers, dtype=torch.float64)
-    dist.broadcast(told, 0)
-    found: list[float] = told.tolist()
-    return found
+    """Return the numbers of rank 0, so that all ranks decide the same."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    dist.broadcast(values, 0)
+    of_rank_0: list[float] = values.tolist()
+    return of_rank_0
 
 
-class _Tried:
-    """One plan on this rank."""
+class _Runner:
+    """Run steps of one plan on this rank."""
 
     def __init__(self, program: Program | PipelineProgram, rank: int) -> None:
-        self.alone = SingleRank(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
-        fill(self.alone)
-        self.batch = batch_of(self.alone)
-        self.adamw = optimizer(self.alone.module, torch.optim.AdamW, lr=0.0)
+        self.rank_run = SingleRank(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
+        fill(self.rank_run)
+        self.batch = batch_of(self.rank_run)
+        self.adamw = optimizer(self.rank_run.module, torch.optim.AdamW, lr=0.0)
 
     def seconds(self) -> float:
-        """Of a step with its optimizer; barriers make them those of all ranks."""
+        """Time a step with its optimizer; barriers make it the time of all ranks."""
         dist.barrier()
         began = time.perf_counter()
-        self.alone.module.train_step(self.batch)
+        self.rank_run.module.train_step(self.batch)
         self.adamw.step()
         self.adamw.zero_grad()
         dist.barrier()

@@ -19,12 +19,12 @@ from shardwise.planner.plan import plan
 from shardwise.plans import Plan
 from shardwise.simulation.estimate import simulate
 from shardwise.tuning.measurement_server import (
-    ProvingGround,
+    MeasurementServer,
+    compute_factors,
     measure_plan,
-    proving_ground,
-    rehearsed,
+    measurement_server,
 )
-from shardwise.tuning.race import can_try, fitting
+from shardwise.tuning.race import can_race, plans_that_fit
 
 KINDS: tuple[dict[str, int], ...] = (  # from the simplest
     {"pp": 1, "tp": 1, "num_microbatches": 1},
@@ -32,13 +32,13 @@ KINDS: tuple[dict[str, int], ...] = (  # from the simplest
     {"pp": 1},
     {},
 )
-ROUNDS = 3  # of rehearsing a plan and planning with what that took
-MARGIN = 0.03  # of the step: predictions of two kinds of plans agree no better
-ZEROS = (0, 1, 2)  # tried of a kind: they differ by less than predictions do
-FAR = 1.5  # of the best prediction: what a plan may be predicted to take, to be tried
-MOST = 12  # plans that are tried
-EQUAL = 0.01  # of the step: medians of a trial differ by as much
-FITS, FITTED = 12, 0.005  # corrections of a prediction by what was measured, and their end
+ROUNDS = 3  # of timing a plan's compute and planning again with the result
+MARGIN = 0.03  # of the step: the error between predictions of two kinds of plans
+ZEROS = (0, 1, 2)  # levels raced of a kind: they differ by less than predictions err
+FAR = 1.5  # times the best prediction: slower plans are not raced
+MAX_RACED = 12  # plans
+EQUAL = 0.01  # of the step: noise of the medians of a race
+FITS, FITTED = 12, 0.005  # corrections of a prediction to a measured step, and their tolerance
 
 
 @known_options("sw.tune")
@@ -62,9 +62,9 @@ def tune(
     table = OpTable() if table is None else table
     found = OpTable()
     found.merge(table)
-    with proving_ground(graph, cluster) as ground:
+    with measurement_server(graph, cluster) as server:
         report = _print_line if progress else _ignore
-        tuning = _Tuning(ground, {**options, "progress": progress, "all_devices": True}, report)
+        tuning = _Tuning(server, {**options, "progress": progress, "all_devices": True}, report)
         for kind in KINDS:
             if not all(options.get(name, value) == value for name, value in kind.items()):
                 continue
@@ -74,7 +74,7 @@ def tune(
                 if kind:  # more kinds of parallelism may fit
                     continue
                 raise
-        best = tuning.tried_out(found) or tuning.predicted()
+        best = tuning.raced(found) or tuning.predicted()
     made = tuning.reported(best, found.with_programs(best.programs))
     table.merge(found)
     table.programs = list(best.programs)
@@ -91,9 +91,9 @@ def _ignore(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A plan, its step as predicted or measured, and what its programs took over their calls.
+    """A plan, its predicted or measured step, and its programs' times relative to their calls.
 
-    `cluster` is the one that it was made for: the machines, or these as if they shared no memory.
+    `cluster` is the one that it was made for: the given one, or the same without shared memory.
     """
 
     plan: Plan
@@ -103,7 +103,7 @@ class _Candidate:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Ranks of stages and of tensors, micro-batches."""
+        """Return the pipeline- and tensor-parallel sizes and the number of micro-batches."""
         return tuple(getattr(self.plan.figures.best.config, name) for name in KINDS[0])
 
     @property
@@ -113,20 +113,20 @@ class _Candidate:
 
 
 class _Tuning:
-    """The candidates of one model on one cluster."""
+    """Collect and compare candidate plans of one model on one cluster."""
 
     def __init__(
         self,
-        ground: ProvingGround,
+        server: MeasurementServer,
         options: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        self.ground, self.options, self.report = ground, options, report
-        self.graph, self.cluster = ground.graph, ground.cluster
+        self.server, self.options, self.report = server, options, report
+        self.graph, self.cluster = server.graph, server.cluster
         self.candidates: list[_Candidate] = []
 
     def rounds(self, table: OpTable, kind: Mapping[str, int]) -> OpTable:
-        """Adds plans of one kind, each the best by what the one before it took."""
+        """Add plans of one kind, each the best by the measured times of the one before it."""
         programs = table.programs
         for _ in range(ROUNDS):
             made, table = self._measured_plan(table.with_programs(programs), kind)
@@ -136,84 +136,84 @@ class _Tuning:
         return table
 
     def _add(self, made: Plan, table: OpTable) -> _Candidate:
-        told = len(table.notes)
-        programs = rehearsed(self.ground, made, table)
+        num_notes = len(table.notes)
+        programs = compute_factors(self.server, made, table)
         own = simulate(self.graph, made, self.cluster, table=table.with_programs(programs))
         candidate = _Candidate(
             plan=made, cluster=self.cluster, seconds=own.step_time_s, programs=programs
         )
         self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms predicted")
-        for note in table.notes[told:]:
+        for note in table.notes[num_notes:]:
             self.report(note)
         self.candidates.append(candidate)
         return candidate
 
     def _measured_plan(self, table: OpTable, kind: Mapping[str, int]) -> tuple[Plan, OpTable]:
-        """The best plan by measured times of the calls of a first one."""
+        """Return the best plan by measured times of the calls of a first one."""
         options = {**self.options, **kind}
         first = plan(self.graph, self.cluster, table=table, **options)
-        ground = self.ground
-        measured = measure_plan(self.graph, first, self.cluster, table=table, ground=ground)
+        server = self.server
+        measured = measure_plan(self.graph, first, self.cluster, table=table, server=server)
         if len(measured.entries) == len(table.entries):
             return first, measured
         return plan(self.graph, self.cluster, table=measured, **options), measured
 
     def known(self) -> list[_Candidate]:
-        """Those that were rehearsed; all where none could be.
+        """Return the candidates whose compute was timed, or all if none could be.
 
-        One that failed looks quicker than it is: by the sum of its calls alone.
+        A candidate that failed looks faster than it is: it counts only the sum of its calls.
         """
         return [c for c in self.candidates if c.programs] or self.candidates
 
     def predicted(self) -> _Candidate:
-        """The quickest by prediction."""
+        """Return the candidate with the best prediction."""
         best, *others = self.known()
         for candidate in others:
-            least = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
-            best = candidate if candidate.seconds < least else best
+            limit = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
+            best = candidate if candidate.seconds < limit else best
         return best
 
     # ------------------------------------------------------------ run against each other
 
-    def tried_out(self, table: OpTable) -> _Candidate | None:
-        """The quickest of those that ran here; None where they cannot, or there is one only."""
-        if not can_try(self.cluster):
+    def raced(self, table: OpTable) -> _Candidate | None:
+        """Return the winner of a race here; None if plans cannot run here, or there is only one."""
+        if not can_race(self.cluster):
             return None
         known = [*self.known()]
         for variant in self._variants(table):
             if not any(_same(variant.plan, candidate.plan) for candidate in known):
                 known.append(variant)
         known += [self._by_library(c, table) for c in known if c.plan.collectives]
-        least = min(c.seconds for c in known)
-        near = _in_turns([c for c in known if c.seconds <= FAR * least])[:MOST]
-        plans = fitting([c.plan for c in near], self.cluster)
+        fastest = min(c.seconds for c in known)
+        entered = _in_turns([c for c in known if c.seconds <= FAR * fastest])[:MAX_RACED]
+        plans = plans_that_fit([c.plan for c in entered], self.cluster)
         if len(plans) < 2:
             return None
         try:
-            seconds = self.ground.try_plans(plans)
+            seconds = self.server.race_plans(plans)
         except RankError as error:
-            self.report(f"plans were not tried: {error.message}")
+            self.report(f"plans were not raced: {error.message}")
             return None
-        found = [replace(c, seconds=s) for c, s in zip(near, seconds, strict=False)]
-        for candidate in found:
+        finished = [replace(c, seconds=s) for c, s in zip(entered, seconds, strict=False)]
+        for candidate in finished:
             self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms measured")
-        best = _quickest(found)
+        best = _fastest(finished)
         return replace(best, programs=self._fitted(best, table))
 
     def _variants(self, table: OpTable) -> Iterator[_Candidate]:
-        """The simplest and the most promising kind with each level of zero, where that is open.
+        """Yield the simplest and the most promising kind with each ZeRO level, if that is free.
 
-        Their programs compute as much as that of the best of their kind, and are not rehearsed.
+        Their programs compute the same as the best of their kind, so that they are not timed.
         """
         zero = self.options.get("zero")
         levels = ZEROS if zero is None else (zero,)
         simplest = tuple(KINDS[0].values())
         kinds = dict.fromkeys((simplest, self.predicted().kind))
         for kind, level in product(kinds, levels):
-            alike = [c for c in self.known() if c.kind == kind]
-            if not alike:
+            same_kind = [c for c in self.known() if c.kind == kind]
+            if not same_kind:
                 continue
-            best = min(alike, key=lambda c: c.seconds)
+            best = min(same_kind, key=lambda c: c.seconds)
             own = table.with_programs(best.programs)
             options = {**self.options, **dict(zip(KINDS[0], kind, strict=True)), "zero": level}
             try:
@@ -223,7 +223,7 @@ class _Tuning:
             yield self._predicted(best, made, self.cluster, own)
 
     def _by_library(self, candidate: _Candidate, table: OpTable) -> _Candidate:
-        """The same plan with the library's collectives."""
+        """Return the same plan with the library's collectives."""
         own = table.with_programs(candidate.programs)
         made = candidate.plan.with_(collectives=())
         return self._predicted(candidate, made, _without_shared_memory(self.cluster), own)
@@ -235,24 +235,25 @@ class _Tuning:
         return replace(like, plan=made, cluster=cluster, seconds=own.step_time_s)
 
     def _fitted(self, best: _Candidate, table: OpTable) -> list[tuple[str, float, float]]:
-        """The programs' factors with which the prediction is what was measured.
+        """Return factors of the programs with which the prediction equals the measured step.
 
-        What rehearsals lack is here: messages that meet each other, and ranks that wait.
+        They account for what compute alone does not show: contention of messages, and ranks that
+        wait for each other.
         """
         programs = best.programs or [(self.cluster.device(0).name, 1.0, 1.0)]
         for _ in range(FITS):
             known = table.with_programs(programs)
             predicted = simulate(self.graph, best.plan, self.cluster, table=known).step_time_s
-            by = best.seconds / predicted
-            if abs(by - 1) < FITTED:
+            ratio = best.seconds / predicted
+            if abs(ratio - 1) < FITTED:
                 break
-            programs = [(device, by * t, by * u) for device, t, u in programs]
+            programs = [(device, ratio * t, ratio * u) for device, t, u in programs]
         return programs
 
     def reported(self, best: _Candidate, table: OpTable) -> Plan:
-        """The same plan with the figures of its own run.
+        """Return the same plan with the figures of a search by measured times.
 
-        Where its settings lead to another, by what was measured, there are no runners-up.
+        If its settings lead to another plan by these times, it has no runners-up.
         """
         config = best.plan.figures.best.config
         assert config is not None
@@ -270,9 +271,10 @@ class _Tuning:
 
 
 def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """The most promising of every kind, then the second of every kind, and so on.
+    """Return the most promising candidate of every kind, then the second of every kind, and so on.
 
-    Predictions are wrong in the same way within a kind: one that looks too quick fills no trial.
+    Predictions of one kind err in the same direction: a kind that looks too fast must not take all
+    places of the race.
     """
     before: Counter[tuple[int, ...]] = Counter()
     turns: list[tuple[int, _Candidate]] = []
@@ -282,15 +284,15 @@ def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [candidate for _, candidate in sorted(turns, key=lambda turn: turn[0])]
 
 
-def _quickest(candidates: Sequence[_Candidate]) -> _Candidate:
-    """The quickest; of those that are as quick, the simplest."""
-    least = min(c.seconds for c in candidates)
-    equal = [c for c in candidates if c.seconds <= (1 + EQUAL) * least]
+def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
+    """Return the fastest candidate, or the simplest of those that are equally fast."""
+    fastest = min(c.seconds for c in candidates)
+    equal = [c for c in candidates if c.seconds <= (1 + EQUAL) * fastest]
     return min(equal, key=lambda c: (c.kind, c.seconds))
 
 
 def _without_shared_memory(cluster: Cluster) -> Cluster:
-    """The same machines, whose ranks send all that they exchange."""
+    """Return the same cluster with ranks that exchange everything as messages."""
     nodes = tuple(
         replace(node, link=replace(node.link, shared=())) if node.link else node
         for node in cluster.nodes

@@ -1,4 +1,4 @@
-"""Collectives of a plan, tried on the ranks that will run them: `sw.collectives.tune(plan)`."""
+"""`sw.collectives.tune`: measure the collectives of a plan on the ranks that will run them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ ITEM_BYTES = 4
 def tune(
     plan: Plan, *, num_bytes: int = REFERENCE_BYTES, rounds: int = ROUNDS, timeout_s: float = 60.0
 ) -> Plan:
-    """The plan with measured sizes of chunks; all ranks of the plan call it and get the same.
+    """Return the plan with measured chunk sizes; all ranks of the plan call this together.
 
-    Each choice is tried with chunks of some sizes on data of `num_bytes`, in turns with the
-    library, `rounds` times; the medians decide. The library is taken back where no size saves a
-    tenth of its time.
+    Each collective runs with several chunk sizes on `num_bytes` of data, in turns with the
+    library, `rounds` times; the medians decide. Where no size saves a tenth of the library's time,
+    the library is used.
     """
     if num_bytes < 1 or rounds < 1 or not 0 < timeout_s < math.inf:
         raise ProgramError(
-            f"{num_bytes} bytes, {rounds} rounds and {timeout_s:g} s measure nothing",
+            f"{num_bytes} bytes, {rounds} rounds and {timeout_s:g} s cannot be measured",
             hint="sw.collectives.tune(plan, num_bytes=2**24, rounds=3, timeout_s=60.0)",
         )
     trials = [list(_trials(choice)) for choice in plan.collectives]
@@ -52,7 +52,7 @@ def tune(
 
 
 def _trials(choice: CollectiveChoice) -> Iterator[CollectiveChoice]:
-    """The choice as it is, with other chunks, and the library last."""
+    """Yield the choice with several chunk sizes, and the library last."""
     if choice.is_library:
         yield choice
         return
@@ -64,16 +64,16 @@ def _trials(choice: CollectiveChoice) -> Iterator[CollectiveChoice]:
 
 
 def _best(trials: Sequence[CollectiveChoice], seconds: Sequence[float]) -> CollectiveChoice:
-    """The fastest, told with what was measured; the library unless that saves enough."""
+    """Return the fastest with the measured times, or the library if that saves too little."""
     *others, library = zip(trials, seconds, strict=True)
-    choice, least = min(others, key=lambda pair: pair[1])
-    taken = choice if saves_enough(library[1], least) else library[0]
-    measured = {"library measured": library[1], f"{choice.uses} measured": least}
+    choice, fastest = min(others, key=lambda pair: pair[1])
+    taken = choice if saves_enough(library[1], fastest) else library[0]
+    measured = {"library measured": library[1], f"{choice.uses} measured": fastest}
     return replace(taken, predicted_s={**choice.predicted_s, **measured})
 
 
 class _Tuner:
-    """Measures choices on the processes of a plan."""
+    """Measure choices on the processes of a plan."""
 
     def __init__(self, plan: Plan, num_bytes: int, rounds: int, timeout_s: float) -> None:
         self.numel, self.rounds = max(1, num_bytes // ITEM_BYTES), rounds
@@ -81,7 +81,7 @@ class _Tuner:
         self.transport = ProcessGroupTransport(groups, timeout_s)
 
     def seconds(self, trials: Sequence[CollectiveChoice]) -> list[float]:
-        """Of each trial the median over rounds of the slowest rank's time; alike on all ranks."""
+        """Return per trial the median over rounds of the slowest rank's time, on all ranks."""
         from shardwise.collectives.derive import derive
 
         rank, groups = dist.get_rank(), trials[0].groups

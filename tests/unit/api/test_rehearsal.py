@@ -23,15 +23,15 @@ from shardwise.tuning import measurement_server as proving
 from shardwise.tuning import tune as tuning
 from shardwise.tuning.compute_time import (
     WEIGHT,
-    Rehearsal,
+    ComputeTimes,
     Samples,
     _here,
     _steps,
     batch_of,
     fill,
-    rehearse,
+    time_compute,
 )
-from shardwise.tuning.measurement_server import ProvingGround, rehearsed
+from shardwise.tuning.measurement_server import MeasurementServer, compute_factors
 from shardwise.tuning.tune import tune
 from tests.support import training
 
@@ -44,7 +44,7 @@ def test_every_group_is_rehearsed(strategy: str) -> None:
     cluster = Cluster.local(2)
     options = {"pp": 2, "num_microbatches": 3} if strategy == "pipeline" else {}
     plan = getattr(sw.strategies, strategy)(graph, cluster, **options)
-    run = rehearse(graph, plan, cluster)
+    run = time_compute(graph, plan, cluster)
     assert set(run.training_s) == set(range(len(plan.groups)))
     assert all(s > 0 for s in (*run.training_s.values(), *run.update_s.values()))
 
@@ -65,10 +65,10 @@ def test_a_program_that_fails_is_a_note() -> None:
     cluster = Cluster.local(1)
     plan = sw.strategies.ddp(graph, cluster)
     with pytest.raises(RankError, match="rank 0 cannot run here: BatchError"):
-        rehearse(graph, plan, cluster)
+        time_compute(graph, plan, cluster)
     table = OpTable()
-    assert rehearsed(ProvingGround(graph, cluster), plan, table) == []
-    assert "was not rehearsed" in table.notes[0]
+    assert compute_factors(MeasurementServer(graph, cluster), plan, table) == []
+    assert "was not timed" in table.notes[0]
 
 
 def test_nothing_is_left_of_a_rank_that_ran_in_this_process() -> None:
@@ -110,9 +110,11 @@ def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> No
     cluster = Cluster.local(2)
     plan = sw.strategies.ddp(graph, cluster)
     monkeypatch.setattr(
-        proving, "rehearse", lambda *_: Rehearsal(training_s={0: 3.0}, update_s={0: 1.0})
+        proving, "time_compute", lambda *_: ComputeTimes(training_s={0: 3.0}, update_s={0: 1.0})
     )
-    table = OpTable().with_programs(rehearsed(ProvingGround(graph, cluster), plan, OpTable()))
+    table = OpTable().with_programs(
+        compute_factors(MeasurementServer(graph, cluster), plan, OpTable())
+    )
     estimate = sw.simulate(graph, plan, cluster, table=OpTable.from_json(table.to_json()))
     computing = sum(plan.num_microbatches * stage.computing for stage in estimate.stages)
     assert computing == pytest.approx(3.0)
@@ -125,8 +127,8 @@ def test_the_simpler_plan_is_kept_where_another_gains_little(
 ) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
-    monkeypatch.setattr(tuning, "rehearsed", lambda *_: [])
-    monkeypatch.setattr(tuning, "can_try", lambda _: False)
+    monkeypatch.setattr(tuning, "compute_factors", lambda *_: [])
+    monkeypatch.setattr(tuning, "can_race", lambda _: False)
 
     def pretend(graph: object, plan: sw.Plan, *_: object, **__: object) -> SimpleNamespace:
         return SimpleNamespace(step_time_s=1.0 if plan.mesh.names == ("dp",) else open_s)
@@ -151,17 +153,17 @@ def test_a_plan_that_cannot_run_is_not_taken_for_a_quick_one(
 ) -> None:
     graph, cluster = sw.capture(*training.make("fused_gpt")), Cluster.local(2)
     monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
-    monkeypatch.setattr(tuning, "can_try", lambda _: False)
+    monkeypatch.setattr(tuning, "can_race", lambda _: False)
     made: list[sw.Plan] = []
 
     def failing(_: object, plan: sw.Plan, table: OpTable) -> list[Any]:
         made.append(plan)
         if plan.mesh.names == ("dp",):
-            table.notes.append("plan was not rehearsed: rank 1 cannot run here")
+            table.notes.append("plan was not timed: rank 1 cannot run here")
             return []
         return [(cluster.device(0).name, 2.0, 2.0)]
 
-    monkeypatch.setattr(tuning, "rehearsed", failing)
+    monkeypatch.setattr(tuning, "compute_factors", failing)
     plan = tune(graph, cluster)
     assert {p.mesh.names == ("dp",) for p in made} == {True, False}
     assert plan.mesh.names != ("dp",)

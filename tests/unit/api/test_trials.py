@@ -18,8 +18,8 @@ from shardwise.processes import fork_ranks, fork_server
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from shardwise.tuning import race as trials
 from shardwise.tuning import tune as tuning
-from shardwise.tuning.measurement_server import ProvingGround, proving_ground
-from shardwise.tuning.race import can_try, fitting, try_plans
+from shardwise.tuning.measurement_server import MeasurementServer, measurement_server
+from shardwise.tuning.race import can_race, plans_that_fit, race_plans
 from shardwise.tuning.tune import tune
 from tests.support import training
 from tests.support.clusters import measured
@@ -37,7 +37,7 @@ def test_every_plan_is_run() -> None:
     cluster = Cluster.local(2)
     pipeline = sw.strategies.pipeline(graph, cluster, pp=2, num_microbatches=2)
     plans = [sw.strategies.ddp(graph, cluster), sw.strategies.fsdp(graph, cluster), pipeline]
-    seconds = try_plans(graph, plans, cluster)
+    seconds = race_plans(graph, plans, cluster)
     assert len(seconds) == 3
     assert all(s > 0 for s in seconds)
 
@@ -51,16 +51,16 @@ def test_plans_are_run_with_the_ways_of_their_collectives(monkeypatch: pytest.Mo
         raise ValueError("in shared memory")
 
     monkeypatch.setattr(SharedBuckets, "all_reduce", fails)
-    assert try_plans(graph, [plan], Cluster.local(2))[0] > 0
+    assert race_plans(graph, [plan], Cluster.local(2))[0] > 0
     with pytest.raises(RankError, match="in shared memory"):
-        try_plans(graph, [found], Cluster.local(2))
+        race_plans(graph, [found], Cluster.local(2))
 
 
 def test_where_plans_can_be_tried() -> None:
-    assert can_try(Cluster.local(2))
-    assert not can_try(Cluster.local(1))
-    assert not can_try(Cluster.preset("h100", nodes=1, devices_per_node=2))
-    assert not can_try(Cluster.preset("cpu", nodes=2, devices_per_node=2))
+    assert can_race(Cluster.local(2))
+    assert not can_race(Cluster.local(1))
+    assert not can_race(Cluster.preset("h100", nodes=1, devices_per_node=2))
+    assert not can_race(Cluster.preset("cpu", nodes=2, devices_per_node=2))
 
 
 def test_every_rank_has_its_share_of_the_memory() -> None:
@@ -70,7 +70,7 @@ def test_every_rank_has_its_share_of_the_memory() -> None:
     room = trials.SHARE * cluster.device(0).host_memory_bytes
     times = int(room // plan.search.best.memory.peak_bytes)
     assert times > 1
-    assert len(fitting([plan] * (times + 1), cluster)) == times
+    assert len(plans_that_fit([plan] * (times + 1), cluster)) == times
 
 
 class _Runner:
@@ -125,12 +125,12 @@ def test_a_fork_that_stands_by_answers_and_fails() -> None:
     graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(2)
     plan = sw.strategies.ddp(graph, cluster)
-    with proving_ground(graph, cluster) as ground:
-        assert set(ground.rehearse(plan).training_s) == {0}
-        assert len(ground.try_plans([plan])) == 1
+    with measurement_server(graph, cluster) as server:
+        assert set(server.time_compute(plan).training_s) == {0}
+        assert len(server.race_plans([plan])) == 1
         with pytest.raises(RankError, match="rank"):
-            ground.try_plans([sw.strategies.ddp(graph, Cluster.local(4))])
-        assert len(ground.try_plans([plan])) == 1
+            server.race_plans([sw.strategies.ddp(graph, Cluster.local(4))])
+        assert len(server.race_plans([plan])) == 1
 
 
 def test_a_late_answer_is_not_that_to_the_next_question() -> None:
@@ -209,7 +209,7 @@ def test_ranks_that_take_too_long_are_named() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No times are measured, and all plans are predicted to take as long."""
     monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
-    monkeypatch.setattr(tuning, "rehearsed", lambda *_: [])
+    monkeypatch.setattr(tuning, "compute_factors", lambda *_: [])
     monkeypatch.setattr(tuning, "simulate", lambda *_, **__: SimpleNamespace(step_time_s=1.0))
 
 
@@ -218,7 +218,7 @@ def _zero(plan: sw.Plan) -> int:
 
 
 @pytest.mark.parametrize("quickest", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_quickest_that_ran_is_taken(
+def test_the_fastest_that_ran_is_taken(
     quickest: int,
     quick: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -229,7 +229,7 @@ def test_the_quickest_that_ran_is_taken(
     def run(_: object, plans: Sequence[sw.Plan]) -> list[float]:
         return [0.9 if _zero(plan) == quickest else 1.0 for plan in plans]
 
-    monkeypatch.setattr(ProvingGround, "try_plans", run)
+    monkeypatch.setattr(MeasurementServer, "race_plans", run)
     plan = tune(graph, Cluster.local(2), pp=1, tp=1, num_microbatches=1)
     assert _zero(plan) == quickest
     assert "900 ms measured" in capsys.readouterr().err
@@ -244,7 +244,7 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
         assert any(plan.collectives for plan in plans)
         return [1.0 if plan.collectives else 0.9 for plan in plans]
 
-    monkeypatch.setattr(ProvingGround, "try_plans", run)
+    monkeypatch.setattr(MeasurementServer, "race_plans", run)
     fixed = {"pp": 1, "tp": 1, "num_microbatches": 1, "zero": 0}
     plan = tune(graph, measured(2), **fixed)
     assert not plan.collectives
@@ -262,7 +262,7 @@ def test_plans_that_cannot_run_are_told_and_predicted(
     def fail(*_: object) -> list[float]:
         raise RankError("rank 1 died while it ran here")
 
-    monkeypatch.setattr(ProvingGround, "try_plans", fail)
+    monkeypatch.setattr(MeasurementServer, "race_plans", fail)
     graph = sw.capture(*training.make("odd"))
     tune(graph, Cluster.local(2), pp=1, tp=1, num_microbatches=1)
     assert "rank 1 died while it ran here" in capsys.readouterr().err
@@ -271,7 +271,7 @@ def test_plans_that_cannot_run_are_told_and_predicted(
 def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("odd"))
     made = {z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)}
-    found = tuning._Tuning(ProvingGround(graph, Cluster.local(2)), {}, lambda _: None)
+    found = tuning._Tuning(MeasurementServer(graph, Cluster.local(2)), {}, lambda _: None)
     found.candidates = [
         tuning._Candidate(plan=made[zero], cluster=found.cluster, seconds=s, programs=programs)
         for zero, s, programs in ((0, 0.5, []), (1, 1.0, [("cpu", 1.2, 1.1)]))

@@ -8,21 +8,21 @@ from shardwise.cluster import Cluster
 from shardwise.errors import RankError
 from shardwise.plans import Plan
 from shardwise.profiling.compute import training_factor
-from shardwise.tuning.compute_time import Rehearsal
-from shardwise.tuning.measurement_server import ProvingGround
+from shardwise.tuning.compute_time import ComputeTimes
+from shardwise.tuning.measurement_server import MeasurementServer
 
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_model_that_does_not_run_is_told(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def rehearse(ground: ProvingGround, _: Plan) -> Rehearsal:
-        tried.append(ground.graph.name)
+    def time_compute(server: MeasurementServer, _: Plan) -> ComputeTimes:
+        tried.append(server.graph.name)
         if len(tried) <= failing:
             raise RankError("rank 1 cannot run here: no room")
-        return Rehearsal(training_s={0: 1.0}, update_s={0: 1.0})
+        return ComputeTimes(training_s={0: 1.0}, update_s={0: 1.0})
 
-    monkeypatch.setattr(ProvingGround, "rehearse", rehearse)
+    monkeypatch.setattr(MeasurementServer, "time_compute", time_compute)
     told: list[str] = []
     factor = training_factor(Cluster.local(2), told.append)
     assert len(tried) == 2
