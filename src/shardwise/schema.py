@@ -31,6 +31,7 @@ __all__ = [
     "AS_MAPPING",
     "ONE_OR_MORE",
     "Form",
+    "Hook",
     "KeyPath",
     "Match",
     "OneOf",
@@ -504,7 +505,8 @@ class Reader:
 class Writer:
     """Writes dataclasses as plain mappings, lists, texts and numbers: the inverse of `Reader`.
 
-    `number` writes a number in its unit; `hooks` write types whose form in files is special.
+    `number` writes a number in its unit; `hooks`, or else a method `to_json`, write types whose
+    form in files is special.
     """
 
     def __init__(
@@ -516,7 +518,7 @@ class Writer:
 
     def write(self, value: Any, kind: Any = Any) -> Any:
         """Return the plain form of a value of a type."""
-        hook = self._hooks.get(type(value))
+        hook = self._hooks.get(type(value)) or getattr(type(value), "to_json", None)
         if hook is not None:
             return hook(value)
         stored, markers = _stored(kind), _markers(kind)

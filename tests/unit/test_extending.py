@@ -20,8 +20,8 @@ from shardwise.dtypes import DTYPES, DType, itemsize, torch_dtypes, torch_pairs
 from shardwise.errors import PlanError
 from shardwise.planner import strategies
 from shardwise.planner.search_space import SearchLimits, UserOptions, configs
-from shardwise.plans.files import json_types, json_value
 from shardwise.schedules import SCHEDULES, Schedule, ScheduleError, ScheduleKind, check
+from shardwise.schema import Reader
 from shardwise.training.config import PlanConfig, TrainConfig
 from shardwise.training.planning import check_plan_name
 
@@ -127,8 +127,11 @@ def test_a_field_of_a_plan_is_written_shown_and_read_by_its_type() -> None:
     assert longer.to_json()["overlap"] == ["grads"]
     assert "overlap ('grads',)" in str(longer)
     assert "overlap" not in str(Longer(**values))
-    assert json_types(str | tuple[str, ...]) == (str, list)
-    assert json_value({"a": (1, ("b",))}) == {"a": [1, ["b"]]}
+    reader = Reader(PlanError, "plan.json")
+    assert reader.read(Longer, longer.to_json()) == longer
+    with pytest.raises(PlanError, match="overlap is 3") as caught:
+        reader.read(Longer, {**longer.to_json(), "overlap": 3})
+    assert caught.value.where == "plan.json (overlap)"
 
 
 # ---------------------------------------------------------------- a dtype, a redistribution

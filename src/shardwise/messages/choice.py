@@ -126,11 +126,6 @@ class CollectiveChoice:
         return told + (f" ({short_size(REFERENCE_BYTES)}: {times})" if times else "")
 
 
-def read_choices(data: Sequence[Any]) -> tuple[CollectiveChoice, ...]:
-    """Read those of a plan's file."""
-    return tuple(CollectiveChoice.from_json(row, f"collectives[{i}]") for i, row in enumerate(data))
-
-
 def check_ranks(choices: Sequence[CollectiveChoice], num_ranks: int) -> None:
     """Raise if a choice names a rank outside the plan."""
     for i, choice in enumerate(choices):

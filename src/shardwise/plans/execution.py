@@ -5,21 +5,25 @@ Enters: fields of a plan file. Leaves: `Stage` and `Precision`, parts of a `Plan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from shardwise.cluster import Mesh
 from shardwise.dtypes import DTYPES, dtype_name
-from shardwise.errors import PlanError, ShardwiseError, did_you_mean
+from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.messages.program import format_ranks, parse_ranks
-from shardwise.plans.files import read_fields
+from shardwise.schema import Form, Writer
 
 RECOMPUTE_MODES = ("none", "full", "selective")
 OFFLOADS = ("activations", "optimizer", "parameters")
 TIME = "mb"  # the mesh axis of micro-batches
+
+
+MeshField = Annotated[Mesh, Form(Mesh.from_json, Mesh.to_json, Mapping[str, Any])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,26 +35,11 @@ class Stage:
     """
 
     first: str
-    ranks: tuple[int, ...]
-    mesh: Mesh
+    ranks: Annotated[tuple[int, ...], Form(parse_ranks, format_ranks)]
+    mesh: MeshField
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "first": self.first,
-            "ranks": format_ranks(self.ranks),
-            "mesh": self.mesh.to_json(),
-        }
-
-    @staticmethod
-    def from_json(data: Any, where: str) -> Stage:
-        """Return the stage that `to_json` gave, or an edited one."""
-        known = {"first": str, "ranks": str, "mesh": dict}
-        fields = read_fields(data, known, where, known)
-        try:
-            mesh = Mesh.from_json(fields["mesh"])
-        except ShardwiseError as error:
-            raise PlanError(error.message, where=where, hint=error.hint) from None
-        return Stage(first=fields["first"], ranks=parse_ranks(fields["ranks"], where), mesh=mesh)
+        return Writer().fields(self)
 
 
 def check_types(graph: Graph, precision: Precision, hint: str = "") -> None:
@@ -124,23 +113,7 @@ class Precision:
         return known[name]
 
     def to_json(self) -> dict[str, Any]:
-        default = Precision()
-        return {n: v for n in _PRECISION if (v := getattr(self, n)) != getattr(default, n)}
-
-    @staticmethod
-    def from_json(data: Any, where: str) -> Precision:
-        """Return the precision that `to_json` gave, or an edited one."""
-        return Precision(**read_fields(data, _PRECISION, where))
-
-
-_PRECISION = {
-    "compute": str,
-    "autocast": bool,
-    "master": str,
-    "gradients": str,
-    "reduce": str,
-    "loss_scale": str,
-}
+        return Writer().fields(self)
 
 
 def _is_positive(text: str) -> bool:

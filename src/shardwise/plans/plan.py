@@ -1,7 +1,8 @@
-"""The decision: which mesh, which parameter is cut how, and what follows for gradients.
+"""Plans: which mesh, how every parameter is sharded, and how a step is executed.
 
-A plan holds few decisions; the layout of every node follows from them (`shardwise.plans.resolve`),
-and any node or parameter can be overridden by name or glob. Later entries win.
+A `Plan` is made by a strategy or the planner, or read from a JSON file that a person may edit. It
+holds few decisions; the layout of every node follows from them (`shardwise.plans.resolve`), and any
+node or parameter can be overridden by name or glob. Later entries win.
 """
 
 from __future__ import annotations
@@ -9,36 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 from shardwise.cluster import Cluster, Mesh
-from shardwise.errors import PlanError, PlanMismatch, ShardwiseError, did_you_mean
+from shardwise.errors import PlanError, PlanMismatch, did_you_mean
 from shardwise.files import read_json, write_text
 from shardwise.ir import Graph, Node, node_keys
 from shardwise.ir.blocks import ConstraintKey, block_glob
-from shardwise.messages.choice import CollectiveChoice, check_ranks, read_choices
+from shardwise.messages.choice import CollectiveChoice, check_ranks
 from shardwise.messages.program import parse_ranks
 from shardwise.plans.execution import (
     OFFLOADS,
     RECOMPUTE_MODES,
     TIME,
+    MeshField,
     Precision,
     Stage,
     check_stages,
 )
-from shardwise.plans.files import (
-    ENTRY_FIELDS,
-    check_items,
-    json_types,
-    json_value,
-    plan_file_text,
-    read_fields,
-)
-from shardwise.plans.search_result import SearchResult
+from shardwise.plans.files import plan_file_text
+from shardwise.plans.search_result import HOOKS, SearchResult
 from shardwise.schedules.schedule import require_size
+from shardwise.schema import Form, Reader, Writer
 
 __all__ = ["used_devices"]
 
@@ -133,7 +129,17 @@ FORMAT_VERSION = 1
 ROLES = ("batch", "parameters", "time")
 RNG_MODES = ("exact", "fast")
 MAX_MICROBATCHES = 1 << 16
+MAX_NAME = 500  # characters
 OMITTED_IF_EMPTY = ("collectives", "search")  # from plan files
+
+
+def _line(text: str) -> str:
+    if not text.isprintable() or len(text) > MAX_NAME:
+        raise PlanError(f"{text[:80]!r} is not a line of up to {MAX_NAME} characters")
+    return text
+
+
+Line = Annotated[str, Form(_line)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +153,6 @@ class ParameterEntry:
 
     layout: Mapping[str, str] = field(default_factory=dict)
     zero: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is set, as JSON values."""
-        layout: dict[str, Any] = {"layout": dict(self.layout)} if self.layout else {}
-        return layout | ({"zero": self.zero} if self.zero is not None else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +173,10 @@ class Plan:
     module globs. `collectives` says which go another way than the library's.
     """
 
-    name: str
-    model: str
-    fingerprint: str
-    mesh: Mesh
+    name: Line
+    model: Line
+    fingerprint: Line
+    mesh: MeshField
     roles: Mapping[str, str]
     inputs: Mapping[str, int | None] = field(default_factory=dict)
     parameters: Mapping[str, ParameterEntry] = field(default_factory=dict)
@@ -345,7 +346,7 @@ class Plan:
         for item in fields(self):
             value = getattr(self, item.name)
             if value or item.name not in OMITTED_IF_EMPTY:
-                data[item.name] = json_value(value)
+                data[item.name] = Writer().write(value)
         return data
 
     def save(self, path: str | Path) -> None:
@@ -361,32 +362,13 @@ class Plan:
     @staticmethod
     def from_json(data: Any, where: str = "plan") -> Plan:
         """Return the plan that `to_json` gave, or an edited one."""
-        given = read_fields(data, _JSON_TYPES, where, _REQUIRED)
-        check_items(given, where, _TEXT_LISTS)
-        parameters = {
-            glob: _entry(entry, f"{where}: parameters[{glob!r}]")
-            for glob, entry in given.get("parameters", {}).items()
-        }
-        try:
-            made = {
-                "mesh": Mesh.from_json(given["mesh"]),
-                "parameters": parameters,
-                "stages": tuple(
-                    Stage.from_json(stage, f"{where}: stages[{i}]")
-                    for i, stage in enumerate(given.get("stages", ()))
-                ),
-                "precision": Precision.from_json(given.get("precision", {}), f"{where}: precision"),
-                "collectives": read_choices(given.get("collectives", ())),
-                "search": SearchResult.from_json(data["search"]) if data.get("search") else None,
-            }
-            plan = Plan(**{**given, **made})
-            check_ranks(plan.collectives, plan.num_ranks)
-            return plan
-        except PlanError as error:
-            place = f"{where}: {error.where}" if error.where else where
-            raise PlanError(error.message, where=place, hint=error.hint) from None
-        except ShardwiseError as error:
-            raise PlanError(error.message, where=where, hint=error.hint) from None
+        reader = Reader(PlanError, where, hooks=HOOKS)
+        given = reader.fields(Plan, data)
+        if "version" not in given:
+            reader.fail("field 'version' is missing", (), hint=f'"version": {FORMAT_VERSION}')
+        plan = reader.construct(Plan, (), **given)
+        reader.construct(check_ranks, (), plan.collectives, plan.num_ranks)
+        return plan
 
     def __str__(self) -> str:
         if self.search is not None and not self.is_edited:
@@ -403,28 +385,10 @@ class Plan:
         return plan_html(self)
 
 
-# What a plan file may hold follows from the fields of `Plan`.
-_HINTS = get_type_hints(Plan)
-_JSON_TYPES = {name: json_types(hint) for name, hint in _HINTS.items()}
-_TEXT_LISTS = [name for name, h in _HINTS.items() if tuple[str, ...] in (h, *get_args(h))]
-_REQUIRED = (
-    "version",
-    *(f.name for f in fields(Plan) if f.default is MISSING and f.default_factory is MISSING),
-)
-
-
 def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
     """Return the entry without cuts on mesh axes that a stage does not have."""
     cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
     return ParameterEntry(layout=cuts, zero=entry.zero)
-
-
-def _entry(data: Any, where: str) -> ParameterEntry:
-    fields = read_fields(data, ENTRY_FIELDS, where)
-    for axis, cut in fields.get("layout", {}).items():
-        if not isinstance(cut, str):
-            raise PlanError(f"layout of axis {axis!r} should be text, found {cut!r}", where=where)
-    return ParameterEntry(**fields)
 
 
 def _check(plan: Plan) -> None:

@@ -8,14 +8,12 @@ and the details that reports show without the model: modules, links, what-if row
 from __future__ import annotations
 
 import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache
-from typing import Any, Union
+from typing import Any
 
-from shardwise.errors import PlanError, did_you_mean
+from shardwise.errors import PlanError
+from shardwise.schema import Hook, KeyPath, Reader
 
 LAYOUT_NAMES = ("", "lean layouts", "mixed layouts", "leanest layouts")
 HINT = "make the figures again: shardwise plan MODULE.py:FUNCTION --cluster c.yaml"
@@ -420,8 +418,10 @@ class SearchResult:
     @staticmethod
     def from_json(data: Any, where: str = "search") -> SearchResult:
         """Read what `to_json` wrote; raise a `PlanError` that names the first field that is not."""
-        found: SearchResult = _read(SearchResult, data, where)
-        return found
+        result: SearchResult | None = Reader(PlanError, where, hooks=HOOKS).read(SearchResult, data)
+        if result is None:
+            raise _damaged("there are none", where)
+        return result
 
 
 # ------------------------------------------------------------ JSON
@@ -456,56 +456,23 @@ def _is_omitted(value: Any, each: Field[Any]) -> bool:
     return getattr(value, each.name) == default and (short or not isinstance(default, int | float))
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Return `value` as `kind`: a dataclass, tuple, mapping, optional or plain type."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return _read_any(value, where)
-    if origin in (Union, types.UnionType):
-        return None if value is None else _read(args[0], value, where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise _damaged(f"expected a list, found {_shown(value)}", where)
-        return tuple(_read(args[0], item, f"{where}[{at}]") for at, item in enumerate(value))
-    if not isinstance(value, Mapping) and (origin is not None or is_dataclass(kind)):
-        raise _damaged(f"expected an object, found {_shown(value)}", where)
-    if origin is not None:
-        return {str(key): _read(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    if is_dataclass(kind):
-        return _read_fields(kind, value, where)
-    wanted = (int, float) if kind is float else kind
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-        raise _damaged(f"expected {kind.__name__}, found {_shown(value)}", where)
-    if kind is float and not math.isfinite(value):
-        raise _damaged(f"{value} is not finite", where)
-    return float(value) if kind is float else value
+def _read_search(reader: Reader, value: Any, path: KeyPath) -> SearchResult | None:
+    if not value:
+        return None
+    try:
+        fields = reader.fields(SearchResult, value, path)
+        return reader.construct(SearchResult, path, **fields)
+    except PlanError as error:
+        raise _damaged(error.message, error.where or reader.name) from None
 
 
-def _read_any(value: Any, where: str) -> Any:
+def _read_any(reader: Reader, value: Any, path: KeyPath) -> Any:
     """Freeze lists; what a table or a cluster file holds is checked by those who read it."""
     if isinstance(value, list | tuple):
-        return tuple(_read_any(item, where) for item in value)
+        return tuple(_read_any(reader, item, path) for item in value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise _damaged(f"{value} is not finite", where)
+        reader.fail(f"{value} is not finite", path)
     return value
 
 
-def _read_fields(kind: Any, value: Mapping[str, Any], where: str) -> Any:
-    known = _hints(kind)
-    for name in value:
-        if name not in known:
-            raise _damaged(f"unknown field {name!r}{did_you_mean(str(name), known)}", where)
-    for each in fields(kind):
-        if _is_required(each) and each.name not in value:
-            raise _damaged(f"field {each.name!r} is missing", where)
-    return kind(**{n: _read(known[n], v, f"{where}.{n}") for n, v in value.items()})
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+HOOKS: dict[Any, Hook] = {SearchResult: _read_search, Any: _read_any}  # of plan files
