@@ -5,7 +5,8 @@
 A GPT of four layers trains on batches each of another length. "first" is the time of the steps
 when every length is new, "again" when all are known: the difference is what new lengths cost.
 Programs come from one symbolic trace where they can ("one trace"), or from a capture for every
-length ("each"). CPU seconds are those of one rank: on a busy machine they say more than the clock.
+length ("each"), or from graphs that such captures have stored on disk ("stored"). CPU seconds are
+those of one rank: on a busy machine they say more than the clock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.models import GPT, tokens
 from shardwise.frontend import sizes
 
 VOCABULARY, ROWS, SHORTEST = 211, 4, 16
-WAYS = {"one trace": sizes.STATIC_CAPTURES, "each": 1 << 30}
+WAYS = {"one trace": sizes.STATIC_CAPTURES, "each": 1 << 30, "stored": 1 << 30}
 
 
 def worker(rank: int, world: int, port: int, plan: str, count: int, to: str) -> None:
@@ -43,6 +44,7 @@ def worker(rank: int, world: int, port: int, plan: str, count: int, to: str) -> 
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     found = {}
     for way, captures in WAYS.items():
+        os.environ["SHARDWISE_CACHE"] = "off" if way == "one trace" else f"{to}.{rank}.cache"
         with mock.patch.object(sizes, "STATIC_CAPTURES", captures):
             found[way] = measure(plan, world, count)
     if rank == 0:

@@ -15,6 +15,7 @@ MAYBE = re.compile(r"\btorch\.[\w.]*\b_|\btorch\._|from torch\b[^\n]*import\b([^
 ALLOWED = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks agree before a collective",
     "torch.cuda.memory._set_allocator_settings": "the environment is read before a job can set it",
+    "torch.overrides._get_current_function_mode_stack": "graphs made under a mode are not stored",
     "torch._assert_async": "indices are checked on a device without waiting for it",
     "torch._ops": "OpOverload, the type of what a graph calls, has no public name",
     "torch._subclasses": "FakeTensorMode, which capture traces under, has no public name",

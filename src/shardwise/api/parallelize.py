@@ -344,9 +344,9 @@ class _Factory:
     def _take_state(self) -> None:
         """Let the next captures be of the model as it is now, with the same parameters frozen."""
         number = self.state.number()
-        if number != self._captured:
-            self.skeleton = self.state.skeleton(self.skeleton)
-            self._captured = number
+        # Also if no program depends on what has changed so far: the next one may.
+        self.skeleton = self.state.skeleton(self.skeleton, is_changed=number != self._captured)
+        self._captured = number
         frozen = self.flags.frozen() if self.flags is not None else ()
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name not in frozen)

@@ -173,8 +173,11 @@ class PythonState:
             )
         return self._number
 
-    def skeleton(self, last: nn.Module) -> nn.Module:
-        """Return a copy without weights of the model as it is now; `last` is the one before."""
+    def skeleton(self, last: nn.Module, *, is_changed: bool) -> nn.Module:
+        """Return a copy without weights of the model as it is now; `last` is the one before.
+
+        `is_changed` says that programs depend on something that is different now.
+        """
         if all(ref() is None for ref in self._modules.values()):
             return last  # nobody can have changed the model; what changed is a variable outside it
         root = self._modules[""]()
@@ -183,6 +186,8 @@ class PythonState:
             if all(child is not None for child in children.values()):
                 root = nn.ModuleDict(children)  # type: ignore[arg-type]
                 root.training = self._mode()
+        if root is None and not is_changed:
+            return last
         if root is None:
             raise ProgramError(
                 "Python state has changed, and only some parts of the model still exist",

@@ -241,6 +241,8 @@ class Reach:
     variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     writes: dict[str, str] = field(default_factory=dict)  # "name" or ".attribute" -> assignment
+    codes: set[types.CodeType] = field(default_factory=set)  # that may run
+    classes: dict[type, None] = field(default_factory=dict)  # whose methods may run
 
     def trained_tensors(self) -> dict[int, tuple[str, str]]:
         """Return the addresses of tensors in variables that want a gradient: name and place."""
@@ -286,13 +288,12 @@ def reachable(model: nn.Module, functions: Iterable[Any]) -> Reach:
 class _Walk:
     def __init__(self) -> None:
         self.reach = Reach()
-        self.classes: dict[type, None] = {}
+        self.classes = self.reach.classes
         self.modules: dict[int, types.ModuleType] = {}
         self.libraries: dict[int, types.ModuleType] = {}  # whose functions may be replaced
         self._attributes: set[str] = set()  # of objects
         self._is_dynamic = False  # whether code reads attributes by names that it computes
         self._is_user: dict[type, bool] = {}
-        self._codes: set[types.CodeType] = set()
         self._values: dict[int, Any] = {}  # holds them, so that ids stay theirs
 
     def value(self, value: Any, depth: int) -> None:
@@ -390,9 +391,9 @@ class _Walk:
             self._code(code, function.__globals__)
 
     def _code(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        if code in self._codes:
+        if code in self.reach.codes:
             return
-        self._codes.add(code)
+        self.reach.codes.add(code)
         used, attributes, written = names_in(code)
         self.reach.names |= attributes
         self._is_dynamic = self._is_dynamic or _reads_any_name(code)
@@ -532,13 +533,27 @@ class Reads:
 
     def add(self, watch: Watch) -> None:
         """Add what one capture read and wrote."""
-        self.attributes.update(dict.fromkeys(watch.first))
-        for place, write in watch.writes.items():
+        self.add_places(dict.fromkeys(watch.first), watch.methods, watch.reach)
+        self._add_writes(watch.writes)
+
+    def merge(self, other: Reads) -> None:
+        """Add what other captures read and wrote."""
+        self.add_places(other.attributes, other.methods, other.reach)
+        self._add_writes(other.writes)
+
+    def add_places(
+        self, attributes: Mapping[Place, None], methods: Mapping[Place, None], reach: Reach
+    ) -> None:
+        """Add attributes and methods that were read, and what code may read besides."""
+        self.attributes.update(attributes)
+        self.methods.update(methods)
+        self.reach.variables.update(reach.variables)
+        self.reach.names |= reach.names
+
+    def _add_writes(self, writes: Mapping[Place, Write]) -> None:
+        for place, write in writes.items():
             known = self.writes.get(place)
             self.writes[place] = write if known is None else known.merge(write)
-        self.methods.update(watch.methods)
-        self.reach.variables.update(watch.reach.variables)
-        self.reach.names |= watch.reach.names
 
 
 @dataclass(frozen=True, slots=True)

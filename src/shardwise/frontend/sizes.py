@@ -25,7 +25,8 @@ from torch.export.graph_signature import InputKind
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.capture import Traced, capture, trace_step
-from shardwise.frontend.objective import Model, Objective
+from shardwise.frontend.graph_cache import cached_capture
+from shardwise.frontend.objective import Model, Objective, as_module
 from shardwise.frontend.python_state import Reads
 from shardwise.ir import Graph
 
@@ -73,24 +74,34 @@ class GraphsBySize:
         for known in self._traces.get(kind, ()):
             if (graph := known.graph(call)) is not None:
                 return graph
-        self.num_traces += 1
         options: _Options = {"training": training, "device": device}
         seen = self._seen.setdefault(kind, {})
+        stored = cached_capture(as_module(model), call, chosen, options)
+        graph = None if stored is None else stored.load(as_module(model), reads)
+        if graph is not None:
+            if len(seen) < STATIC_CAPTURES:
+                seen[shapes] = graph.fingerprint
+            return graph
+        self.num_traces += 1
         dims = _varying([*seen, shapes])
         if self._may_try(kind, shapes, dims):
             self._attempts[kind] += 1
             trace = _sized_trace(lambda: trace_step(model, batch, chosen, dims=dims, **options))
             if trace is not None and trace.agrees(call, seen):
                 if not trace.is_checked:  # a path that no capture without symbols has taken yet
-                    graph = capture(model, batch, chosen, reads=reads, **options)
-                    seen[shapes] = graph.fingerprint
+                    checked = capture(model, batch, chosen, reads=reads, **options)
+                    seen[shapes] = checked.fingerprint
                 if trace.agrees(call, seen) and (made := trace.graph(call)) is not None:
                     self._traces.setdefault(kind, []).append(trace)
                     if reads is not None:
                         reads.add(trace.watch)
                     return made
             self._attempts[kind] = SYMBOLIC_CAPTURES
-        graph = capture(model, batch, chosen, reads=reads, **options)
+        if stored is None:
+            graph = capture(model, batch, chosen, reads=reads, **options)
+        else:
+            with stored.storing(reads) as run:
+                run.graph = graph = capture(model, batch, chosen, reads=run.reads, **options)
         if len(seen) < STATIC_CAPTURES:
             seen[shapes] = graph.fingerprint
         return graph

@@ -141,3 +141,22 @@ def test_hooks_are_seen_although_steps_register_their_own(place: str) -> None:
         shown.register_post_accumulate_grad_hook(print)
         with pytest.raises(ShardwiseError, match="hook"):
             pm.train_step(BATCH)
+
+
+class ReadsForLongBatches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.beta = nn.Linear(3, 2), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.line(x).sum()
+        return y * self.beta if len(x) > 4 else y
+
+
+def test_state_that_no_program_has_read_yet() -> None:
+    model = ReadsForLongBatches()
+    pm = parallel(model)
+    longer = {"x": torch.ones(8, 3)}
+    for beta in (5.0, 7.0):
+        model.beta = beta
+        assert torch.allclose(pm.train_step(longer), model(**longer)), beta

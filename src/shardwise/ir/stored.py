@@ -1,0 +1,217 @@
+"""A `Graph` as JSON data, and back.
+
+Operators are stored by name and looked up among torch's own when a graph is read; numbers, dtypes,
+references and trees have tagged forms. Nothing is imported or evaluated. What has no such form
+(autograd functions, hooks, operators of other libraries, large constants) raises `NotStorable`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError
+from shardwise.ir.graph import (
+    Buffer,
+    Constant,
+    Graph,
+    Input,
+    Node,
+    Parameter,
+    Ref,
+    TensorType,
+    to_text,
+)
+from shardwise.ir.schema import operator
+
+__all__ = ["NotStorable", "graph_from_json", "graph_to_json"]
+
+LARGEST_CONSTANT = 1 << 20  # bytes
+_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_SOURCES: dict[str, type] = {"inputs": Input, "parameters": Parameter, "buffers": Buffer}
+_PLAIN = ("name", "loss", "training", "warnings", "sends", "input_constants", "outputs")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class NotStorable(ShardwiseError):
+    """A graph, or a file, that does not have the form of stored graphs."""
+
+
+def graph_to_json(graph: Graph) -> dict[str, Any]:
+    """Return the graph as data from which an equal one can be made, or raise `NotStorable`."""
+    if graph.functions or graph.hooks:
+        raise NotStorable("autograd functions and gradient hooks live in one process")
+    data = {
+        "fingerprint": graph.fingerprint,
+        **{name: _encode(getattr(graph, name)) for name in _PLAIN},
+        "values": [[name, *_encode_type(kind)] for name, kind in graph.values.items()],
+        **{k: [_fields(source) for source in getattr(graph, k)] for k in _SOURCES},
+        "constants": [_encode_constant(constant) for constant in graph.constants],
+        "nodes": [_fields(node) for node in graph.nodes],
+        "module_classes": list(graph.module_classes.items()),
+        "output_spec": _encode_spec(graph.output_spec),
+    }
+    again = graph_from_json(data)
+    if not (
+        again == graph
+        and to_text(again) == to_text(graph)
+        and repr(again.output_spec) == repr(graph.output_spec)
+    ):
+        raise NotStorable("the graph holds something that its stored form does not")
+    return data
+
+
+def graph_from_json(data: Any) -> Graph:
+    """Return the graph, checked, or raise `NotStorable`."""
+    try:
+        fields: dict[str, Any] = {name: _decode(data[name]) for name in _PLAIN}
+        for kind, cls in _SOURCES.items():
+            fields[kind] = tuple(_record(cls, source) for source in data[kind])
+        graph = Graph(
+            nodes=tuple(_record(Node, node) for node in data["nodes"]),
+            values={name: _decode_type(shape, dtype) for name, shape, dtype in data["values"]},
+            constants=tuple(_decode_constant(*constant) for constant in data["constants"]),
+            module_classes={str(path): str(name) for path, name in data["module_classes"]},
+            output_spec=_decode_spec(data["output_spec"]),
+            **fields,
+        )
+        graph.verify()
+        _check(graph)
+    except NotStorable:
+        raise
+    except Exception as error:  # whatever a damaged or hostile file leads to
+        raise NotStorable(f"not a stored graph: {type(error).__name__}") from error
+    if graph.fingerprint != data["fingerprint"]:
+        raise NotStorable("the graph is not the one that was stored")
+    return graph
+
+
+def _check(graph: Graph) -> None:
+    """Refuse names that are no names, and operators that are not torch's."""
+    if not all(_NAME.fullmatch(name) for name in graph.values):
+        raise NotStorable("a value's name is not an identifier")
+    for node in graph.nodes:
+        known = isinstance(operator(node.op), torch._ops.OpOverload)
+        ours = node.op == "shardwise.batch_norm.default"
+        if not ours and not (known and node.op.startswith("aten.")):
+            raise NotStorable(f"{node.op} is not one of torch's operators")
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """The fields of a frozen record that differ from their defaults."""
+    return {
+        field.name: _encode(getattr(record, field.name))
+        for field in dataclasses.fields(record)
+        if getattr(record, field.name) is not field.default
+    }
+
+
+def _record(cls: type, fields: Mapping[str, Any]) -> Any:
+    return cls(**{name: _decode(value) for name, value in fields.items()})
+
+
+def _encode(value: Any) -> Any:
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int:
+        return value if abs(value) < 1 << 53 else {"int": str(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if type(value) is tuple:
+        return {"tuple": [_encode(item) for item in value]}
+    if type(value) is list:
+        return [_encode(item) for item in value]
+    if type(value) is Ref:
+        return {"ref": value.name}
+    if isinstance(value, _TORCH):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise NotStorable(f"a {type(value).__name__} has no stored form")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, content),) = value.items()
+    if tag == "tuple":
+        return tuple(_decode(item) for item in content)
+    if tag == "torch":
+        return _torch(content)
+    decoders = {"int": int, "float": float, "ref": Ref, "device": torch.device}
+    return decoders[tag](content)
+
+
+def _torch(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, _TORCH):
+        raise NotStorable(f"{name} is not a dtype, layout or memory format")
+    return found
+
+
+def _encode_type(kind: TensorType) -> list[Any]:
+    return [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
+
+
+def _decode_type(shape: list[int], dtype: str) -> TensorType:
+    return TensorType(tuple(map(int, shape)), _torch(dtype))
+
+
+def _encode_constant(constant: Constant) -> list[Any]:
+    data = constant.data
+    plain = type(data) is torch.Tensor and data.layout is torch.strided and data.is_contiguous()
+    if not plain or data.device.type != "cpu" or data.nbytes > LARGEST_CONSTANT:
+        raise NotStorable(f"constant {constant.value} is large, or not a plain tensor on the CPU")
+    content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [
+        constant.value,
+        *_encode_type(TensorType(tuple(data.shape), data.dtype)),
+        _text(content),
+    ]
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _decode_constant(value: str, shape: list[int], dtype: str, content: str) -> Constant:
+    kind = _decode_type(shape, dtype)
+    raw = np.frombuffer(base64.b64decode(content, validate=True), dtype=np.uint8)
+    if len(raw) != kind.num_bytes:
+        raise NotStorable(f"constant {value} has {len(raw)} bytes, not {kind.num_bytes}")
+    flat = torch.from_numpy(raw.copy()).view(kind.dtype) if len(raw) else torch.empty(0)
+    return Constant(value=value, data=flat.to(kind.dtype).view(kind.shape))
+
+
+def _encode_spec(spec: Any) -> Any:
+    """How an output nests: classes by name, which must be registered with pytree when read."""
+    if spec is None or spec.is_leaf():
+        return None if spec is None else "leaf"
+    context = list(spec.context) if isinstance(spec.context, list) else spec.context
+    if not (context is None or (type(context) is list and {type(k) for k in context} <= {str})):
+        raise NotStorable("an output's keys are not strings")
+    return [_class_name(spec.type), context, [_encode_spec(child) for child in spec.children()]]
+
+
+def _decode_spec(data: Any) -> Any:
+    if data is None or data == "leaf":
+        return None if data is None else pytree.tree_structure(0)
+    name, context, children = data
+    cls = next((c for c in pytree.SUPPORTED_NODES if _class_name(c) == name), None)
+    if cls is None or cls.__module__.partition(".")[0] not in ("builtins", "transformers"):
+        raise NotStorable(f"{name} is not a class of outputs that is known here")
+    return pytree.TreeSpec(cls, context, [_decode_spec(child) for child in children])
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

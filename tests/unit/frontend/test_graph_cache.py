@@ -1,0 +1,249 @@
+"""Captured graphs on disk: found again when nothing changed, and never when anything did."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.batch import read_batch
+from shardwise.frontend import capture, graph_cache
+from shardwise.frontend.python_state import Reads
+from shardwise.frontend.sizes import GraphsBySize
+from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json
+
+BATCH = {"x": torch.ones(4, 3)}
+RATE, TABLE = 1.0, {"a": [1, 2]}
+
+
+def helper(y: Tensor, factor: float = 1.0) -> Tensor:
+    return y * factor
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+
+class Model(nn.Module):
+    kind = "plain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm, self.drop = nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)
+        self.scale, self.settings = 2.0, Settings()
+        self.table = torch.tensor([1.0, 2.0])
+        self.mode = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "environment":
+            x = x * float(os.environ["A_RATE"])
+        elif self.mode == "file":
+            x = x * float(Path(__file__).with_name("missing.txt").exists() or _read())
+        y = self.drop(self.norm(self.line(x))) * self.scale * self.settings.beta
+        return helper(y * self.table, RATE).sum() * TABLE["a"][0]
+
+
+def _read() -> float:
+    with open(os.devnull) as file:
+        return len(file.read()) + 1.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    return tmp_path / "graphs"
+
+
+def was_stored(model: nn.Module, batch: Any = BATCH, **options: Any) -> bool:
+    """Capture with nothing but the cache remembered; return whether Python did not have to run."""
+    graphs = GraphsBySize()
+    made = graphs(model, batch, **options)
+    if graphs.num_traces == 0:
+        assert made == capture(model, batch, **options)
+    return graphs.num_traces == 0
+
+
+def place(model: Model) -> graph_cache.CachedCapture | None:
+    """Where the model's graph is stored."""
+    options = {"training": None, "device": None}
+    return graph_cache.cached_capture(model, read_batch(BATCH), None, options)
+
+
+def test_a_graph_is_found_again_with_what_it_read(folder: Path) -> None:
+    first, second = Reads(), Reads()
+    graph = GraphsBySize()(Model(), BATCH, reads=first)
+    graphs = GraphsBySize()
+    again = graphs(Model(), BATCH, reads=second)
+    assert graphs.num_traces == 0
+    assert again == graph
+    assert str(again) == str(graph)
+    assert again.constants[0].data.equal(graph.constants[0].data)
+    assert (first.attributes, first.methods) == (second.attributes, second.methods)
+    assert first.reach.names == second.reach.names
+    assert {v.name for v in first.reach.variables.values()} == {
+        v.name for v in second.reach.variables.values()
+    }
+
+
+CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], Any]] = {
+    "attribute": lambda m, _: setattr(m, "scale", 3.0),
+    "equal number": lambda m, _: setattr(m, "scale", 2),
+    "attribute of an object": lambda m, _: setattr(m.settings, "beta", 2.0),
+    "tensor": lambda m, _: m.table.mul_(2),
+    "rate of dropout": lambda m, _: setattr(m.drop, "p", 0.2),
+    "mode of one module": lambda m, _: m.norm.eval(),
+    "frozen": lambda m, _: m.line.weight.requires_grad_(False),
+    "tied": lambda m, _: setattr(m.norm, "bias", m.norm.weight),
+    "forward hook": lambda m, _: m.line.register_forward_hook(lambda m, x, y: y * 2),
+    "method of an instance": lambda m, _: setattr(m.line, "forward", lambda x: x[:, :2]),
+    "global variable": lambda _, p: p.setitem(globals(), "RATE", 2.0),
+    "global container": lambda _, p: p.setitem(TABLE, "a", [3]),
+    "class attribute": lambda _, p: p.setattr(Model, "kind", "other"),
+    "default": lambda _, p: p.setattr(helper, "__defaults__", (5.0,)),
+    "function": lambda _, p: p.setitem(globals(), "helper", lambda y, factor: y + factor),
+    "method of a class": lambda _, p: p.setattr(nn.Linear, "forward", lambda s, x: x @ s.weight.T),
+    "function of torch": lambda _, p: p.setattr(F, "dropout", lambda x, p, training, inplace: x),
+    "default dtype": lambda _, p: torch.set_default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_change_is_another_entry(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = place(Model())
+    assert before is not None
+    same = place(Model())
+    assert same is not None
+    assert before.file == same.file
+    model = Model()
+    try:
+        CHANGES[name](model, monkeypatch)
+        after = place(model)
+        assert after is None or after.file != before.file
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_batches_and_options_are_part_of_an_entry(folder: Path) -> None:
+    model = Model()
+    assert not was_stored(model)
+    assert was_stored(model)
+    assert not was_stored(model, {"x": torch.ones(5, 3)})
+    assert not was_stored(model, {"x": torch.ones(4, 3).requires_grad_()})
+    assert not was_stored(model, training=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not was_stored(model)
+
+
+def test_what_a_capture_reads_from_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.mode = "environment"
+    monkeypatch.setenv("A_RATE", "2.0")
+    assert not was_stored(model)
+    assert was_stored(model)
+    monkeypatch.setenv("A_RATE", "3.0")
+    assert not was_stored(model)
+    model.mode = "file"
+    assert not was_stored(model)
+    assert not was_stored(model)  # what a file holds is not known later
+
+
+def test_own_files_that_changed_after_the_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings_of_mine.py").write_text("RATE = 1.0\n")
+    os.utime(tmp_path / "settings_of_mine.py", (1, 1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    __import__("settings_of_mine")
+    try:
+        assert not was_stored(Model())
+        assert was_stored(Model())
+        (tmp_path / "settings_of_mine.py").write_text("RATE = 2.0\n")
+        assert not was_stored(Model())
+        assert not was_stored(Model())
+    finally:
+        del sys.modules["settings_of_mine"]
+
+
+def test_models_that_are_not_stored(folder: Path) -> None:
+    model = Model()
+    model.line.weight.register_hook(lambda grad: grad * 2)
+    assert not was_stored(model)
+    model = Model()
+    model.settings.beta = iter([1.0])  # type: ignore[assignment]
+    assert place(model) is None
+    assert not folder.exists()
+
+
+SPOILERS: list[Callable[[Any], Any]] = [
+    lambda e: e["graph"]["nodes"][0].update(op="aten.linear.default\nimport os"),
+    lambda e: e["graph"]["nodes"][0].update(op="os.system"),
+    lambda e: e["graph"]["nodes"][0].update(outputs={"tuple": ["a b"]}),
+    lambda e: e["graph"]["values"].append(["x;import os", [1], "float32"]),
+    lambda e: e["graph"]["values"][0].__setitem__(2, "load"),
+    lambda e: e["graph"]["values"][0].__setitem__(1, [7, 7]),
+    lambda e: e["graph"]["constants"][0].__setitem__(3, "AAAA"),
+    lambda e: e["graph"].update(output_spec=["os.PathLike", None, []]),
+    lambda e: e["graph"].update(fingerprint="0"),
+    lambda e: e.update(attributes=[["nowhere", "x"]]),
+    lambda e: e.update(environment=[]),
+    lambda e: e.update(format=0),
+    lambda e: e.clear(),
+]
+
+
+def test_damaged_and_hostile_entries_are_not_used(folder: Path) -> None:
+    model = Model()
+    assert not was_stored(model)
+    found = place(model)
+    assert found is not None
+    text = found.file.read_text()
+    assert found.load(model, None) is not None
+    for spoil in SPOILERS:
+        entry = json.loads(text)
+        spoil(entry)
+        found.file.write_text(json.dumps(entry))
+        assert found.load(model, None) is None, entry
+    found.file.write_text(text[:100])
+    assert not was_stored(model)
+    assert was_stored(model)  # written anew
+
+
+def test_entries_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    for age in range(4):
+        (folder / f"{age}.json").write_bytes(b"x" * 100)
+        os.utime(folder / f"{age}.json", (1000 - age, 1000 - age))
+    monkeypatch.setattr(graph_cache, "MAX_BYTES", 250)
+    graph_cache._drop_oldest(folder)
+    assert sorted(file.name for file in folder.iterdir()) == ["0.json", "1.json"]
+
+
+def test_the_cache_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", "off")
+    assert graph_cache.cache_folder() is None
+    monkeypatch.delenv("SHARDWISE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert graph_cache.cache_folder() == tmp_path / "shardwise/graphs"
+
+
+def test_graphs_without_a_stored_form() -> None:
+    graph = capture(Model(), BATCH)
+    assert graph_from_json(graph_to_json(graph)) == graph
+    for lost in ({"functions": {"f": print}}, {"input_constants": (("x", object()),)}):
+        with pytest.raises(NotStorable):
+            graph_to_json(type(graph)(**{**_fields(graph), **lost}))
+
+
+def _fields(graph: Any) -> dict[str, Any]:
+    return {name: getattr(graph, name) for name in graph.__dataclass_fields__}
