@@ -82,8 +82,8 @@ def gather_rows(axis: Axis, rows: list[list[int]], device: torch.device) -> list
     every = axis.all_gather(flat, [flat.numel()] * axis.size).wait()
     width = len(rows[0]) if rows else 0
     shape = (axis.size, len(rows), width)
-    found: list[list[list[int]]] = every.reshape(shape).tolist()
-    return found
+    result: list[list[list[int]]] = every.reshape(shape).tolist()
+    return result
 
 
 def require_same_lengths(
@@ -95,10 +95,10 @@ def require_same_lengths(
     """
     everyone = mesh.everyone
     for what, source in data.items():
-        found = [length for [[length]] in gather_rows(everyone, [[_length(source)]], device)]
-        other = [rank for rank, n in zip(everyone.ranks, found, strict=True) if n != found[0]]
+        result = [length for [[length]] in gather_rows(everyone, [[_length(source)]], device)]
+        other = [rank for rank, n in zip(everyone.ranks, result, strict=True) if n != result[0]]
         if other:
-            lengths = {rank: n for rank, n in zip(everyone.ranks, found, strict=True) if n >= 0}
+            lengths = {rank: n for rank, n in zip(everyone.ranks, result, strict=True) if n >= 0}
             raise RankError(
                 f"{what} has another length on ranks {other} than on rank {everyone.ranks[0]}: "
                 + ", ".join(f"{n} on rank {rank}" for rank, n in list(lengths.items())[:8]),
@@ -305,16 +305,16 @@ def check_same_batch(batch: Any, axis: Axis, device: torch.device | str = "cpu")
     """Refuse batches that differ between ranks, naming the ranks and the input."""
     if axis.size == 1:
         return
-    found = list(leaves(batch))
-    shape = [len(found), zlib.crc32(repr(signature(batch)).encode())]
+    result = list(leaves(batch))
+    shape = [len(result), zlib.crc32(repr(signature(batch)).encode())]
     _compare(shape, ["the batch's shapes, types or plain values"] * 2, axis, device)
-    _compare([_checksum(value) for _, value in found], [path for path, _ in found], axis, device)
+    _compare([_checksum(value) for _, value in result], [path for path, _ in result], axis, device)
 
 
 def _compare(numbers: list[int], names: list[str], axis: Axis, device: torch.device | str) -> None:
     count = len(numbers)
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    every = axis.all_gather(mine, [count] * axis.size).wait().view(axis.size, count)
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    every = axis.all_gather(own, [count] * axis.size).wait().view(axis.size, count)
     for column, name in enumerate(names):
         values = every[:, column].tolist()
         different = [rank for rank, value in enumerate(values) if value != values[0]]

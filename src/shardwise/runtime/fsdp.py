@@ -100,7 +100,7 @@ class Units:
         for group in groups:
             by_path.setdefault(group.entries[0].spec.unit, []).append(group)
         self.root = Unit("", by_path.pop("", []))
-        self.units = [Unit(path, found) for path, found in by_path.items()]
+        self.units = [Unit(path, result) for path, result in by_path.items()]
         self._flush = flush
         self._orders: dict[Hashable, list[Unit]] = {}
         self._inline: dict[Hashable, dict[Unit, None]] = {}
@@ -181,8 +181,8 @@ class Units:
 
     def _start_pass(self, part: Hashable, key: Hashable) -> None:
         self._order_key = (self._key, part, key)
-        mine = [u for u in self.units if any(part in entry.parts for entry in u.entries)]
-        order = self._orders.get(self._order_key, mine)
+        own = [u for u in self.units if any(part in entry.parts for entry in u.entries)]
+        order = self._orders.get(self._order_key, own)
         self._pass, self._mode = Pass(order), "forward"
 
     def _end_backward(self) -> None:
@@ -217,8 +217,8 @@ class Units:
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._in_backward:
-                found, call = self._current
-                if unit in found.announced and found.calls[call] is not unit:
+                result, call = self._current
+                if unit in result.announced and result.calls[call] is not unit:
                     unit.free()  # until its own backward
                 return
             call = self._pass.inside.pop()
@@ -236,9 +236,9 @@ class Units:
 
     def _recomputed(self, unit: Unit) -> Unit | None:
         """Return the unit after this one in a forward that backward repeats."""
-        found, call = self._current
-        at = found.first.get(unit, call) + 1
-        return found.calls[at] if at < call else None
+        result, call = self._current
+        at = result.first.get(unit, call) + 1
+        return result.calls[at] if at < call else None
 
     def _announce(self, output: Tensor, unit: Unit, found: Pass, call: int) -> None:
         def before_backward(_: Tensor) -> None:
@@ -267,10 +267,10 @@ def _of_program(order: Hashable, key: Hashable) -> bool:
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at `path`, if it has a forward that can be called."""
     try:
-        found = module.get_submodule(path)
+        result = module.get_submodule(path)
     except AttributeError:
         return None
-    return None if type(found).forward is nn.Module.forward else found
+    return None if type(result).forward is nn.Module.forward else result
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

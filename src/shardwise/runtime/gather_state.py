@@ -28,24 +28,24 @@ def share(
         return dict(mine)
     everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
     tables = share_lists(mesh, _described(mine), device)
-    found: dict[str, Tensor | None] = {}
+    result: dict[str, Tensor | None] = {}
     for ranks, names in zip(mesh.groups, tables, strict=True):
         root = everyone.ranks.index(ranks[0])
         same: dict[int, Tensor] = {}
         for name, shape, dtype, number in names:
             if shape is None:
-                found.setdefault(name, None)
+                result.setdefault(name, None)
                 continue
             if number not in same:
                 held = mine[name] if rank in ranks else None
-                whole = (
+                full = (
                     torch.empty(shape, dtype=torch_dtype(dtype), device=device)
                     if held is None
                     else held.detach().to(device).contiguous()
                 )
-                same[number] = everyone.broadcast(whole, root).wait()
-            found.setdefault(name, same[number])
-    return found
+                same[number] = everyone.broadcast(full, root).wait()
+            result.setdefault(name, same[number])
+    return result
 
 
 def share_lists(
@@ -55,7 +55,7 @@ def share_lists(
     if len(mesh.groups) == 1:
         return [list(mine)]
     everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
-    found = []
+    result = []
     for ranks in mesh.groups:
         root = everyone.ranks.index(ranks[0])
         text = json.dumps(list(mine)).encode() if rank in ranks else b""
@@ -64,8 +64,8 @@ def share_lists(
         if rank in ranks:
             data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         data = everyone.broadcast(data, root).wait()
-        found.append(json.loads(bytes(data.cpu().numpy())))
-    return found
+        result.append(json.loads(bytes(data.cpu().numpy())))
+    return result
 
 
 def _described(tensors: Mapping[str, Tensor | None]) -> list[list[object]]:

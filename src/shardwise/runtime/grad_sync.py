@@ -222,9 +222,9 @@ class Reducer:
         reducer, held = weakref.ref(self), weakref.ref(entry)
 
         def arrived(_: Tensor) -> None:
-            mine, found = reducer(), held()
-            if mine is not None and found is not None and mine.active:
-                mine._on_arrival(found)
+            own, result = reducer(), held()
+            if own is not None and result is not None and own.active:
+                own._on_arrival(result)
 
         return arrived
 
@@ -267,9 +267,9 @@ class Reducer:
     def end_window(self) -> None:
         """Start the sums that a part's entries still need, in its last backward."""
         if self._last:
-            mine = [entry for entry in self.entries if self._part in entry.parts]
-            self.flush(mine)
-            for entry in mine:
+            own = [entry for entry in self.entries if self._part in entry.parts]
+            self.flush(own)
+            for entry in own:
                 self._ahead[entry].discard(self._part)
         self._last = False
 
@@ -375,10 +375,10 @@ class Reducer:
                 grouped.setdefault(entry.group, []).append(entry)
             else:
                 others.append(entry)
-        found = [(b, self._axis(b[0]), None) for b in self._buckets(others)]
-        whole = [(members, group.axis, group) for group, members in grouped.items()]
+        result = [(b, self._axis(b[0]), None) for b in self._buckets(others)]
+        full = [(members, group.axis, group) for group, members in grouped.items()]
         arrange = {e: self._arranged(e) for e in entries if e in self.plan.sync}
-        return [Reduction(*each, self._memory, arrange) for each in (*found, *whole)]
+        return [Reduction(*each, self._memory, arrange) for each in (*result, *full)]
 
     def _axis(self, entry: Entry) -> Axis:
         """Return the axis on which this program leaves the gradient as a partial sum."""

@@ -130,8 +130,8 @@ def origin(error: BaseException) -> str | None:
             continue
         lines = linecache.getlines(frame.filename)[: frame.lineno]
         for line in reversed(lines):
-            if found := _ORIGIN.match(line):
-                return re.sub(r"\s+", " ", found["place"])
+            if result := _ORIGIN.match(line):
+                return re.sub(r"\s+", " ", result["place"])
             if line.lstrip().startswith("def "):
                 break
     return None
@@ -172,15 +172,15 @@ class PipelineSources:
 
     def files(self) -> dict[str, str]:
         """Return the texts by file name."""
-        found = {"pipeline.py": self.pipeline}
+        result = {"pipeline.py": self.pipeline}
         for index, stage in enumerate(self.stages):
             for number, text in enumerate(stage.texts):
                 more = f"_{number}" if len(stage.texts) > 1 else ""
-                found[f"stage_{index}{more}.py"] = text
+                result[f"stage_{index}{more}.py"] = text
             for number, text in enumerate(stage.before):
                 more = f"_{number}" if len(stage.before) > 1 else ""
-                found[f"stage_{index}_beforehand{more}.py"] = text
-        return found
+                result[f"stage_{index}_beforehand{more}.py"] = text
+        return result
 
 
 class LoadedPipeline:
@@ -236,23 +236,23 @@ class LoadedPipeline:
     @property
     def buffers(self) -> list[BufferSpec]:
         """The buffers of this rank's stages, each once."""
-        found: dict[str, BufferSpec] = {}
+        result: dict[str, BufferSpec] = {}
         for stage in self.stages.values():
             before = stage.beforehand[1].BUFFERS if stage.beforehand else ()
             for spec in (*stage.generated[0].BUFFERS, *before):
-                found.setdefault(spec.name, spec)
-        return list(found.values())
+                result.setdefault(spec.name, spec)
+        return list(result.values())
 
     @property
     def modules(self) -> list[tuple[Hashable, nn.Module]]:
         """Every module of this rank, with the stage that it belongs to."""
-        found: list[tuple[Hashable, nn.Module]] = []
+        result: list[tuple[Hashable, nn.Module]] = []
         for part, stage in self.stages.items():
             others = [stage.beforehand[0]] if stage.beforehand else []
             for module in (*stage.modules, *others):
-                if not any(module is known for _, known in found):
-                    found.append((part, module))
-        return found
+                if not any(module is known for _, known in result):
+                    result.append((part, module))
+        return result
 
     def make_store(self) -> ParameterStore:
         """Allocate the parameters and buffers of this rank's stages."""

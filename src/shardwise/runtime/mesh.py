@@ -67,8 +67,8 @@ class Axis:
         make = getattr(self._transport, "bucket", None)
         if make is None or self.size == 1:
             return None
-        found: Tensor | None = make(numel, dtype, operation, self._group)
-        return found
+        result: Tensor | None = make(numel, dtype, operation, self._group)
+        return result
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Reduce a contiguous tensor in place over the axis."""
@@ -207,14 +207,14 @@ class ProcessMesh:
 
     def space_axis(self, *names: str) -> Axis:
         """Return an axis as `axis` does, without that of micro-batches."""
-        found = self._cached.get(names)
-        if found is None:
+        result = self._cached.get(names)
+        if result is None:
             places = _ranks_along(self.axes, self.coordinates, self._checked(names))
             group = Group(tuple(self.ranks[p] for p in places), places.index(self.rank))
             shares = product(self.axes[name] for name in names)
             name = ".".join(names) or "self"
-            found = self._cached[names] = Axis(name, group, self.transport, shares)
-        return found
+            result = self._cached[names] = Axis(name, group, self.transport, shares)
+        return result
 
     @property
     def world(self) -> Axis:
@@ -241,10 +241,10 @@ class ProcessMesh:
 
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Return a rank's coordinate on every axis."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, size in reversed(list(axes.items())):
-        rank, found[name] = divmod(rank, size)
-    return {name: found[name] for name in axes}
+        rank, result[name] = divmod(rank, size)
+    return {name: result[name] for name in axes}
 
 
 def _ranks_along(

@@ -145,8 +145,8 @@ class ParallelModule(nn.Module):
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
-                found, outputs = program.evaluate(batch, self.store, local=local)
-        return (found, outputs) if loss else outputs
+                result, outputs = program.evaluate(batch, self.store, local=local)
+        return (result, outputs) if loss else outputs
 
     def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
         """Return the full batch's loss in eval mode, without gradients, the same on every rank."""
@@ -236,9 +236,9 @@ class ParallelModule(nn.Module):
 
     def _shared(self, mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the tensors of all stages, in the model's order."""
-        found = share(self.mesh, mine, self.store.device)
+        result = share(self.mesh, mine, self.store.device)
         last = len(self._place_of)
-        return {n: found[n] for n in sorted(found, key=lambda n: self._place_of.get(n, last))}
+        return {n: result[n] for n in sorted(result, key=lambda n: self._place_of.get(n, last))}
 
     def trace(self, path: str | Path | None = None) -> Trace | None:
         """Return on rank 0 what all ranks recorded since the last call; all ranks call it.
@@ -254,10 +254,10 @@ class ParallelModule(nn.Module):
         events = gather_events(everyone, self.recorder.take(), device)
         if events is None:
             return None
-        found = merge(events, clocks, self.about)
+        result = merge(events, clocks, self.about)
         if path is not None:
-            write_trace(path, found)
-        return found
+            write_trace(path, result)
+        return result
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

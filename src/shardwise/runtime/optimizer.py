@@ -121,24 +121,24 @@ def find_groups(
     if selected is not None:
         left = [e for e in left if selected.has(_names(e))]
         others = [names for names in others if selected.has(names)]
-    found: list[tuple[dict[str, Any], list[Entry]]] = []
+    result: list[tuple[dict[str, Any], list[Entry]]] = []
     every: list[_Selection] = []
     for group in _written(groups):
-        mine = _Selection(store, group["params"])
-        _refuse_twice(mine, every)
-        every.append(mine)
-        matched = [e for e in left if mine.has(_names(e))]
+        own = _Selection(store, group["params"])
+        _refuse_twice(own, every)
+        every.append(own)
+        matched = [e for e in left if own.has(_names(e))]
         left = [e for e in left if e not in matched]
-        found.append(({k: v for k, v in group.items() if k != "params"}, matched))
+        result.append(({k: v for k, v in group.items() if k != "params"}, matched))
     rest = rest and not any(selection.by_tensor for selection in every)
     unmatched = bool(left) or any(not any(s.has(names) for s in every) for names in others)
-    if not found or (rest and unmatched):
-        found.append(({}, left))
+    if not result or (rest and unmatched):
+        result.append(({}, left))
     taken = others if rest or not every else [n for n in others if any(s.has(n) for s in every)]
-    here = (entry.spec.name for _, entries in found for entry in entries)
+    here = (entry.spec.name for _, entries in result for entry in entries)
     return Groups(
-        options=tuple(options for options, _ in found),
-        entries=tuple(tuple(entries) for _, entries in found),
+        options=tuple(options for options, _ in result),
+        entries=tuple(tuple(entries) for _, entries in result),
         names=frozenset((*here, *(names[0] for names in taken))),
     )
 
@@ -408,8 +408,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tables = share_lists(self.store.mesh, self._names(), self.store.device)
         names = [[n for table in tables for n in table[i]] for i in range(len(self._entries))]
         groups = [
-            {**{k: v for k, v in options.items() if k != "params"}, "params": list(mine)}
-            for options, mine in zip(self.param_groups, names, strict=True)
+            {**{k: v for k, v in options.items() if k != "params"}, "params": list(own)}
+            for options, own in zip(self.param_groups, names, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
@@ -433,9 +433,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elsewhere = self.store.elsewhere | borrowed
         frozen = {e.spec.name for group in self._entries for e in group if not e.leaf.requires_grad}
         frozen -= {name for g in saved for name in g["params"]}
-        mine = [[name for name in g["params"] if name not in elsewhere] for g in saved]
+        own = [[name for name in g["params"] if name not in elsewhere] for g in saved]
         names = [[name for name in group if name not in frozen] for group in self._names()]
-        if _without_empty_end(mine) != _without_empty_end(names):
+        if _without_empty_end(own) != _without_empty_end(names):
             raise OptimizerError(
                 f"the state's groups {[g['params'] for g in saved]} are not the optimizer's "
                 f"{self._names()}"
@@ -459,10 +459,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _without_empty_end(groups: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the sorted names of groups; with stages, a last one may be empty."""
-    found = [sorted(names) for names in groups]
-    while found and not found[-1]:
-        found.pop()
-    return found
+    result = [sorted(names) for names in groups]
+    while result and not result[-1]:
+        result.pop()
+    return result
 
 
 def _share_state(
@@ -478,12 +478,12 @@ def _share_state(
             flat[json.dumps([name, key, plain])] = (
                 torch.tensor(value, device=store.device) if plain else value
             )
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for label, tensor in share(store.mesh, flat, store.device).items():
         name, key, plain = json.loads(label)
         value = tensor.item() if plain and tensor is not None else tensor
-        found.setdefault(name, {})[key] = value
-    return found
+        result.setdefault(name, {})[key] = value
+    return result
 
 
 _ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -542,8 +542,8 @@ def _clip(
     error_if_nonfinite: bool,
 ) -> Tensor:
     held = [(e, grad) for e in entries if (grad := store.gradient(e)) is not None]
-    mine = [grad for entry, grad in held if _counts(store, entry) and grad.numel()]
-    total = _total_norm(store, mine, norm_type)
+    own = [grad for entry, grad in held if _counts(store, entry) and grad.numel()]
+    total = _total_norm(store, own, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise OptimizerError(f"the norm of the gradients is {total.item()}, so they stay as is")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -102,9 +102,9 @@ def attach(module: nn.Module, path: str, child: nn.Module) -> None:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return `torch.bfloat16` for `"bfloat16"`."""
-    found = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(found, torch.dtype), name
-    return found
+    result = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(result, torch.dtype), name
+    return result
 
 
 def locate(module: nn.Module, name: str, *, create: bool = False) -> tuple[nn.Module, str]:
@@ -152,14 +152,14 @@ def declare_buffer(
 
 def needed_axes(specs: Sequence[ParameterSpec], axes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Return the combinations of mesh axes over which a store of these parameters communicates."""
-    found: dict[tuple[str, ...], None] = {}
+    result: dict[tuple[str, ...], None] = {}
     for spec in specs:
         cut = {split.axis for split in spec.splits}
         for names in (spec.sync, cut):
             combined = tuple(name for name in axes if name in names)
             if math.prod(axes[name] for name in combined) > 1:
-                found.setdefault(combined)
-    return list(found)
+                result.setdefault(combined)
+    return list(result)
 
 
 # Storage on this rank. An `Entry` is one parameter. With zero >= 1, entries of one dtype and set of
@@ -198,11 +198,11 @@ class Entry:
         self.master = torch_dtype(spec.master or spec.dtype)
         self.gradient = torch_dtype(spec.gradient) if spec.gradient else self.master
         self.wire = torch_dtype(spec.reduce) if spec.reduce else self.gradient
-        mine = not spec.borrowed
-        self.leaves_device = mine and "parameters" in spec.offload and bool(spec.shape)
-        optimized = mine and "optimizer" in spec.offload and spec.requires_grad
+        own = not spec.borrowed
+        self.leaves_device = own and "parameters" in spec.offload and bool(spec.shape)
+        optimized = own and "optimizer" in spec.offload and spec.requires_grad
         self.on_host = self.leaves_device or optimized
-        self.apart = self.on_host or (mine and self.master != self.dtype)
+        self.apart = self.on_host or (own and self.master != self.dtype)
 
     def __repr__(self) -> str:
         return f"Entry({self.spec.name}, {self.local_shape}, zero={self.zero})"
@@ -291,8 +291,8 @@ class FlatGroup:
         entry.leaf = nn.Parameter(view, requires_grad=trainable)
         entry.group, entry.bounds = self, self.bounds(index, self.axis.index)
         low, high = entry.bounds
-        mine = self.shard[max(start - begin, 0) :][: high - low].data
-        entry.piece = nn.Parameter(mine, requires_grad=trainable)
+        own = self.shard[max(start - begin, 0) :][: high - low].data
+        entry.piece = nn.Parameter(own, requires_grad=trainable)
         entry.shown = entry.piece if self.zero == 3 else entry.leaf
         entry.take_gradients_in(entry.master)
 

@@ -71,8 +71,8 @@ class LossScaler:
 def overflow_on_any_rank(tensors: Iterable[Tensor], mesh: ProcessMesh, near: torch.device) -> bool:
     """Return whether an element is infinite or NaN on any rank of the plan; all ranks call it."""
     norms = [torch.linalg.vector_norm(t, math.inf) for t in tensors if t.numel()]
-    found = torch.zeros(1, dtype=torch.int32, device=near)
+    result = torch.zeros(1, dtype=torch.int32, device=near)
     if norms:
         finite = torch.stack([torch.isfinite(norm).to(near) for norm in norms]).all()
-        found += ~finite
-    return bool(mesh.everyone.all_reduce(found, "max").wait().item())
+        result += ~finite
+    return bool(mesh.everyone.all_reduce(result, "max").wait().item())

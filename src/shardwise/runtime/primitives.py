@@ -97,8 +97,8 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
     if dim == to_dim:
         return _recut(x, axis, dim, segments(of), segments(to_of))
     sent = [take_part(x, to_dim, to_of, axis.shares, i) for i in range(axis.size)]
-    mine = _with(x, to_dim, local_length(to_of, axis.shares, axis.index))
-    shapes = [_replace(mine, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
+    own = _with(x, to_dim, local_length(to_of, axis.shares, axis.index))
+    shapes = [_replace(own, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
     sizes = [shape.numel() for shape in shapes]
     flat = axis.all_to_all(_flat(sent), [t.numel() for t in sent], sizes).wait()
     parts = torch.split(flat, sizes)
@@ -122,9 +122,9 @@ def _recut(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _shared(of: Of, to_of: Of, parts: int, index: int, other: int) -> Tensor:
     """Return where in part `index` of `of` the indices are that part `other` of `to_of` has too."""
-    mine = torch.cat([torch.arange(s, s + n) for s, n in runs(of, parts, index)] or [_NONE])
-    theirs = torch.cat([torch.arange(s, s + n) for s, n in runs(to_of, parts, other)] or [_NONE])
-    return torch.isin(mine, theirs).nonzero().view(-1)
+    own = torch.cat([torch.arange(s, s + n) for s, n in runs(of, parts, index)] or [_NONE])
+    remote = torch.cat([torch.arange(s, s + n) for s, n in runs(to_of, parts, other)] or [_NONE])
+    return torch.isin(own, remote).nonzero().view(-1)
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

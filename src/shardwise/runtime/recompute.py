@@ -42,8 +42,8 @@ Kept = deque[tuple[str, Any]]
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward, and of its repetition in backward."""
-    kept: Kept = deque()
-    return _Keep(kept), _Reuse(kept)
+    saved: Kept = deque()
+    return _Keep(saved), _Reuse(saved)
 
 
 class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -82,8 +82,8 @@ class Rng:
             s if isinstance(s, Split) else Split(axis=s[0], dim=s[1], of=s[2]) for s in splits
         ]
         if self.mode == "exact":
-            whole = fill(tuple(shape), self.generator(key, device))
-            return take_local(whole, splits, at, axes).contiguous()
+            full = fill(tuple(shape), self.generator(key, device))
+            return take_local(full, splits, at, axes).contiguous()
         cutting = {split.axis for split in splits}
         place = [(name, at[name]) for name, size in axes.items() if name in cutting and size > 1]
         local = local_shape(shape, splits, at, axes)
@@ -163,9 +163,9 @@ def native_dropout(
     x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> tuple[Tensor, Tensor]:
     """Return `dropout` and its mask."""
-    kept = _kept(x, p, rng, key, shape, splits)
+    saved = _kept(x, p, rng, key, shape, splits)
     scale = 1 / (1 - p) if p < 1 else 0.0
-    return x * (kept * scale), kept.to(torch.bool)
+    return x * (saved * scale), saved.to(torch.bool)
 
 
 def alpha_dropout(
@@ -175,16 +175,16 @@ def alpha_dropout(
     if p == 1.0:
         return x * 0.0
     a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
-    kept = _kept(x, p, rng, key, shape, splits)
-    return x * (kept * a) + ((kept - 1) * (ALPHA * a) + ALPHA * a * p)
+    saved = _kept(x, p, rng, key, shape, splits)
+    return x * (saved * a) + ((saved - 1) * (ALPHA * a) + ALPHA * a * p)
 
 
 def _kept(x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits) -> Tensor:
     """Return ones with probability 1 - p, broadcast over dims that the mask lacks."""
-    kept = draw(
+    saved = draw(
         "bernoulli", rng, key, shape, splits, options=(1 - p,), dtype=torch.bool, device=x.device
     )
-    return kept.reshape(kept.shape + (1,) * (x.dim() - kept.dim())).to(x.dtype)
+    return saved.reshape(saved.shape + (1,) * (x.dim() - saved.dim())).to(x.dtype)
 
 
 def draw_like(

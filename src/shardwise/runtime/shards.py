@@ -234,8 +234,8 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         single = getattr(torch, func._schema.name.removeprefix("aten::_foreach_"))
     results = []
     for index in range(count):
-        mine = [a[index] if isinstance(a, list | tuple) else a for a in args]
-        results.append(single(*mine, **kwargs))
+        own = [a[index] if isinstance(a, list | tuple) else a for a in args]
+        results.append(single(*own, **kwargs))
     return None if func._schema.is_mutable else results
 
 

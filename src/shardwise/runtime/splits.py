@@ -94,17 +94,17 @@ def runs(of: Of, parts: int, index: int) -> Runs:
 
 
 def _runs_of(of: Segments, cuts: Sequence[tuple[int, int]]) -> Runs:
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     offset = 0
     for (outer, size, inner), (start, length) in zip(of, cuts, strict=True):
         for step in range(outer if length * inner else 0):
             begin = offset + (step * size + start) * inner
-            if found and sum(found[-1]) == begin:
-                found[-1] = (found[-1][0], found[-1][1] + length * inner)
+            if result and sum(result[-1]) == begin:
+                result[-1] = (result[-1][0], result[-1][1] + length * inner)
             else:
-                found.append((begin, length * inner))
+                result.append((begin, length * inner))
         offset += outer * size * inner
-    return tuple(found)
+    return tuple(result)
 
 
 def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
@@ -163,7 +163,7 @@ def local_runs(
 def _dim_runs(
     length: int, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Runs:
-    kept: Runs = ((0, length),) if length else ()
+    saved: Runs = ((0, length),) if length else ()
     by_factor: dict[Segments, list[str]] = {}
     for split in splits:
         by_factor.setdefault(split.of, []).append(split.axis)
@@ -171,8 +171,8 @@ def _dim_runs(
         if whole_length(of) != length:
             raise ProgramError(f"a dim of {length} is not made of {of} (cut over {axes})")
         cuts = [_nested(size, axes, coords, sizes) for _, size, _ in of]
-        kept = _intersect(kept, _runs_of(of, cuts))
-    return kept
+        saved = _intersect(saved, _runs_of(of, cuts))
+    return saved
 
 
 def _nested(
@@ -187,18 +187,18 @@ def _nested(
 
 
 def _intersect(left: Runs, right: Runs) -> Runs:
-    found = []
+    result = []
     i = j = 0
     while i < len(left) and j < len(right):
         begin = max(left[i][0], right[j][0])
         end = min(sum(left[i]), sum(right[j]))
         if begin < end:
-            found.append((begin, end - begin))
+            result.append((begin, end - begin))
         if sum(left[i]) < sum(right[j]):
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(result)
 
 
 def local_indices(

@@ -69,7 +69,7 @@ class ParameterStore:
         )
         self.entries = [self._entry(spec) for spec in specs]
         for entry in self.entries:
-            entry.parts = {part for part, found in modules if _slots(found, entry)}
+            entry.parts = {part for part, result in modules if _slots(result, entry)}
         self.groups = self._group()
         self._shards: dict[Entry, ShardParameter] = {}
         self.optimizers: dict[str, weakref.ref[torch.optim.Optimizer]] = {}
@@ -94,8 +94,8 @@ class ParameterStore:
         self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
         self.stand_ins: dict[str, nn.Parameter] = {}  # on meta, for parameters of other stages
         self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases
-        for part, found in modules:
-            self.attach(found, part)
+        for part, result in modules:
+            self.attach(result, part)
 
     def _entry(self, spec: ParameterSpec) -> Entry:
         shape = local_shape(spec.shape, spec.splits, self.mesh.coordinates, self.mesh.axes)
@@ -114,8 +114,8 @@ class ParameterStore:
                 entry.own_whole(self.device)
         made = buckets(reversed(flat), group_key, lambda e: e.numel * e.dtype.itemsize)
         return [
-            FlatGroup(found[::-1], sync_axis(found[0], self.mesh), self.device)
-            for found in reversed(made)
+            FlatGroup(result[::-1], sync_axis(result[0], self.mesh), self.device)
+            for result in reversed(made)
         ]
 
     def _is_flat(self, entry: Entry) -> bool:
@@ -183,11 +183,11 @@ class ParameterStore:
 
     def entry(self, name: str) -> Entry:
         """Return the parameter of this name or alias."""
-        found = self._by_name.get(name)
-        if found is None:
+        result = self._by_name.get(name)
+        if result is None:
             known = [*self._by_name, *self._aliases]
             raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, known)}")
-        return found
+        return result
 
     # --- what the user sees -------------------------------------------------------------
 
@@ -210,8 +210,8 @@ class ParameterStore:
 
     def names_by_tensor(self) -> dict[int, str]:
         """Return the names of shown parameters and stand-ins, by id."""
-        found = {id(self.parameter(entry)): entry.spec.name for entry in self.entries}
-        return found | {id(stand_in): name for name, stand_in in self.stand_ins.items()}
+        result = {id(self.parameter(entry)): entry.spec.name for entry in self.entries}
+        return result | {id(stand_in): name for name, stand_in in self.stand_ins.items()}
 
     @torch.no_grad()
     def value_changed(self, entry: Entry) -> None:
@@ -316,9 +316,9 @@ class ParameterStore:
         """Return the local tensor of the forward; for zero 3 all ranks of its axis call this."""
         if entry.group is None or entry.zero < 3:
             return entry.leaf.detach()
-        mine = entry.piece.detach().to(self.device, entry.dtype)
+        own = entry.piece.detach().to(self.device, entry.dtype)
         sizes = entry.group.piece_sizes(entry)
-        return entry.group.axis.all_gather(mine, sizes).wait().view(entry.local_shape)
+        return entry.group.axis.all_gather(own, sizes).wait().view(entry.local_shape)
 
     @torch.no_grad()
     def set_local(self, entry: Entry, tensor: Tensor) -> None:
@@ -395,8 +395,8 @@ class ParameterStore:
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return full gradients by parameter name, on every rank; None where there is none."""
-        mine = [entry for entry in self.entries if not entry.spec.borrowed]
-        return {entry.spec.name: self._full_gradient(entry) for entry in mine}
+        own = [entry for entry in self.entries if not entry.spec.borrowed]
+        return {entry.spec.name: self._full_gradient(entry) for entry in own}
 
     def _full_gradient(self, entry: Entry) -> Tensor | None:
         grad = self.gradient(entry)
@@ -564,10 +564,10 @@ class ParameterStore:
 
 def _slots(module: nn.Module, entry: Entry) -> list[tuple[nn.Module, str]]:
     """Return where in the module the entry's parameter is, under any of its names."""
-    found: list[tuple[nn.Module, str]] = []
+    result: list[tuple[nn.Module, str]] = []
     for name in (entry.spec.name, *entry.spec.aliases):
         with contextlib.suppress(AttributeError):
             owner, last = locate(module, name)
             if last in owner._parameters:
-                found.append((owner, last))
-    return found
+                result.append((owner, last))
+    return result

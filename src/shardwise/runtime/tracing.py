@@ -311,8 +311,8 @@ def align(axis: Axis, rounds: int = 8, device: torch.device | str = "cpu") -> Cl
     offsets, uncertainties = [0], [0]
     for rank in ranks[1:]:
         pairs = list(zip(rank, first, strict=True))
-        least = max(mine[0] - other[1] for mine, other in pairs)
-        most = min(mine[1] - other[0] for mine, other in pairs)
+        least = max(own[0] - other[1] for own, other in pairs)
+        most = min(own[1] - other[0] for own, other in pairs)
         offsets.append(0 if least <= 0 <= most else (least + most) // 2)
         uncertainties.append((most - least + 1) // 2)
     return Clocks(offsets_ns=tuple(offsets), uncertainties_ns=tuple(uncertainties))
@@ -320,8 +320,8 @@ def align(axis: Axis, rounds: int = 8, device: torch.device | str = "cpu") -> Cl
 
 def _gathered(axis: Axis, numbers: Sequence[int], device: torch.device | str) -> Tensor:
     """Return all ranks' numbers in host memory, which proves that a device's copy has arrived."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    return axis.all_gather(mine, [len(numbers)] * axis.size).wait().cpu()
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return axis.all_gather(own, [len(numbers)] * axis.size).wait().cpu()
 
 
 def gather_events(
@@ -335,12 +335,12 @@ def gather_events(
     every = axis.all_gather(flat, sizes).wait()
     if axis.index != 0:
         return None
-    whole = every.cpu().numpy().tobytes()
+    full = every.cpu().numpy().tobytes()
     ends = list(itertools.accumulate(sizes))
     return [
         [
             Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
-            for lane, name, start, end, details in json.loads(whole[stop - size : stop])
+            for lane, name, start, end, details in json.loads(full[stop - size : stop])
         ]
         for size, stop in zip(sizes, ends, strict=True)
     ]
@@ -375,9 +375,9 @@ def merge(
             _slice(event, rank, tids[row], offset + begin)
             for event, row in zip(_ordered(events), rows, strict=True)
         ]
-    told = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
-    found = labels + slices + _arrows(slices)
-    return {"otherData": told, "displayTimeUnit": "ms", "traceEvents": found}
+    reported = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
+    result = labels + slices + _arrows(slices)
+    return {"otherData": reported, "displayTimeUnit": "ms", "traceEvents": result}
 
 
 def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
@@ -425,15 +425,15 @@ def _arrows(slices: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if "transfer" in each["args"]:
             pair = ends.setdefault(str(each["args"]["transfer"]), {})
             pair[each["name"].startswith("send")] = each
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for number, (transfer, pair) in enumerate(ends.items()):
         if len(pair) == 2:
             send, receive = pair[True], pair[False]
             shared = {"name": f"transfer {transfer}", "cat": "transfer", "id": number}
             end = max(receive["ts"], receive["ts"] + receive["dur"] - 1e-3)
-            found.append({"ph": "s", **shared, **_place(send), "ts": send["ts"]})
-            found.append({"ph": "f", "bp": "e", **shared, **_place(receive), "ts": end})
-    return found
+            result.append({"ph": "s", **shared, **_place(send), "ts": send["ts"]})
+            result.append({"ph": "f", "bp": "e", **shared, **_place(receive), "ts": end})
+    return result
 
 
 def _place(each: Mapping[str, Any]) -> dict[str, Any]:
@@ -469,8 +469,8 @@ def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "co
     every = [span for rank in spans for span in rank]
     if not every:
         return Bubbles(per_rank=(0.0,) * len(spans), overall=0.0)
-    whole = max(end for _, end in every) - min(start for start, _ in every)
-    idle = tuple(1 - _busy(rank) / whole if whole else 0.0 for rank in spans)
+    full = max(end for _, end in every) - min(start for start, _ in every)
+    idle = tuple(1 - _busy(rank) / full if full else 0.0 for rank in spans)
     return Bubbles(per_rank=idle, overall=sum(idle) / len(idle))
 
 

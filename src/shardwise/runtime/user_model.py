@@ -81,8 +81,8 @@ def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
             store.set_gradient(entry, grad)
         raise
     with torch.no_grad():
-        for entry, mine in by_entry.items():
-            _apply(store, entry, mine, earlier[entry])
+        for entry, own in by_entry.items():
+            _apply(store, entry, own, earlier[entry])
 
 
 def refuse_hooks_on_parts(store: ParameterStore) -> None:
@@ -225,9 +225,9 @@ def copy_weights(
 
 def _targets(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Tensor]:
     root = model if isinstance(model, nn.Module) else nn.ModuleDict(dict(model))
-    found: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
-    found |= dict(root.named_buffers(remove_duplicate=False))
-    return {name: found[name] for name in root.state_dict() if name in found}
+    result: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
+    result |= dict(root.named_buffers(remove_duplicate=False))
+    return {name: result[name] for name in root.state_dict() if name in result}
 
 
 def _check(pm: ParallelModule, targets: Mapping[str, Tensor], strict: bool) -> None:

@@ -105,20 +105,20 @@ class CollectiveBackends:
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
         """Return a flat tensor in the group's shared memory, if this operation goes through it."""
-        found = self._of.get((operation, group.ranks))
-        if found is None or not isinstance(found[1], _Memory) or dtype not in ADDED:
+        result = self._of.get((operation, group.ranks))
+        if result is None or not isinstance(result[1], _Memory) or dtype not in ADDED:
             return None
-        if not numel or numel * dtype.itemsize < found[0].min_bytes:
+        if not numel or numel * dtype.itemsize < result[0].min_bytes:
             return None
-        return found[1].buckets.allocate(numel, dtype)
+        return result[1].buckets.allocate(numel, dtype)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending | None:
         """Sum in place."""
         added = op == "sum" and flat.dtype in ADDED
-        found = self._find("all_reduce", group, flat.nbytes) if added else None
-        if found is None:
+        result = self._find("all_reduce", group, flat.nbytes) if added else None
+        if result is None:
             return None
-        choice, way = found
+        choice, way = result
         host = flat.cpu() if flat.is_cuda and way.on_host else flat
         handle = way.start(choice, host, ())
         return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
@@ -126,10 +126,10 @@ class CollectiveBackends:
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
         """Return this rank's part of the sum; `flat` is unchanged unless it is a `bucket`."""
         added = flat.dtype in ADDED
-        found = self._find("reduce_scatter", group, flat.nbytes) if added else None
-        if found is None:
+        result = self._find("reduce_scatter", group, flat.nbytes) if added else None
+        if result is None:
             return None
-        choice, way = found
+        choice, way = result
         resident = isinstance(way, _Memory) and way.buckets.is_resident(flat)
         data = flat.cpu() if flat.is_cuda and way.on_host else flat if resident else flat.clone()
         handle = way.start(choice, data, sizes)
@@ -146,28 +146,28 @@ class CollectiveBackends:
     ) -> Pending | None:
         """Return all ranks' parts, as bytes of any dtype."""
         unit = flat.element_size()
-        found = self._find("all_gather", group, sum(sizes) * unit)
-        if found is None:
+        result = self._find("all_gather", group, sum(sizes) * unit)
+        if result is None:
             return None
-        choice, way = found
-        whole = flat.new_empty(sum(sizes)) if out is None else out
+        choice, way = result
+        full = flat.new_empty(sum(sizes)) if out is None else out
         # Memory that others read cannot be resized any more, as zero 3 does with what it gathers.
-        staged = (whole.is_cuda and way.on_host) or isinstance(way, _Memory)
-        host = torch.empty(whole.shape, dtype=whole.dtype) if staged else whole
+        staged = (full.is_cuda and way.on_host) or isinstance(way, _Memory)
+        host = torch.empty(full.shape, dtype=full.dtype) if staged else full
         part = host[sum(sizes[: group.index]) :][: sizes[group.index]]
         if part.data_ptr() != flat.data_ptr():
             part.copy_(flat)
         handle = way.start(choice, host.view(torch.uint8), [size * unit for size in sizes])
-        return _after(whole, handle, (lambda: whole.copy_(host)) if staged else None)
+        return _after(full, handle, (lambda: full.copy_(host)) if staged else None)
 
     def _find(
         self, operation: str, group: Group, num_bytes: int
     ) -> tuple[CollectiveChoice, _Way] | None:
-        found = self._of.get((operation, group.ranks))
-        if found is None or not num_bytes or num_bytes < found[0].min_bytes:
+        result = self._of.get((operation, group.ranks))
+        if result is None or not num_bytes or num_bytes < result[0].min_bytes:
             return None
         self.started += 1
-        return found
+        return result
 
 
 def _open(

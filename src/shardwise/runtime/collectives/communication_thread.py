@@ -51,15 +51,15 @@ class _Jobs:
         self.failed: BaseException | None = None
 
     def work(self) -> None:
-        while (found := self.waiting.get()) is not None:
-            job, handle = found
+        while (result := self.waiting.get()) is not None:
+            job, handle = result
             error = self.failed
             if error is None:
                 try:
                     job()
                 except BaseException as problem:
                     error = self.failed = problem
-            del found, job  # the data of a job live no longer than it
+            del result, job  # the data of a job live no longer than it
             handle._finish(error)
 
 

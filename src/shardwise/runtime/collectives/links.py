@@ -87,7 +87,7 @@ class Links:
 
     def hear(self, kind: int, what: str) -> dict[int, bytes]:
         """Return the next message of every other rank; errors say that `what` was waited for."""
-        return {other: found.body for other, found in self.hear_files(kind, what).items()}
+        return {other: result.body for other, result in self.hear_files(kind, what).items()}
 
     def hear_files(self, kind: int, what: str) -> dict[int, Message]:
         """Return the next messages as `hear` does, with the open files that came along."""
@@ -100,11 +100,11 @@ class Links:
                 break
             if not self._listen(deadline):
                 self.give_up("", what, missing)
-        found = {other: came.popleft() for other, came in self._came.items()}
-        for other, message in found.items():
+        result = {other: came.popleft() for other, came in self._came.items()}
+        for other, message in result.items():
             if message.kind != kind:
                 self.give_up(f"rank {self.names[other]} does something else than {what}")
-        return found
+        return result
 
     def _is_over(self, missing: Sequence[int]) -> bool:
         """Return whether waiting is futile: a missing rank has ended, or some rank has given up."""
@@ -133,25 +133,25 @@ class Links:
     def give_up(self, reason: str, what: str = "", missing: Sequence[int] = ()) -> NoReturn:
         """Call the roll, and raise what all find: who is silent, or else the first reason."""
         reason = reason.encode("ascii", "replace").decode()  # else JSON takes six bytes for each
-        mine = {"reason": reason[:1000], "what": what[:200], "missing": list(missing)}
+        own = {"reason": reason[:1000], "what": what[:200], "missing": list(missing)}
         with contextlib.suppress(RankError):
-            self.tell(GAVE_UP, json.dumps(mine).encode())
-        said = {self.rank: mine}
+            self.tell(GAVE_UP, json.dumps(own).encode())
+        reported = {self.rank: own}
         deadline = time.monotonic() + min(ROLL_S, self.timeout_s)
         while True:
             for other, came in self._came.items():
-                said.update((other, json.loads(m.body)) for m in came if m.kind == GAVE_UP)
-            silent = [other for other in self._peers if other not in said]
+                reported.update((other, json.loads(m.body)) for m in came if m.kind == GAVE_UP)
+            silent = [other for other in self._peers if other not in reported]
             if not silent or self._ended.issuperset(silent) or not self._listen(deadline):
                 break
-        raise self._verdict(said, silent)
+        raise self._verdict(reported, silent)
 
     def _verdict(self, said: dict[int, dict[str, Any]], silent: list[int]) -> RankError:
-        names, mine = self.names, f"rank {self.names[self.rank]}"
-        for other, found in sorted(said.items()):
-            if found["reason"]:
-                return RankError(f"rank {names[other]}: {found['reason']}", where=mine)
-        what = next(found["what"] for found in said.values() if found["what"])
+        names, own = self.names, f"rank {self.names[self.rank]}"
+        for other, result in sorted(said.items()):
+            if result["reason"]:
+                return RankError(f"rank {names[other]}: {result['reason']}", where=own)
+        what = next(result["what"] for result in said.values() if result["what"])
         if silent:
             gone = [names[other] for other in silent]
             who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {gone}"
@@ -160,14 +160,16 @@ class Links:
             return LinkError(
                 f"{what}: {who} {how}",
                 edges=[(other, names[self.rank]) for other in gone],
-                where=mine,
+                where=own,
                 hint=f"look at the log of rank {gone[0]}, or set a longer `timeout_s`",
             )
-        late = {(names[m], names[other]) for other, found in said.items() for m in found["missing"]}
+        late = {
+            (names[m], names[other]) for other, result in said.items() for m in result["missing"]
+        }
         return LinkError(
             f"{what}: not all ranks came within {self.timeout_s:g} s",
             edges=sorted(late),
-            where=mine,
+            where=own,
             hint="a longer `timeout_s`",
         )
 
@@ -194,12 +196,12 @@ def connect(group: dist.ProcessGroup | None, timeout_s: float) -> Links | str:
     deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as opened:
         listener, address = _listener(opened, count)
-        told = _exchange(group, [host_identity(), address], limit_s)
-        reason = _why_not(told)
+        reported = _exchange(group, [host_identity(), address], limit_s)
+        reason = _why_not(reported)
         peers: dict[int, socket.socket] = {}
         if not reason and listener is not None:
             try:
-                peers = _meet(opened, listener, [to for _, to in told], rank, deadline)
+                peers = _meet(opened, listener, [to for _, to in reported], rank, deadline)
             except OSError as error:
                 reason = f"rank {rank} cannot reach the others of its host: {error}"
         reasons = [text for (text,) in _exchange(group, [reason], limit_s) if text]
@@ -271,4 +273,4 @@ def _exchange(
     rows = [torch.zeros_like(row, device=device) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(rows, row.to(device), group=group, async_op=True)
     work.wait(timedelta(seconds=timeout_s))
-    return [json.loads(bytes(found.cpu().numpy()).rstrip(b"\0")) for found in rows]
+    return [json.loads(bytes(result.cpu().numpy()).rstrip(b"\0")) for result in rows]

@@ -84,19 +84,19 @@ def run_script(
             if kind == "take":
                 posted[peer].popleft().wait(limit)
                 if place is not None:
-                    mine = memory[place.memory][place.start : place.stop]
-                    mine.add_(memory[where][start:stop])
+                    own = memory[place.memory][place.start : place.stop]
+                    own.add_(memory[where][start:stop])
             elif kind == "post":
                 posted[peer].append(links.recv([memory[where][start:stop]], peer, TAG))
             elif kind == "send":
                 sends.append((links.send([memory[where][start:stop]], peer, TAG), at))
-            elif (found := sends[order]) is not None:
-                found[0].wait(limit)
+            elif (result := sends[order]) is not None:
+                result[0].wait(limit)
                 sends[order] = None
         begun = len(script.acts)
-        for found in sends:
-            if found is not None:
-                work, at = found
+        for result in sends:
+            if result is not None:
+                work, at = result
                 work.wait(limit)
     except (RuntimeError, ValueError) as error:
         raise _lost(script, rank, at, begun) from error
@@ -268,13 +268,13 @@ class Messenger:
                 torch.cuda.current_stream(data.device).synchronize()
 
     def _made_ready(self, program: MessageProgram) -> Script | Rounds:
-        found = self._ready.get(id(program))
-        if found is None:
+        result = self._ready.get(id(program))
+        if result is None:
             while len(self._ready) >= KEPT_SCRIPTS:
                 del self._ready[next(iter(self._ready))]
             write = write_script if self._is_gloo else write_rounds
-            found = self._ready[id(program)] = program, write(program, self.rank)
-        return found[1]
+            result = self._ready[id(program)] = program, write(program, self.rank)
+        return result[1]
 
     def _some_scratch(self, like: Tensor, numel: int) -> Tensor:
         key = like.dtype, like.device
@@ -328,13 +328,13 @@ class Messenger:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    found = str(dist.get_backend(group))
-    if found not in BACKENDS:
+    result = str(dist.get_backend(group))
+    if result not in BACKENDS:
         raise RankError(
-            f"messages over {found!r} are not known",
+            f"messages over {result!r} are not known",
             hint=f"a group of {' or '.join(BACKENDS)}: dist.new_group(backend='gloo')",
         )
-    return found
+    return result
 
 
 def _connect(name: str, rank: int, ranks: list[int], timeout_s: float) -> Links:

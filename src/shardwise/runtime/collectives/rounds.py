@@ -71,12 +71,12 @@ def _messages(program: MessageProgram) -> list[_Message]:
                 sent.setdefault((rank, step.peer), []).append((rank, number))
             else:
                 taken.setdefault((step.peer, rank), []).append((rank, number))
-    found = []
+    result = []
     for edge, places in sent.items():
         if len(places) != len(taken.get(edge, [])):
             raise ProgramError(f"{len(places)} sends and other receives on edge {edge}")
-        found += [_Message(*ends) for ends in zip(places, taken[edge], strict=True)]
-    return sorted(found, key=lambda message: (message.sender[1], message.sender[0]))
+        result += [_Message(*ends) for ends in zip(places, taken[edge], strict=True)]
+    return sorted(result, key=lambda message: (message.sender[1], message.sender[0]))
 
 
 def _constraints(program: MessageProgram) -> Iterator[tuple[Place, Place, int]]:
@@ -104,23 +104,23 @@ def _windows(program: MessageProgram, messages: Sequence[_Message]) -> list[tupl
     edges: dict[tuple[int, int], list[int]] = {}
     for number, (sender, receiver) in enumerate(messages):
         edges.setdefault((sender[0], receiver[0]), []).append(number)
-    found = []
+    result = []
     for numbers in edges.values():
         numbers.sort(key=lambda number: messages[number].sender[1])
-        found += [(a, b, 0) for a, b in pairwise(numbers)]
+        result += [(a, b, 0) for a, b in pairwise(numbers)]
         ahead = numbers[program.window :]
-        found += [(a, b, 1) for a, b in zip(numbers, ahead, strict=False)]
-    return found
+        result += [(a, b, 1) for a, b in zip(numbers, ahead, strict=False)]
+    return result
 
 
 def write_rounds(program: MessageProgram, rank: int) -> Rounds:
     """Return a rank's batches, without empty ones."""
     number_of = message_rounds(program)
-    mine: dict[int, list[int]] = {}
+    own: dict[int, list[int]] = {}
     for number in range(len(program.instructions[rank])):
-        mine.setdefault(number_of[rank, number], []).append(number)
+        own.setdefault(number_of[rank, number], []).append(number)
     places = _Places(program, rank)
-    rounds = tuple(places.round(mine[number]) for number in sorted(mine))
+    rounds = tuple(places.round(own[number]) for number in sorted(own))
     return Rounds(rounds=rounds, scratch_numel=places.scratch_numel)
 
 

@@ -182,8 +182,8 @@ class Call:
         if self.name == "all_gather":
             for other, view in enumerate(views):
                 if other != rank:
-                    theirs = self.bytes_of(self._owned(other, piece), piece)
-                    mine[theirs] = view[theirs]
+                    remote = self.bytes_of(self._owned(other, piece), piece)
+                    mine[remote] = view[remote]
         elif self.name == "broadcast":
             if rank != self.root:
                 mine[:] = views[self.root]
@@ -281,9 +281,9 @@ def _reserve(num_bytes: int) -> tuple[int, str]:
 
 def _map(file: int, num_bytes: int) -> Tensor:
     path = f"/proc/self/fd/{file}"
-    found = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-    found[:: mmap.PAGESIZE].sum()  # page faults now, not within the first collective
-    return found
+    result = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    result[:: mmap.PAGESIZE].sum()  # page faults now, not within the first collective
+    return result
 
 
 TIMEOUT_S = 300.0
@@ -359,9 +359,9 @@ class SharedBuckets:
         """Stop sharing a bucket; its memory is freed when no tensor uses it. All ranks call it,
         when nothing that uses the bucket is under way.
         """
-        found = self._find(bucket)
-        if found is not None:
-            del self._segments[found[0]]
+        result = self._find(bucket)
+        if result is not None:
+            del self._segments[result[0]]
 
     def is_resident(self, tensor: Tensor) -> bool:
         """Return whether collectives of this tensor need no copies."""
@@ -445,19 +445,19 @@ class SharedBuckets:
         if not call.numel or self.num_ranks == 1:
             return
         flat = tensor.resolve_conj().resolve_neg().contiguous()
-        mine = bytes_of(flat.view(-1))
+        own = bytes_of(flat.view(-1))
         place = self._find(flat)
         size, first = call.dtype.itemsize, 0
         piece = max(1, self._stage_bytes // size)
         while first < call.numel:
             stop = min(call.numel, first + piece)
-            found = self._here(call, mine, place, range(first, stop))
-            if all(segment != _STAGE for segment, _ in found):
+            result = self._here(call, own, place, range(first, stop))
+            if all(segment != _STAGE for segment, _ in result):
                 stop = call.numel
-            part = mine[first * size : stop * size]
+            part = own[first * size : stop * size]
             views = [
                 self._segments[segment].ranks[rank][offset:][: len(part)]
-                for rank, (segment, offset) in enumerate(found)
+                for rank, (segment, offset) in enumerate(result)
             ]
             call.work(self.rank, range(first, stop), views, part)
             self._links.tell(DONE)
@@ -485,13 +485,13 @@ class SharedBuckets:
         else:
             here = (place[0], place[1] + piece.start * size)
         self._links.tell(HERE, _PLACE.pack(*here) + text)
-        said = self._links.hear(HERE, str(call))
-        for other, body in said.items():
+        reported = self._links.hear(HERE, str(call))
+        for other, body in reported.items():
             if body[_PLACE.size :] != text:
                 name = self._links.names[other]
-                theirs = body[_PLACE.size :].decode()
-                self._links.give_up(f"{call}, while rank {name} does {theirs}")
-        places = {other: _PLACE.unpack_from(body) for other, body in said.items()}
+                remote = body[_PLACE.size :].decode()
+                self._links.give_up(f"{call}, while rank {name} does {remote}")
+        places = {other: _PLACE.unpack_from(body) for other, body in reported.items()}
         places[self.rank] = here
         return [(segment, offset) for _, (segment, offset) in sorted(places.items())]
 

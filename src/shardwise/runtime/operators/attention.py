@@ -123,12 +123,12 @@ class _LogSoftmax(torch.autograd.Function):
 @untraced
 def softmax(x: Tensor, axis: Axis, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Compute softmax along `dim`, which is sharded over `axis`."""
-    found = _Softmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
-    return cast(Tensor, found)
+    result = _Softmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result)
 
 
 @untraced
 def log_softmax(x: Tensor, axis: Axis, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Compute log-softmax along `dim`, which is sharded over `axis`."""
-    found = _LogSoftmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
-    return cast(Tensor, found)
+    result = _LogSoftmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result)

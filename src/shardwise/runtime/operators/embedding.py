@@ -28,8 +28,8 @@ def embedding_rows(
     padding = None
     if padding_idx is not None and start <= padding_idx < start + length:
         padding = padding_idx - start
-    found = F.embedding(local.masked_fill(missing, 0), weight, padding)
-    return found.masked_fill(missing.unsqueeze(-1), 0)
+    result = F.embedding(local.masked_fill(missing, 0), weight, padding)
+    return result.masked_fill(missing.unsqueeze(-1), 0)
 
 
 class _Grouped(torch.autograd.Function):

@@ -54,8 +54,8 @@ def linspace(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return this rank's part of `torch.linspace`."""
-    whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
-    return take(whole, 0, of, axis)
+    full = torch.linspace(start, end, steps, dtype=dtype, device=device)
+    return take(full, 0, of, axis)
 
 
 def one_hot(classes: Tensor, of: Of, axis: Axis) -> Tensor:

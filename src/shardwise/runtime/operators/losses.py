@@ -156,7 +156,7 @@ def _reduced(
     terms: Tensor, reduction: str, divisor: Tensor | int | None, class_axis: Axis | None
 ) -> Tensor:
     """Reduce over positions, and over the ranks that hold other classes."""
-    found = terms if reduction == "none" else terms.sum(dtype=widened(terms.dtype))
+    result = terms if reduction == "none" else terms.sum(dtype=widened(terms.dtype))
     if class_axis is not None:
-        found = reduce(found, class_axis)
-    return (found if divisor is None else found / divisor).to(terms.dtype)
+        result = reduce(result, class_axis)
+    return (result if divisor is None else result / divisor).to(terms.dtype)

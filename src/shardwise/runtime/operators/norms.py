@@ -45,19 +45,19 @@ class _Normalize(torch.autograd.Function):
         if ctx.center:
             sums.append(grad.sum(ctx.dims, keepdim=True))
         means = summed(torch.stack(sums), ctx.axis) / ctx.count
-        found = grad - result * means[0]
+        results = grad - result * means[0]
         if ctx.center:
-            found = found - means[1]
-        return found * scale, None, None, None, None, None
+            results = results - means[1]
+        return results * scale, None, None, None, None, None
 
 
 def _normalize(
     x: Tensor, axis: Axis, dims: tuple[int, ...], count: int, eps: float, *, center: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = _Normalize.apply(  # type: ignore[no-untyped-call]
+    result = _Normalize.apply(  # type: ignore[no-untyped-call]
         x.to(widened(x.dtype)), axis, dims, count, eps, center
     )
-    return cast(tuple[Tensor, Tensor, Tensor], found)
+    return cast(tuple[Tensor, Tensor, Tensor], result)
 
 
 @untraced
@@ -129,9 +129,12 @@ def batch_norm(
         cudnn = torch.backends.cudnn.enabled
         result = torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, cudnn)
     else:
-        result, *found = _over_batch(x, weight, bias, eps, axis, count)
+        result, *results = _over_batch(x, weight, bias, eps, axis, count)
         if running is not None:
-            running = _moved(running[0], found[0], momentum), _moved(running[1], found[1], momentum)
+            running = (
+                _moved(running[0], results[0], momentum),
+                _moved(running[1], results[1], momentum),
+            )
     return result if running is None else (result, *running)
 
 

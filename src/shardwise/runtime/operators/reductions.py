@@ -64,22 +64,22 @@ def var_mean(
 ) -> tuple[Tensor, Tensor]:
     """Compute variance and mean over dims that are sharded over `axis`, of `count` elements."""
     values = x.to(widened(x.dtype))
-    found = _variance(values, axis, dims, correction, count), _mean(values, axis, dims, count)
-    return drop(found[0], dims, keepdim).to(x.dtype), drop(found[1], dims, keepdim).to(x.dtype)
+    result = _variance(values, axis, dims, correction, count), _mean(values, axis, dims, count)
+    return drop(result[0], dims, keepdim).to(x.dtype), drop(result[1], dims, keepdim).to(x.dtype)
 
 
 @untraced
 def var(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int) -> Tensor:
     """Compute the variance over dims that are sharded over `axis`."""
-    found = _variance(x.to(widened(x.dtype)), axis, dims, correction, count)
-    return drop(found, dims, keepdim).to(x.dtype)
+    result = _variance(x.to(widened(x.dtype)), axis, dims, correction, count)
+    return drop(result, dims, keepdim).to(x.dtype)
 
 
 @untraced
 def std(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int) -> Tensor:
     """Compute the standard deviation over dims that are sharded over `axis`."""
-    found = _root(_variance(x.to(widened(x.dtype)), axis, dims, correction, count))
-    return drop(found, dims, keepdim).to(x.dtype)
+    result = _root(_variance(x.to(widened(x.dtype)), axis, dims, correction, count))
+    return drop(result, dims, keepdim).to(x.dtype)
 
 
 @untraced
@@ -129,15 +129,15 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dims: Dims, op: str) -> Tensor:
-        found = moves.all_reduce(local_extreme(x, dims, op), axis, op)
-        ctx.save_for_backward(x, found)
+        result = moves.all_reduce(local_extreme(x, dims, op), axis, op)
+        ctx.save_for_backward(x, result)
         ctx.axis, ctx.dims = axis, dims
-        return found
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        x, found = ctx.saved_tensors
-        attained = x == found
+        x, result = ctx.saved_tensors
+        attained = x == result
         number = summed(attained.sum(ctx.dims, keepdim=True), ctx.axis)
         return attained * (grads[0] / number), None, None, None
 
@@ -145,15 +145,15 @@ class _Extreme(torch.autograd.Function):
 @untraced
 def amax(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
     """Return the largest elements along dims that are sharded over `axis`."""
-    found = cast(Tensor, _Extreme.apply(x, axis, dims, "max"))  # type: ignore[no-untyped-call]
-    return drop(found, dims, keepdim)
+    result = cast(Tensor, _Extreme.apply(x, axis, dims, "max"))  # type: ignore[no-untyped-call]
+    return drop(result, dims, keepdim)
 
 
 @untraced
 def amin(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor:
     """Return the smallest elements along dims that are sharded over `axis`."""
-    found = cast(Tensor, _Extreme.apply(x, axis, dims, "min"))  # type: ignore[no-untyped-call]
-    return drop(found, dims, keepdim)
+    result = cast(Tensor, _Extreme.apply(x, axis, dims, "min"))  # type: ignore[no-untyped-call]
+    return drop(result, dims, keepdim)
 
 
 @untraced
@@ -170,8 +170,8 @@ def all_true(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor
 
 def _logical(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, op: str) -> Tensor:
     truth = (x.detach() != 0).to(torch.uint8)
-    found = moves.all_reduce(local_extreme(truth, dims, op), axis, op)
-    return drop(found, dims, keepdim).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
+    result = moves.all_reduce(local_extreme(truth, dims, op), axis, op)
+    return drop(result, dims, keepdim).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
 
 
 @untraced

@@ -46,8 +46,8 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def reduced_shape(x: Tensor, dims: tuple[int, ...]) -> list[int]:
     """Return the shape with `dims` reduced to ones."""
-    kept = {d % max(x.dim(), 1) for d in dims}
-    return [1 if d in kept else n for d, n in enumerate(x.shape)]
+    saved = {d % max(x.dim(), 1) for d in dims}
+    return [1 if d in saved else n for d, n in enumerate(x.shape)]
 
 
 def drop(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -77,11 +77,11 @@ class _Zeros(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = [
+        result = [
             torch.zeros_like(t) if needed else None
             for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
-        return None, None, *found
+        return None, None, *result
 
 
 def empty_results(

@@ -46,10 +46,10 @@ class BatchReader:
 
     def beforehand(self, inputs: Mapping[str, Tensor], stage: int) -> tuple[Any, ...]:
         """Compute what micro-batches of a stage need of the full batch."""
-        found = self.stages[stage].beforehand
-        if found is None:
+        result = self.stages[stage].beforehand
+        if result is None:
             return ()
-        module, generated = found
+        module, generated = result
         local = [
             _part(inputs[name], splits, self.mesh.coordinates, self.mesh.axes)
             for name, splits in generated.INPUTS.items()
@@ -93,15 +93,15 @@ class BatchReader:
 
     def _row_shapes(self, name: str) -> list[tuple[int, ...]]:
         """Return the shapes of this rank's rows of every micro-batch."""
-        found = []
+        result = []
         for k in range(self.spec.num_microbatches):
             shape = list(self.shapes[name])
             if not self.spec.timed:
                 dim = self.spec.batch_dims[name]
                 shape[dim] = part(shape[dim], self.spec.num_microbatches, k)[1]
             place, axes = self._place(k), self.mesh.place_axes
-            found.append(local_shape(shape, self._splits[name], place, axes))
-        return found
+            result.append(local_shape(shape, self._splits[name], place, axes))
+        return result
 
     def _rows(self, tensor: Tensor, name: str, splits: Sequence[Split], k: int) -> Tensor:
         """Return this rank's rows of one micro-batch of a full input."""

@@ -164,10 +164,10 @@ class Executor:
         queue = WeightQueue() if self._split else None
         probing(f"{stage}.{k}.")
         with self._span(action), self.store.forward(stage), _deferring(queue):
-            found = here.modules[k](*arguments, **({"outputs": True} if outputs else {}))
-        loss, sent = found[0], dict(zip(_sent(here.generated[k]), found[1], strict=True))
+            result = here.modules[k](*arguments, **({"outputs": True} if outputs else {}))
+        loss, sent = result[0], dict(zip(_sent(here.generated[k]), result[1], strict=True))
         if outputs:
-            step.leaves.setdefault(stage, {})[k] = found[2]
+            step.leaves.setdefault(stage, {})[k] = result[2]
         for index, transfer in self.exchange.out_of.get(stage, ()):
             self.exchange.send(sent[transfer.value], (index, k, False))
         if loss is not None:
@@ -180,13 +180,13 @@ class Executor:
 
     def _received(self, stage: int, k: int, training: bool) -> dict[int, Tensor]:
         """Return what earlier stages sent for this micro-batch, by transfer."""
-        found: dict[int, Tensor] = {}
+        result: dict[int, Tensor] = {}
         for index, transfer in self.exchange.into.get(stage, ()):
             tensor = self.exchange.arrived((index, k, False))
             if transfer.gradient and training:
                 tensor.requires_grad_()
-            found[index] = tensor
-        return found
+            result[index] = tensor
+        return result
 
     def _backward(self, step: _Step, action: Action, scale: float) -> None:
         stage, k = action.stage, action.microbatch
@@ -257,9 +257,9 @@ class Executor:
                 continue
             rows, place = step.leaves.get(output.stage), given[output.stage]
             given[output.stage] += 1
-            mine = None if rows is None else _joined(output, [rows[k][place] for k in sorted(rows)])
+            own = None if rows is None else _joined(output, [rows[k][place] for k in sorted(rows)])
             dtype = torch_dtype(output.dtype)
-            leaves.append(self.exchange.share(output.stage, mine, output.shape, dtype, number))
+            leaves.append(self.exchange.share(output.stage, own, output.shape, dtype, number))
         return tuple(leaves)
 
     # --- recording -------------------------------------------------------------------------

@@ -251,7 +251,7 @@ class Exchange:
 def _by_stage(
     transfers: Sequence[TransferSpec], end: str
 ) -> dict[int, list[tuple[int, TransferSpec]]]:
-    found: dict[int, list[tuple[int, TransferSpec]]] = {}
+    result: dict[int, list[tuple[int, TransferSpec]]] = {}
     for index, transfer in enumerate(transfers):
-        found.setdefault(getattr(transfer, end), []).append((index, transfer))
-    return found
+        result.setdefault(getattr(transfer, end), []).append((index, transfer))
+    return result

@@ -116,8 +116,8 @@ class Route:
     @property
     def is_local(self) -> bool:
         """Whether this rank gives itself all that it needs, and nobody else anything."""
-        whole = [Piece(self.rank)]
-        return self.receives == whole and self.sends == whole
+        full = [Piece(self.rank)]
+        return self.receives == full and self.sends == full
 
     def send(self, transport: Transport, local: Tensor, tag: int) -> list[Pending]:
         """Start to send what others need of this rank's part."""
@@ -142,8 +142,8 @@ class Route:
 
     def own(self, local: Tensor) -> Tensor:
         """Return what this rank sends itself, as one message."""
-        mine = [piece for piece in self.sends if piece.peer == self.rank]
-        return torch.cat([piece.take(local.detach()) for piece in mine])
+        own = [piece for piece in self.sends if piece.peer == self.rank]
+        return torch.cat([piece.take(local.detach()) for piece in own])
 
 
 @dataclass(slots=True)
@@ -171,17 +171,17 @@ class Arrival:
 
 def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
     """Return the pieces of `rank`'s part, in coordinates of its local tensor."""
-    mine = target.runs(rank)
+    own = target.runs(rank)
     holders: dict[tuple[Runs, ...], list[int]] = {}
     for other in source.ranks:
         holders.setdefault(source.runs(other), []).append(other)
     turn = target.ranks.index(rank)
     pieces = []
-    for theirs, ranks in holders.items():
+    for remote, ranks in holders.items():
         peer = rank if rank in ranks else ranks[turn % len(ranks)]
-        if theirs == mine:
-            return [Piece(peer)] if _count(mine) else []
-        boxes = _overlap(theirs, mine)[1]
+        if remote == own:
+            return [Piece(peer)] if _count(own) else []
+        boxes = _overlap(remote, own)[1]
         if boxes:
             pieces.append(Piece(peer, boxes))
     return pieces
@@ -189,10 +189,10 @@ def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
 
 def _mirrored(source: Holding, target: Holding, rank: int, peer: int) -> Piece:
     """Return what `rank` sends to `peer`, in coordinates of what it holds."""
-    theirs, mine = target.runs(peer), source.runs(rank)
-    if theirs == mine:
+    remote, own = target.runs(peer), source.runs(rank)
+    if remote == own:
         return Piece(peer)
-    return Piece(peer, _overlap(mine, theirs)[0])
+    return Piece(peer, _overlap(own, remote)[0])
 
 
 def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
@@ -207,17 +207,17 @@ def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tup
 
 def _common(a: Runs, b: Runs) -> list[tuple[int, int, int]]:
     """Return (start in a, start in b, length) of what two lists of runs share."""
-    found = []
+    result = []
     here = 0
     for start, length in a:
         there = 0
         for begin, size in b:
             low, high = max(start, begin), min(start + length, begin + size)
             if low < high:
-                found.append((here + low - start, there + low - begin, high - low))
+                result.append((here + low - start, there + low - begin, high - low))
             there += size
         here += length
-    return found
+    return result
 
 
 def _count(runs: Sequence[Runs]) -> int:

@@ -295,8 +295,8 @@ class _Conv:
         self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted
     ) -> Gradients:
         # The weight gives shape and layout only; its memory may be gone (zero 3).
-        found = self._backward(grad, x, torch.empty_like(weight), bias, [False, *wanted])
-        return found[1], found[2]
+        result = self._backward(grad, x, torch.empty_like(weight), bias, [False, *wanted])
+        return result[1], result[2]
 
     def _backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, mask: list[bool]

@@ -50,15 +50,15 @@ class FakeTransport:
         return _later(out, flat.new_empty(largest * group.size), padded)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
-        mine, largest = sizes[group.index], max(sizes)
+        own, largest = sizes[group.index], max(sizes)
         if flat.device.type != "cpu":
             padded = () if min(sizes) == largest else (flat.new_empty(largest * group.size),)
-            return _later(flat.new_empty(largest), flat, *padded).then(lambda out: out[:mine])
+            return _later(flat.new_empty(largest), flat, *padded).then(lambda out: out[:own])
 
         def add(arrived: Tensor) -> Tensor:
-            return torch.add(flat[:mine].to(widened(flat.dtype)), arrived[0]).to(flat.dtype)
+            return torch.add(flat[:own].to(widened(flat.dtype)), arrived[0]).to(flat.dtype)
 
-        return _later(flat.new_empty(group.size - 1, mine)).then(add)
+        return _later(flat.new_empty(group.size - 1, own)).then(add)
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group

@@ -116,10 +116,10 @@ class ProcessGroupTransport:
     ) -> Pending:
         host = torch.empty(out.shape, dtype=out.dtype) if out.is_cuda else out
         parts = torch.split(host, list(sizes))
-        mine = parts[group.index]
-        if mine.data_ptr() != flat.data_ptr():
-            mine.copy_(flat)
-        pairs = [(i, mine, parts[i]) for i in range(group.size) if i != group.index]
+        own = parts[group.index]
+        if own.data_ptr() != flat.data_ptr():
+            own.copy_(flat)
+        pairs = [(i, own, parts[i]) for i in range(group.size) if i != group.index]
         works = _swap(pairs, group, pg)
         return _after(out, works, (lambda: out.copy_(host)) if out.is_cuda else None)
 
@@ -128,7 +128,7 @@ class ProcessGroupTransport:
         if other is not None:
             return other
         name, pg = self._for(flat, group)
-        mine = sizes[group.index]
+        own = sizes[group.index]
         if name == "gloo":
             return self._scatter_by_swaps(flat, sizes, group, pg)
         largest = max(sizes)
@@ -138,7 +138,7 @@ class ProcessGroupTransport:
             flat = torch.cat([pad(part, (0, largest - part.numel())) for part in parts])
         out = flat.new_empty(largest)
         work = dist.reduce_scatter_tensor(out, flat, group=pg, async_op=True)
-        return _after(out, [work]).then(lambda whole: whole[:mine])
+        return _after(out, [work]).then(lambda whole: whole[:own])
 
     @staticmethod
     def _scatter_by_swaps(
@@ -146,8 +146,8 @@ class ProcessGroupTransport:
     ) -> Pending:
         """Send each part to its owner, which adds them in the order of ranks."""
         parts = list(torch.split(flat.cpu() if flat.is_cuda else flat, list(sizes)))
-        mine = parts[group.index]
-        arrived = mine.new_empty(group.size - 1, mine.numel())
+        own = parts[group.index]
+        arrived = own.new_empty(group.size - 1, own.numel())
         others = [i for i in range(group.size) if i != group.index]
         works = _swap(
             [(i, parts[i], row) for i, row in zip(others, arrived, strict=True)], group, pg
@@ -155,7 +155,7 @@ class ProcessGroupTransport:
 
         def add(_: Tensor) -> Tensor:
             rows = list(arrived)
-            rows.insert(group.index, mine)
+            rows.insert(group.index, own)
             total = torch.add(rows[0].to(widened(flat.dtype)), rows[1])
             for row in rows[2:]:
                 total.add_(row)
@@ -211,16 +211,16 @@ class ProcessGroupTransport:
 
     def _for(self, tensor: Tensor, group: Group) -> tuple[str, dist.ProcessGroup]:
         """Return the backend that will carry the tensor, and the process group."""
-        found = self._groups.get(group.ranks)
-        if found is None:
+        result = self._groups.get(group.ranks)
+        if result is None:
             raise ProgramError(
                 f"no process group was created for ranks {group.ranks}",
                 hint="name the combination of axes in process_mesh(axes, combinations)",
             )
-        name = str(dist.get_backend(found))
+        name = str(dist.get_backend(result))
         if name not in ("gloo", "nccl"):
             name = "nccl" if tensor.is_cuda else "gloo"
-        return name, found
+        return name, result
 
     @staticmethod
     def _reducible(flat: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], object]]:

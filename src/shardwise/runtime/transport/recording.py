@@ -66,8 +66,8 @@ class RecordingTransport:
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
         """Return shared memory, where the transport has some."""
         make = getattr(self.inner, "bucket", None)
-        found: Tensor | None = None if make is None else make(numel, dtype, operation, group)
-        return found
+        result: Tensor | None = None if make is None else make(numel, dtype, operation, group)
+        return result
 
     def send(self, flat: Tensor, target: int, tag: int) -> Pending:
         return self.inner.send(flat, target, tag)

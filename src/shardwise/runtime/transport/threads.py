@@ -175,10 +175,10 @@ class ThreadTransport:
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         def finish(sent: list[list[Tensor]]) -> Tensor:
             inputs = [torch.cat(tensors) for tensors in sent]
-            mine = self._other_way("reduce_scatter", group, inputs, sizes)
-            if mine is None:
-                mine = functools.reduce(torch.add, [tensors[group.index] for tensors in sent])
-            return mine
+            own = self._other_way("reduce_scatter", group, inputs, sizes)
+            if own is None:
+                own = functools.reduce(torch.add, [tensors[group.index] for tensors in sent])
+            return own
 
         kind = f"reduce_scatter of {list(sizes)} {flat.dtype}"
         return self._exchange(kind, group, list(torch.split(flat.clone(), list(sizes))), finish)
