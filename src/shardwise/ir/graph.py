@@ -243,7 +243,7 @@ def node_keys(graph: Graph) -> dict[str, str]:
 
 
 def iter_refs(arg: Any) -> Iterator[Ref]:
-    """All `Ref`s in a nested argument, in order."""
+    """Return all `Ref`s in a nested argument, in order."""
     if isinstance(arg, Ref):
         yield arg
     elif isinstance(arg, tuple | list):

@@ -26,7 +26,7 @@ def interpret(
     *,
     random: RandomOp | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All values of the graph; autograd works through them.
+    """Return all values of the graph; autograd works through them.
 
     Parameters, buffers and inputs are given by name. `random(node, function, args, kwargs)`
     replaces the execution of nodes that draw random numbers.
@@ -96,7 +96,7 @@ def takes_device(op: str) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers.
+    """Return whether the node draws random numbers.
 
     Attention and recurrent layers do so only if their dropout is on.
     """

@@ -106,7 +106,7 @@ def _check(graph: Graph) -> None:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """The fields of a frozen record that differ from their defaults."""
+    """Return the fields of a frozen record that differ from their defaults."""
     return {
         field.name: _encode(getattr(record, field.name))
         for field in dataclasses.fields(record)

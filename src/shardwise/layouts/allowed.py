@@ -38,7 +38,7 @@ class Allowed:
         self.products = products(graph, facts)
 
     def options(self, node: Node) -> tuple[Candidate, ...]:
-        """The node's candidates that the task and earlier mesh axes allow."""
+        """Return the node's candidates that the task and earlier mesh axes allow."""
         rule = self.facts.rules[node.name]
         found = candidates(rule, self.facts.structures[node.name])
         allowed = tuple(c for c in found if self._fits(node, c) and self._holds(node, c))
@@ -56,11 +56,11 @@ class Allowed:
         return chosen
 
     def _fits(self, node: Node, candidate: Candidate) -> bool:
-        """Whether the cuts of earlier mesh axes leave room for this one."""
+        """Return whether the cuts of earlier mesh axes leave room for this one."""
         return leaves_room(node, candidate, self.task.ranks, self.facts, self.earlier)
 
     def _holds(self, node: Node, candidate: Candidate) -> bool:
-        """Whether a cut is of the kind this axis is for.
+        """Return whether a cut is of the kind this axis is for.
 
         In a parameter split, a node with parameters cuts one of them or does the same work. Where
         the batch is cut, a node that depends on it takes an operand that does in parts, or as a
@@ -89,7 +89,7 @@ class Allowed:
         return any(size >= self.task.ranks for size in structure[0][:-1])
 
     def may_begin(self, node: Node, name: str, held: Placement, needed: Placement) -> bool:
-        """Whether a whole value may be cut here.
+        """Return whether a whole value may be cut here.
 
         Tables that depend on no input stay as their producers left them until an activation needs a
         part; in a parameter split, only products of matrices begin to cut an activation.

@@ -92,7 +92,7 @@ class Search:
         self.numbers: dict[Held, int] = {}
 
     def number(self, held: Held) -> int:
-        """The number of what is held of a value."""
+        """Return the number of what is held of a value."""
         found = self.numbers.get(held)
         if found is None:
             found = self.numbers[held] = len(self.seen)
@@ -100,7 +100,7 @@ class Search:
         return found
 
     def step(self, index: int, node: Node, states: list[State]) -> list[State]:
-        """All states after `node`."""
+        """Return all states after `node`."""
         options = self.allowed.options(node)
         operands = list(dict.fromkeys(node.inputs))
         new = [name for name in operands if name not in self.live]
@@ -172,7 +172,7 @@ class Search:
         return True
 
     def _turning(self, name: str, mine: int, theirs: int) -> float:
-        """What turning one number's placements of a value into another's costs."""
+        """Return what turning one number's placements of a value into another's costs."""
         key = (name, mine, theirs)
         found = self.turned.get(key)
         if found is None:
@@ -237,7 +237,7 @@ class Search:
         return CUT_VECTOR + 2 * PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
 
     def _store(self, name: str, needed: Placement, made: bool) -> Placement | None:
-        """The storage of a value at its first use.
+        """Return the storage of a value at its first use.
 
         Inputs are whole, parameters as decided; a value from an earlier stage comes as needed. What
         is made of parameters alone may take parts of them.
@@ -260,14 +260,14 @@ class Search:
         return value.numel * share * (self.task.weight if matrix and self.task.split else 1.0)
 
     def _price(self, name: str, held: Held, needed: Placement) -> float:
-        """The cheapest way to the needed placement from any at hand."""
+        """Return the cheapest way to the needed placement from any at hand."""
         if name in self.free:
             return self._free_price(name, needed)
         price = min(self._turn(name, h, needed) for h in held)
         return price * MOVED_PARAMETER if name in self.parameters else price
 
     def _turn(self, name: str, held: Placement, needed: Placement) -> float:
-        """What turning one placement of a value into another costs."""
+        """Return what turning one placement of a value into another costs."""
         value, ranks = self.graph.values[name], self.task.ranks
         grad = name in self.facts.carries_grad
         if name in self.made:
@@ -290,7 +290,7 @@ class Search:
 def _made_price(
     value: TensorType, held: Placement, needed: Placement, ranks: int, grad: bool
 ) -> float:
-    """What turning a value that every rank can make costs.
+    """Return what turning a value that every rank can make costs.
 
     Of a whole one, ranks use what they need, and its partial gradient is reduced at parameters. The
     parts of another are gathered for work that differs, sooner or later.
@@ -328,7 +328,7 @@ def _small(graph: Graph, node: Node) -> bool:
 def assign(
     graph: Graph, facts: Facts, task: Task, earlier: tuple[Assignment, ...] = ()
 ) -> Assignment:
-    """The cheapest choices for one mesh axis, given those of earlier axes."""
+    """Return the cheapest choices for one mesh axis, given those of earlier axes."""
     search = Search(graph, facts, task, earlier)
     states = [State(0.0, ())]
     for index, node in enumerate(graph.nodes):
@@ -382,7 +382,7 @@ def _shown(graph: Graph) -> frozenset[str]:
 
 
 def _users(graph: Graph) -> dict[str, list[tuple[str, int]]]:
-    """Where every value is used: nodes, and the operand's place there."""
+    """Return where every value is used: nodes, and the operand's place there."""
     found: dict[str, list[tuple[str, int]]] = {}
     for node in graph.nodes:
         for place, name in enumerate(node.inputs):
@@ -398,7 +398,7 @@ def _as_used(
     assignment: Assignment,
     others: tuple[Assignment, ...],
 ) -> Candidate:
-    """The choice of a table's node: the part that all uses take, where it can make that."""
+    """Return the choice of a table's node: the part that all uses take, where it can make that."""
     known = nodes[node.name]
     if not isinstance(known.choice, Same) or len(node.outputs) != 1:
         return known
@@ -417,7 +417,7 @@ def _as_used(
 
 
 def _agreed(needs: list[Placement], ranks: int) -> Shard | None:
-    """The one part that is needed; None if there is more than that."""
+    """Return the one part that is needed; None if there is more than that."""
     first = needs[0] if needs else None
     if isinstance(first, Shard) and all(same_placement(first, need, ranks) for need in needs):
         return first

@@ -44,7 +44,7 @@ class Paths:
         self._prices: dict[tuple[TensorType, int, int, bool], float] = {}
 
     def number(self, placements: Placements) -> int:
-        """The number of placements."""
+        """Return the number of placements."""
         found = self.numbers.get(placements)
         if found is None:
             found = self.numbers[placements] = len(self.layouts)
@@ -52,7 +52,7 @@ class Paths:
         return found
 
     def between(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
-        """Each move as (placements before, after); None where there is no way."""
+        """Return each move as (placements before, after); None where there is no way."""
         if held == needed:
             return ()
         key = (held, needed, grad)
@@ -70,7 +70,7 @@ class Paths:
         )
 
     def price(self, value: str, step: Step, grad: bool) -> float:
-        """What a move of a value costs."""
+        """Return what a move of a value costs."""
         key = (self.graph.values[value], *step, grad)
         found = self._prices.get(key)
         if found is None:
@@ -110,7 +110,7 @@ def build(
     joint: dict[str, tuple[Option, ...]] | None = None,
     limit: float | None = None,
 ) -> Built:
-    """The whole model, of all joint options or of these; `limit` bounds the bytes."""
+    """Return the whole model, of all joint options or of these; `limit` bounds the bytes."""
     return _Builder(options, prices, options.of if joint is None else joint, limit).run()
 
 
@@ -157,7 +157,7 @@ class _Builder:
         return self.built
 
     def moves(self, value: str) -> int:
-        """How often what moves a value counts."""
+        """Return how often what moves a value counts."""
         found = self.task.moves.get(value)
         if found is None:
             producer = self.producers.get(value)
@@ -183,7 +183,7 @@ class _Builder:
             self.built.nodes[name], self.built.options[name] = number, row
 
     def _node(self, name: str, row: Sequence[Option]) -> tuple[list[float], list[float]]:
-        """What each option of a node costs, and its bytes."""
+        """Return what each option of a node costs, and its bytes."""
         node, copies = self.by_name[name], self.task.copies.get(name, 1)
         known: dict[int, tuple[float, float]] = {}
         unary, weights = [], []
@@ -229,7 +229,7 @@ class _Builder:
             self.built.sources[value], self.built.storages[value] = number, row
 
     def _storages(self, value: str) -> tuple[Placements, ...]:
-        """The ways to store a parameter: as a use needs it, or whole; with R and R~."""
+        """Return the ways to store a parameter: as a use needs it, or whole; with R and R~."""
         fixed = self.task.parameters.get(value, {})
         found: dict[Placements, None] = {}
         needs = {need for user in self.users.get(value, ()) for need in self._needs(value, user)}
@@ -250,7 +250,7 @@ class _Builder:
         return tuple(found)
 
     def _received(self, value: str) -> None:
-        """A value from an earlier stage comes as its first use takes it."""
+        """Return a value from an earlier stage comes as its first use takes it."""
         first = self._needs(value, self.users[value][0])
         storages = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
         self.built.storages[value] = tuple(storages)
@@ -259,7 +259,7 @@ class _Builder:
     # ------------------------------------------------------------ values
 
     def _needs(self, value: str, user: str) -> list[Need]:
-        """What each option of a node needs of a value."""
+        """Return what each option of a node needs of a value."""
         node = self.by_name[user]
         places = [i for i, name in enumerate(node.inputs) if name == value]
         flows = node.grad_enabled and value in self.pure.carries
@@ -304,7 +304,7 @@ class _Builder:
         return self.users[value][0] if value in self.options.received else None
 
     def _same(self, need: Need) -> frozenset[int]:
-        """The mesh axes on which a use does the same work, so that its gradient is whole."""
+        """Return the mesh axes on which a use does the same work, so that its gradient is whole."""
         rows, flows, _ = need
         return frozenset(
             i
@@ -327,7 +327,7 @@ class _Builder:
     def _fill(
         self, star: MultiUse, holdings: list[Holding], needs: list[Need], first: str | None
     ) -> None:
-        """The moves from every holding to every need, and their prices."""
+        """Return the moves from every holding to every need, and their prices."""
         value, grad = star.value, star.value in self.facts.carries_grad
         copies, paths = self.moves(value), self.paths
         initial = {n for use in star.uses[:1] for n in use.need.tolist()} if first else set()
@@ -353,12 +353,12 @@ class _Builder:
                 star.steps[h, n] = tuple(taken) if possible else None
 
     def _moves(self, value: str) -> bool:
-        """Whether a parameter may be moved for a use."""
+        """Return whether a parameter may be moved for a use."""
         several = len(self.users.get(value, ())) > 1
         return several or self.task.move_parameters or bool(self.task.parameters.get(value))
 
     def _end(self, value: str, held: Placements) -> Placements:
-        """How a value ends: whole; for a later stage its sums are completed."""
+        """Return how a value leaves the graph: replicated, or with its sums completed."""
         if value in self.ends:
             return tuple(REPLICATE for _ in held)
         return tuple(REPLICATE if isinstance(p, Partial) else p for p in held)
@@ -373,12 +373,12 @@ def _storage_text(stored: Placements) -> str:
 
 
 def _stored(need: Placement, whole: bool = False) -> Placement:
-    """The storage that serves a need."""
+    """Return the storage that serves a need."""
     return need if isinstance(need, Shard) and not whole else REPLICATE
 
 
 def _serves(held: Placements, need: Need) -> bool:
-    """Whether a value is held as its use takes it."""
+    """Return whether a value is held as its use takes it."""
     return any(
         all(
             _stored(wants) == (REPLICATE if has == PARTIAL_GRAD else has)
@@ -389,7 +389,7 @@ def _serves(held: Placements, need: Need) -> bool:
 
 
 def _expressible(stored: Iterable[Placement]) -> bool:
-    """Whether the cuts of all mesh axes go together."""
+    """Return whether the cuts of all mesh axes go together."""
     shards = [p for p in stored if isinstance(p, Shard)]
     return all(
         a.dim != b.dim or compatible(a.of, b.of)
@@ -399,7 +399,7 @@ def _expressible(stored: Iterable[Placement]) -> bool:
 
 
 def _legal(held: Placements, pure: frozenset[int], need: Need) -> bool:
-    """Whether lowering would take a value so held for this use (see `program.sources`)."""
+    """Return whether lowering would take a value so held for this use (see `program.sources`)."""
     rows, flows, demand = need
     if any(asked is not None and asked != (i in pure) for i, asked in enumerate(demand)):
         return False
@@ -416,6 +416,7 @@ def check_feasible(model: Model, built: Built) -> None:
     for number, variable in model.variables.items():
         if len(variable) == 0:
             raise InfeasiblePlan(
-                f"nothing that is left for {names[number]} fits what is fixed around it",
+                f"no sharding of {names[number]} is compatible with the constraints on its "
+                "neighbours",
                 hint="loosen the entries for this parameter or node and its neighbours",
             )

@@ -53,7 +53,7 @@ def move_cost(
     per_byte: float = PER_BYTE,
     per_transfer: float = PER_TRANSFER,
 ) -> float:
-    """What turning one placement into another costs, forward and backward."""
+    """Return what turning one placement into another costs, forward and backward."""
     if same_placement(held, needed, ranks):
         return 0.0
     if isinstance(held, Partial) and held.op != "sum" and isinstance(needed, Partial):
@@ -94,7 +94,7 @@ def multiply_adds(call: Call, rule: NodeRule) -> float:
 
 
 def _is_product(call: Call, rule: NodeRule) -> bool:
-    """Whether an axis of two operands is summed over."""
+    """Return whether an axis of two operands is summed over."""
     floats = [
         {axis for dim in dims if not isinstance(dim, Part) for axis in dim}
         for name, dims in zip(call.node.inputs, rule.operands, strict=True)

@@ -80,7 +80,7 @@ class MultiUse:
     whole: dict[int, frozenset[int]]
 
     def cost(self, held: int, needs: Sequence[int]) -> float:
-        """What one holding and the needs of all uses cost."""
+        """Return what one holding and the needs of all uses cost."""
         asked = self.whole[held]
         for need in needs:
             asked -= self.same[need]
@@ -95,21 +95,21 @@ class MultiUse:
         return float(sum(self.prices[held, step] for step in sorted(taken)))
 
     def classes(self) -> tuple[list[int], list[list[int]]]:
-        """The holdings and the needs of every use that are left, in order."""
+        """Return the holdings and the needs of every use that are left, in order."""
         return sorted(set(self.held.tolist())), [sorted(set(u.need.tolist())) for u in self.uses]
 
     def num_entries(self) -> int:
-        """How many costs `small_table` has."""
+        """Return how many costs `small_table` has."""
         holds, needs = self.classes()
         return len(holds) * prod(len(n) for n in needs)
 
     def small_table(self) -> Floats:
-        """What each holding and each need of every use cost together."""
+        """Return what each holding and each need of every use cost together."""
         holds, needs = self.classes()
         return np.stack([_held_table(self, held, needs) for held in holds])
 
     def table(self) -> Floats:
-        """The costs for all states of the producer and of the uses that have a variable."""
+        """Return the costs for all states of the producer and of the uses that have a variable."""
         holds, needs = self.classes()
         rows = [np.searchsorted(holds, self.held)]
         rows += [np.searchsorted(n, u.need) for n, u in zip(needs, self.uses, strict=True)]
@@ -118,7 +118,7 @@ class MultiUse:
         return np.asarray(table.squeeze(axis=ends))
 
     def members(self) -> list[int]:
-        """The variables it joins, the producer first."""
+        """Return the variables it joins, the producer first."""
         return [self.producer, *(u.variable for u in self.uses if u.variable is not None)]
 
     def keep(self, variable: int, kept: Ints) -> None:
@@ -148,11 +148,11 @@ class Model:
         self.pairs[a, b] = table if known is None else known + table
 
     def weigh(self, chosen: Mapping[int, int]) -> float:
-        """The bytes of these states of all variables."""
+        """Return the bytes of these states of all variables."""
         return sum(float(v.weight[chosen[number]]) for number, v in self.variables.items())
 
     def neighbours(self) -> dict[int, list[tuple[int, int]]]:
-        """The pairs of every variable."""
+        """Return the pairs of every variable."""
         found: dict[int, list[tuple[int, int]]] = {v: [] for v in self.variables}
         for key in self.pairs:
             for variable in key:
@@ -160,7 +160,7 @@ class Model:
         return found
 
     def table(self, key: tuple[int, int], variable: int) -> Floats:
-        """The table of a pair with this variable's states as rows."""
+        """Return the table of a pair with this variable's states as rows."""
         table = self.pairs[key]
         return table if key[0] == variable else table.T
 
@@ -186,7 +186,7 @@ class Solved:
 
 
 def _held_table(star: MultiUse, held: int, needs: list[list[int]]) -> Floats:
-    """The costs of one holding over the needs of every use: each move once."""
+    """Return the costs of one holding over the needs of every use: each move once."""
     count = len(needs)
 
     def along(index: int, values: list[float]) -> Floats:

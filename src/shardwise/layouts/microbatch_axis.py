@@ -87,7 +87,7 @@ def values_of_inputs(graph: Graph) -> frozenset[str]:
 
 
 def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]:
-    """The node's candidates that need no other micro-batch while they run."""
+    """Return the node's candidates that need no other micro-batch while they run."""
     rule = facts.rules[node.name]
     options = []
     found = candidates(rule, facts.structures[node.name])
@@ -107,7 +107,7 @@ def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]
 
 
 def _is_cast(node: Node, facts: Facts) -> bool:
-    """Whether the node only changes a floating type."""
+    """Return whether the node only changes a floating type."""
     types = facts.calls[node.name].types
     if node.op.split(".")[1] not in ("to", "_to_copy") or len(node.inputs) != 1:
         return False
@@ -147,7 +147,7 @@ def _price(held: Placement, needed: Placement, count: int) -> int | None:
 
 
 def _summed_at(graph: Graph, node: Node, held: Mapping[str, Placement]) -> Node | None:
-    """The node that first made a sum over the batch of which an operand is made."""
+    """Return the node that first made a sum over the batch of which an operand is made."""
     producers = graph.producers
     at: Node | None = None
     pending = [name for name in node.inputs if not isinstance(held[name], Replicate | Shard)]

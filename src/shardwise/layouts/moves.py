@@ -94,7 +94,7 @@ def plan_moves(
 
 
 def _relax(held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool) -> Layout:
-    """Where no gradient flows the two kinds of whole are one: need the one that is held."""
+    """Need the kind of replication that is held wherever no gradient flows: they are one there."""
     axes: list[tuple[str, Placement]] = []
     for axis, need in needed.axes:
         has = held[axis]

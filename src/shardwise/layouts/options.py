@@ -95,7 +95,7 @@ class Pure:
         self.used = frozenset(n for node in graph.nodes if node.grad_enabled for n in node.inputs)
 
     def _above(self, node: Node) -> frozenset[str] | None:
-        """The nodes through which a gradient passes from here, where they are few."""
+        """Return the nodes through which a gradient passes from here, where they are few."""
         flowing = [n for n in node.inputs if n in self.carries]
         if not node.grad_enabled or not flowing:
             return None
@@ -108,12 +108,12 @@ class Pure:
         return above if len(above) <= PREFIX else None
 
     def may_differ(self, name: str) -> bool:
-        """Whether a whole value may be held as R~."""
+        """Return whether a whole value may be held as R~."""
         known = name in self.ancestors or (name in self.parameters and name in self.carries)
         return known and name not in self.kept and name in self.used
 
     def kinds(self, node: Node) -> list[_Kind]:
-        """The ways in which the same work of a node may count."""
+        """Return the ways in which the same work of a node may count."""
         results = [n for n in node.outputs if n in self.carries]
         if not results or results[0] not in self.ancestors:
             return [PLAIN]
@@ -168,7 +168,7 @@ class Options:
         self.rows = rows
 
     def weighing(self, memory_weight: float) -> Options:
-        """The same options where memory counts so many seconds per byte."""
+        """Return the same options where memory counts so many seconds per byte."""
         found = copy(self)
         found.task = replace(self.task, memory_weight=memory_weight)
         return found
@@ -179,12 +179,12 @@ class Options:
         return self.joint({})
 
     def num_joint(self) -> int:
-        """How many joint options there are at most, before how they count."""
+        """Return how many joint options there are at most, before how they count."""
         own = [n.name for n in self.graph.nodes if n.name not in self.roots]
         return sum(prod(len(row[name]) for row in self.rows) for name in own)
 
     def joint(self, narrow: Narrow) -> dict[str, tuple[Option, ...]]:
-        """The joint options of every node, where `narrow` says what is open on some axes."""
+        """Return the joint options of every node, where `narrow` says what is open on some axes."""
         return {
             n.name: self._joint(
                 n,
@@ -199,7 +199,7 @@ class Options:
     # ------------------------------------------------------------ one axis
 
     def _on_axis(self, index: int, node: Node) -> list[Candidate]:
-        """The candidates of a node on one mesh axis."""
+        """Return the candidates of a node on one mesh axis."""
         axis = self.task.axes[index]
         rule = self.facts.rules[node.name]
         found = candidates(rule, self.facts.structures[node.name])
@@ -240,7 +240,7 @@ class Options:
         return not axis.follows_inputs or self._follows(index, node, candidate)
 
     def _source_admits(self, axis: LayoutAxis, name: str, need: Placement) -> bool:
-        """Whether a source may be used so."""
+        """Return whether a source may be used so."""
         if not isinstance(need, Shard):
             return True
         if name in self.parameters:
@@ -252,7 +252,7 @@ class Options:
         return allowed is not None and same_placement(allowed, need, axis.ranks)
 
     def _follows(self, index: int, node: Node, candidate: Candidate) -> bool:
-        """Whether a cut follows from a cut of inputs."""
+        """Return whether a cut follows from a cut of inputs."""
         ranks = self.task.axes[index].ranks
         varying = [name for name in node.inputs if name in self.varying]
         begun = not varying
@@ -309,7 +309,7 @@ class Options:
         return found
 
     def _variants(self, node: Node, row: tuple[Candidate, ...]) -> list[Option]:
-        """The option in every way that its same work may count."""
+        """Return the option in every way that its same work may count."""
         same = self.pure.kinds(node)
         kinds = [
             same if isinstance(c.choice, Same) and axis.ranks > 1 else [PLAIN]

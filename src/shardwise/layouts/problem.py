@@ -68,7 +68,7 @@ class Prices(Protocol):
         """Forward communication, with `grad` that of backward too; inf where it is impossible."""
 
     def hold(self, parameter: str, stored: Placements) -> float:
-        """What storing a parameter so costs per step: gradient synchronization, optimizer.
+        """Return what storing a parameter so costs per step: gradient synchronization, optimizer.
 
         On an axis with R~ every rank has a term of the gradient; with R all have the same one.
         """

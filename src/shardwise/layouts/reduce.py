@@ -51,7 +51,7 @@ class Reducer:
         self.tables: dict[str, tuple[tuple[list[int], list[list[int]]], Floats]] = {}
 
     def run(self) -> list[Eliminated]:
-        """All reductions until none helps; the ledger of eliminated variables."""
+        """Reduce until nothing helps; return the ledger of eliminated variables."""
         while True:
             self._simplify_stars()
             self._normalize()
@@ -128,7 +128,7 @@ class Reducer:
         self._keep(number, alive)
 
     def _star_gain(self, star: MultiUse, number: int) -> Floats:
-        """The least that another state of a variable saves in a star."""
+        """Return the least that another state of a variable saves in a star."""
         use = next((u for u in star.uses if u.variable == number), None)
         holds, needs = star.classes()
         axis = 0 if use is None else 1 + star.uses.index(use)
@@ -246,7 +246,7 @@ class Reducer:
 
 
 def restore(ledger: list[Eliminated], chosen: dict[int, int]) -> dict[int, int]:
-    """The states of all variables, by number among all states, from those of the rest."""
+    """Return the states of all variables, by number among all states, from those of the rest."""
     found = dict(chosen)
     for entry in reversed(ledger):
         cost = entry.unary.copy()
@@ -265,7 +265,7 @@ def _least_gain(mine: Floats, theirs: Floats) -> Floats:
 
 
 def _plus(a: Floats, b: Floats) -> Floats:
-    """The sum, in which a certain loss outweighs everything."""
+    """Return the sum, in which a certain loss outweighs everything."""
     with np.errstate(invalid="ignore"):
         total = a + b
     total[np.isnan(total)] = -INF
@@ -273,7 +273,7 @@ def _plus(a: Floats, b: Floats) -> Floats:
 
 
 def _shares(star: MultiUse, held: set[int], needs: list[set[int]]) -> bool:
-    """Whether two uses could need the same move, other than for nothing."""
+    """Return whether two uses could need the same move, other than for nothing."""
     for h in held:
         seen: set[int] = set()
         for mine in needs:
@@ -285,7 +285,7 @@ def _shares(star: MultiUse, held: set[int], needs: list[set[int]]) -> bool:
 
 
 def _single(star: MultiUse, use: Use) -> MultiUse:
-    """The star with one use only."""
+    """Return the star with one use only."""
     return MultiUse(
         value=star.value,
         producer=star.producer,
@@ -305,7 +305,7 @@ Scope = tuple[int, ...]
 
 
 def solve_by_elimination(model: Model) -> Solved | None:
-    """The best states of all variables, or None where this would take too long."""
+    """Return the best states of all variables, or None where this would take too long."""
     if model.limit is not None or any(len(v) == 0 for v in model.variables.values()):
         return None
     sizes = {number: len(variable) for number, variable in model.variables.items()}

@@ -77,7 +77,7 @@ class LayoutMilp:
         self.first: dict[int, int] = {}
 
     def solve(self, time_limit_s: float) -> Solved:
-        """The best states found in time."""
+        """Return the best states found in time."""
         model = self.model
         if not model.variables:
             return Solved(chosen={}, cost=model.constant, bound=model.constant, num_variables=0)
@@ -102,7 +102,7 @@ class LayoutMilp:
         self.rows.add([(c, 1.0) for c in columns], 1.0, 1.0)
 
     def _members(self, number: int, groups: Ints) -> dict[int, list[tuple[int, float]]]:
-        """The columns of a variable's states by group."""
+        """Return the columns of a variable's states by group."""
         found: dict[int, list[tuple[int, float]]] = {}
         for state, group in enumerate(groups.tolist()):
             found.setdefault(group, []).append((self.first[number] + state, -1.0))
@@ -165,7 +165,7 @@ class LayoutMilp:
         return {int(use.need[0]): [(one, -1.0)]}
 
     def _move(self, price: float, uses: list[list[tuple[int, float]]]) -> None:
-        """A move that is paid once for all uses; of one use alone the transport pays."""
+        """Return a move that is paid once for all uses; of one use alone the transport pays."""
         if price == 0:
             return
         if len(uses) == 1:
@@ -248,7 +248,7 @@ def _reason(status: int, time_limit_s: float, limit: float | None) -> tuple[str]
 
 
 def alike(table: Floats) -> tuple[Floats, Ints, Ints]:
-    """The table without equal rows and columns, and where each row and column went."""
+    """Return the table without equal rows and columns, and where each row and column went."""
     small, rows = np.unique(table, axis=0, return_inverse=True)
     small, columns = np.unique(small, axis=1, return_inverse=True)
     return small, rows.reshape(-1), columns.reshape(-1)
@@ -261,14 +261,14 @@ MAX_ROUNDS = 3  # over all axes of parameters
 def solve_layouts(
     graph: Graph, facts: Facts, task: LayoutTask, prices: Prices, *, time_limit_s: float = 30.0
 ) -> LayoutSolution:
-    """The cheapest layouts of all nodes and parameters over all mesh axes at once."""
+    """Return the cheapest layouts of all nodes and parameters over all mesh axes at once."""
     return solve_options(Options(graph, facts, task), prices, time_limit_s=time_limit_s)
 
 
 def solve_options(
     options: Options, prices: Prices, *, time_limit_s: float = 30.0
 ) -> LayoutSolution:
-    """The same, where what nodes may do is known already."""
+    """Return the same, where what nodes may do is known already."""
     begun = time.monotonic()
     search = _Search(options, prices, begun + time_limit_s)
     found = search.find(None)
@@ -316,7 +316,7 @@ class _Search:
             self.restricted = f"of the axes {names} one is open at a time"
 
     def find(self, limit: float | None) -> _Found:
-        """The best solution within a bound on bytes."""
+        """Return the best solution within a bound on bytes."""
         return self._descend(limit) if self.restricted else self._solve(self.options.of, limit)
 
     def _solve(self, joint: dict[str, tuple[Option, ...]], limit: float | None) -> _Found:
@@ -367,14 +367,14 @@ class _Search:
         return total
 
     def assignments(self, found: _Found) -> tuple[Assignment, ...]:
-        """What every node does and how every parameter is stored, by mesh axis."""
+        """Return what every node does and how every parameter is stored, by mesh axis."""
         return assignments_of(self.task, found.built, found.chosen, found.solved.cost)
 
 
 def assignments_of(
     task: LayoutTask, built: Built, chosen: Mapping[int, int], cost: float
 ) -> tuple[Assignment, ...]:
-    """A solution, by the states of variables, as an assignment of every mesh axis."""
+    """Return a solution, by the states of variables, as an assignment of every mesh axis."""
     return tuple(
         Assignment(
             axis=axis.name,
@@ -394,5 +394,5 @@ def assignments_of(
 
 
 def _plain(placement: Placement) -> Placement:
-    """The storage without what its uses make of its gradient."""
+    """Return the storage without what its uses make of its gradient."""
     return REPLICATE if isinstance(placement, Replicate) else placement

@@ -41,7 +41,7 @@ def roots_of(alike: Mapping[str, str]) -> dict[str, str]:
 
 
 def families(names: Iterable[str], roots: Mapping[str, str]) -> list[list[str]]:
-    """The names by what they agree with, in order."""
+    """Return the names by what they agree with, in order."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(roots.get(name, name), []).append(name)
@@ -72,7 +72,7 @@ def agreeing(
 
 
 def once_each(star: MultiUse) -> MultiUse:
-    """The star with every variable once: what its states mean together."""
+    """Return the star with every variable once: what its states mean together."""
     variables = [use.variable for use in star.uses if use.variable is not None]
     for variable in dict.fromkeys(variables):
         if variables.count(variable) > 1:
@@ -82,7 +82,7 @@ def once_each(star: MultiUse) -> MultiUse:
 
 
 def _joined(star: MultiUse, variable: int) -> MultiUse:
-    """All uses by one variable as one, which needs what each of them does."""
+    """Return all uses by one variable as one, which needs what each of them does."""
     mine = [use for use in star.uses if use.variable == variable]
     numbers: dict[tuple[int, ...], int] = {}
     first = 1 + max(star.same)
@@ -102,7 +102,7 @@ def _joined(star: MultiUse, variable: int) -> MultiUse:
 
 
 def _turned(star: MultiUse, own: Use) -> MultiUse:
-    """A star whose producer uses it, too: that use belongs to how the value is held."""
+    """Return a star whose producer uses it, too: that use belongs to how the value is held."""
     numbers: dict[tuple[int, int], int] = {}
     held = [
         numbers.setdefault(pair, len(numbers))
@@ -213,7 +213,7 @@ def _root(name: str, found: Mapping[str, str]) -> str:
 def _stands_for_many(
     nodes: Sequence[Node], depth: int, standing: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether nodes of one block stand for those of several, at this depth."""
+    """Return whether nodes of one block stand for those of several, at this depth."""
     return any(
         len({_numbers(module, depth) for module in standing.get(node.name, ())}) > 1
         for node in nodes
@@ -222,7 +222,7 @@ def _stands_for_many(
 
 
 def _numbers(module: str, depth: int) -> tuple[str, ...]:
-    """The first numbers in a module's path."""
+    """Return the first numbers in a module's path."""
     return tuple(piece for piece in module.split(".") if is_number(piece))[:depth]
 
 
@@ -236,7 +236,7 @@ def _copies(fold: FoldedGraph) -> dict[str, int]:
 
 
 def _moves(fold: FoldedGraph, graph: Graph, roots: Mapping[str, str]) -> dict[str, int]:
-    """How often the model has a value like each of the small graph's."""
+    """Return how often the model has a value like each of the small graph's."""
     small = fold.graph
     own = {n.name: roots.get(n.name, n.name) for n in small.nodes}
     names = {

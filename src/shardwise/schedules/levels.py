@@ -80,7 +80,7 @@ class Levels:
         return np.array(level[:-1])
 
     def _lacks(self) -> bool:
-        """Whether an action needs a result that no list has."""
+        """Return whether an action needs a result that no list has."""
         is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
         first = ~is_forward | (self.stage > 0)
         second = ~(is_forward | is_weight) & (self.stage < self.schedule.num_stages - 1)
@@ -181,7 +181,7 @@ class Levels:
 
 
 def _last_backwards(actions: list[Action]) -> NDArray[np.bool_]:
-    """Whether an action completes the gradients of its stage."""
+    """Return whether an action completes the gradients of its stage."""
     last: dict[int, int] = {}
     for at, action in enumerate(actions):
         if action.kind in "BW":

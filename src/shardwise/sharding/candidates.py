@@ -86,7 +86,7 @@ class Candidate:
 def candidates(
     rule: NodeRule, structures: Mapping[str, Structure] | None = None
 ) -> tuple[Candidate, ...]:
-    """All candidates, `Same` first. `structures` refine the node's axes (see `factors`)."""
+    """Return all candidates, `Same` first. `structures` refine the node's axes (see `factors`)."""
     found = [same(rule)]
     structures = axis_structures(rule) | dict(structures or {})
     if rule.whole is None:
@@ -132,7 +132,7 @@ def written(rule: NodeRule, found: Sequence[Candidate], text: str) -> tuple[Cand
 
 
 def _of_one(asked: Cut, size: int) -> Pattern | None:
-    """The cut of a factor of one element, at the end of an axis at which it is asked for."""
+    """Return the cut of a factor of one element, at the end of an axis at which it is asked for."""
     if len(asked.pattern) != 1:
         return None
     outer, _, inner = asked.pattern[0]
@@ -142,7 +142,7 @@ def _of_one(asked: Cut, size: int) -> Pattern | None:
 
 
 def _places(cut: Cut) -> tuple[object, ...]:
-    """What is cut but for its sizes: the axis, and whether there are factors around it."""
+    """Return what is cut but for its sizes: the axis, and whether there are factors around it."""
     return cut.axis, *((outer == 1, inner == 1) for outer, _, inner in cut.pattern)
 
 
@@ -157,7 +157,7 @@ def _read_cut(text: str) -> Cut | None:
 
 
 def axis_structures(rule: NodeRule) -> dict[str, Structure]:
-    """What a rule itself says of its axes: parts of an axis are segments of it."""
+    """Return what a rule itself says of its axes: parts of an axis are segments of it."""
     bounds: dict[str, set[int]] = {name: set() for name in rule.axes}
     for dim in (dim for dims in (*rule.operands, *rule.results) for dim in dims):
         if isinstance(dim, Part):
@@ -186,7 +186,7 @@ def pass_candidate(rule: NodeRule, operands: frozenset[int]) -> Candidate:
 
 
 def cut_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | None:
-    """The placements when `axis` is cut; None where a dim cannot express the cut."""
+    """Return the placements when `axis` is cut; None where a dim cannot express the cut."""
     reduce = rule.axes[axis].reduce
     needs: list[Placement] = []
     gives: list[Placement] = []
@@ -238,7 +238,7 @@ def _in_product(
 
 
 def section_pattern(pattern: Pattern, start: int, stop: int) -> Pattern | None:
-    """The cut of positions `start:stop` of an axis cut as `pattern`.
+    """Return the cut of positions `start:stop` of an axis cut as `pattern`.
 
     >>> section_pattern(((3, 4, 16),), 64, 128)
     ((1, 4, 16),)
@@ -258,7 +258,7 @@ def section_pattern(pattern: Pattern, start: int, stop: int) -> Pattern | None:
 
 
 def compose(dim: Dim, structures: Mapping[str, Structure]) -> Structure | None:
-    """The structure of a dim from the structures of its axes."""
+    """Return the structure of a dim from the structures of its axes."""
     if isinstance(dim, Part):
         return section(structures[dim.axis], dim.start, dim.stop)
     if len(dim) == 1:

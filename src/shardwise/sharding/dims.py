@@ -23,7 +23,7 @@ MAX_FACTORS = 7
 
 
 def whole(size: int) -> Structure:
-    """A dim of which nothing is known: one segment, one factor.
+    """Return a dim of which nothing is known: one segment, one factor.
 
     >>> whole(12), whole(1)
     (((12,),), ((),))
@@ -32,7 +32,7 @@ def whole(size: int) -> Structure:
 
 
 def length(structure: Structure) -> int:
-    """The size of the dim.
+    """Return the size of the dim.
 
     >>> length(((8, 16), (2, 16), (2, 16)))
     192
@@ -53,7 +53,7 @@ def canonical(segments: Structure) -> Structure:
 
 
 def refine_product(a: Segment, b: Segment) -> Segment | None:
-    """The coarsest common refinement of two factorizations of one size.
+    """Return the coarsest common refinement of two factorizations of one size.
 
     >>> refine_product((12,), (3, 4)), refine_product((3, 8), (6, 4))
     ((3, 4), (3, 2, 4))
@@ -80,7 +80,7 @@ def _strides(segment: Segment) -> set[int]:
 
 
 def cut(structure: Structure, positions: tuple[int, ...]) -> Structure | None:
-    """The segments with further boundaries at `positions`; not canonical on purpose.
+    """Return the segments with further boundaries at `positions`; not canonical on purpose.
 
     >>> cut(((3, 4),), (4,))
     ((4,), (2, 4))
@@ -112,7 +112,7 @@ def _cut_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
 
 
 def boundaries(structure: Structure) -> tuple[int, ...]:
-    """Where segments end, the last one left out."""
+    """Return where segments end, the last one left out."""
     ends, position = [], 0
     for segment in structure[:-1]:
         position += prod(segment)
@@ -122,7 +122,7 @@ def boundaries(structure: Structure) -> tuple[int, ...]:
 
 @lru_cache(maxsize=100_000)
 def refine(a: Structure, b: Structure) -> Structure | None:
-    """The coarsest structure that both are made of, or None; never a coarser one than `a`.
+    """Return the coarsest structure that both are made of, or None; never a coarser one than `a`.
 
     >>> refine(((3, 4),), ((4,), (4,), (4,)))
     ((3, 4),)
@@ -155,7 +155,7 @@ def _common(a: Structure, b: Structure) -> Structure | None:
 
 
 def section(structure: Structure, start: int, stop: int) -> Structure | None:
-    """The part of the dim between two positions.
+    """Return the part of the dim between two positions.
 
     >>> section(((3, 4),), 4, 8)
     ((4,),)
@@ -182,7 +182,7 @@ def replace_section(structure: Structure, start: int, stop: int, part: Structure
 
 
 def choices(structure: Structure) -> tuple[Pattern, ...]:
-    """The ways to cut a dim: one factor of a product, or one factor of every segment.
+    """Return the ways to cut a dim: one factor of a product, or one factor of every segment.
 
     Segments may also be cut as if they were one: what is shifted by one position has a segment of
     that one, which no factor divides. Only dims that are used whole can express this.

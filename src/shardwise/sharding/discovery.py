@@ -119,7 +119,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def execute(run: Run, call: Call, operands: list[Tensor]) -> tuple[Tensor, ...]:
-    """The operator's tensor results."""
+    """Return the operator's tensor results."""
     supply = iter(operands)
     args, kwargs = map_refs((call.node.args, call.node.kwargs), lambda _: next(supply))
     with torch.enable_grad():
@@ -265,7 +265,7 @@ def discover(call: Call, run: Run | None = None) -> NodeRule:
 
 
 def signature_of(call: Call) -> tuple[str, ...]:
-    """What decides a call's rule: operator, constants, types."""
+    """Return what decides a call's rule: operator, constants, types."""
     names = (*call.node.inputs, *call.node.outputs)
     label = {name: Ref(str(i)) for i, name in enumerate(dict.fromkeys(names))}
     given = map_refs((call.node.args, call.node.kwargs), lambda ref: label[ref.name])
@@ -317,7 +317,7 @@ def _order(hypothesis: Hypothesis) -> tuple[int, int, str]:
 
 
 def _overlaps(hypothesis: Hypothesis, chosen: list[Hypothesis]) -> bool:
-    """Whether a dim already belongs to an axis that was found."""
+    """Return whether a dim already belongs to an axis that was found."""
     return any(
         d is not None and d == taken
         for other in chosen
@@ -330,7 +330,7 @@ def _overlaps(hypothesis: Hypothesis, chosen: list[Hypothesis]) -> bool:
 
 
 def as_rule(call: Call, found: tuple[Hypothesis, ...]) -> NodeRule:
-    """The rule: an axis for each hypothesis, frozen axes for all other dims."""
+    """Return the rule: an axis for each hypothesis, frozen axes for all other dims."""
     frozen = whole_rule(call, "")
     axes = dict(frozen.axes)
     operands = [list(dims) for dims in frozen.operands]

@@ -49,7 +49,7 @@ def analyze(graph: Graph) -> Facts:
 
 
 def node_rule(graph: Graph, call: Call) -> NodeRule:
-    """The registered rule; for an unknown operator the one found by experiment."""
+    """Return the registered rule; for an unknown operator the one found by experiment."""
     try:
         found = rule_for(call)
     except RuleError:
@@ -154,7 +154,7 @@ def _narrow(dim: Dim, structure: Structure, axes: dict[str, Structure], rule: No
 
 
 def _divide(structure: Structure, sizes: list[int]) -> list[Structure] | None:
-    """A product's factors handed out to axes of these sizes.
+    """Return a product's factors handed out to axes of these sizes.
 
     >>> _divide(((3, 4, 16),), [12, 16])
     [((3, 4),), ((16,),)]

@@ -94,7 +94,7 @@ def _tensor(part: str, text: str) -> Tensor:
 
 
 def from_notation(text: str, *, localize: Localize | None = None) -> RuleFunction:
-    """A rule function that applies the notation to a call."""
+    """Return a rule function that applies the notation to a call."""
     pattern = parse(text)
 
     def rule(call: Call) -> NodeRule:
@@ -152,7 +152,7 @@ def _linear(pattern: Pattern, count: int) -> tuple[frozenset[int], ...]:
 
 
 def _drop_broadcast(dims: Dims, shape: tuple[int, ...], axes: dict[str, Axis]) -> Dims:
-    """A dim of one whose axis is larger is broadcast: it has no axis."""
+    """Return a dim of one whose axis is larger is broadcast: it has no axis."""
     kept: list[Dim] = []
     for dim, size in zip(dims, shape, strict=True):
         large = isinstance(dim, tuple) and prod(axes[a].size for a in dim) != 1
@@ -168,7 +168,7 @@ def _match(
     pattern: Pattern,
     call: Call,
 ) -> Dims:
-    """The tensor's dims by axis name, filling in sizes."""
+    """Return the tensor's dims by axis name, filling in sizes."""
     expanded: list[tuple[str, ...]] = []
     for dim in tensor.dims:
         if len(dim) == 1 and "..." in dim[0]:

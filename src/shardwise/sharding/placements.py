@@ -78,7 +78,7 @@ def format_shard(shard: Shard) -> str:
 
 
 def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
-    """The inverse of `format_shard` for a tensor of this shape.
+    """Return the inverse of `format_shard` for a tensor of this shape.
 
     >>> parse_shard("0:3x[4]x16", (192, 64))
     Shard(dim=0, of=((3, 4, 16),))
@@ -138,7 +138,7 @@ class Layout:
         return tuple((n, p) for n, p in self.axes if isinstance(p, Shard))
 
     def cuts(self, dim: int) -> Cuts:
-        """The mesh axes that cut a dim, in mesh order, with their patterns."""
+        """Return the mesh axes that cut a dim, in mesh order, with their patterns."""
         return tuple((n, s.of) for n, s in self.shards if s.dim == dim)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def local_dim(layout: Layout, dim: int, size: int, coordinate: Coordinate) -> in
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], coordinate: Coordinate) -> tuple[int, ...]:
-    """The shape of this rank's part."""
+    """Return the shape of this rank's part."""
     sizes = list(shape)
     for dim in {shard.dim for _, shard in layout.shards}:
         sizes[dim] = local_dim(layout, dim, shape[dim], coordinate)
@@ -185,7 +185,7 @@ def local_shape(layout: Layout, shape: tuple[int, ...], coordinate: Coordinate) 
 
 
 def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
-    """The cut of `axis` in terms of the tensor as the other axes leave it.
+    """Return the cut of `axis` in terms of the tensor as the other axes leave it.
 
     Outer and inner sizes shrink by the other axes' cuts of the same dim; the size is what the
     axes before this one leave of the factor.
@@ -212,7 +212,7 @@ def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
 
 @lru_cache(maxsize=100_000)
 def same_cut(a: Pattern, b: Pattern, parts: int) -> bool:
-    """Whether two patterns give every rank the same elements in the same order.
+    """Return whether two patterns give every rank the same elements in the same order.
 
     >>> same_cut(((1, 4, 16),), ((1, 64, 1),), 2), same_cut(((1, 3, 16),), ((1, 48, 1),), 2)
     (True, False)
@@ -228,12 +228,12 @@ def same_cut(a: Pattern, b: Pattern, parts: int) -> bool:
 
 
 def _intervals(pattern: Pattern, parts: int, index: int) -> list[tuple[int, int]]:
-    """The maximal ranges of positions that rank `index` holds."""
+    """Return the maximal ranges of positions that rank `index` holds."""
     return _ranges(pattern, [part(size, parts, index) for _, size, _ in pattern])
 
 
 def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The maximal ranges of positions, given start and length of each segment's part."""
+    """Return the maximal ranges of positions, given start and length of each segment's part."""
     ranges: list[tuple[int, int]] = []
     base = 0
     for (outer, size, inner), (start, count) in zip(pattern, parts, strict=True):
@@ -315,7 +315,7 @@ def _common(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[in
 
 
 def compatible(a: Pattern, b: Pattern) -> bool:
-    """Whether two mesh axes may cut one dim like this: the same factor, or disjoint ones."""
+    """Return whether two mesh axes may cut one dim like this: the same factor, or disjoint ones."""
     if a == b:
         return True
     if len(a) != len(b):

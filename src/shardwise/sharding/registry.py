@@ -103,7 +103,7 @@ def rules_revision() -> int:
 
 
 def find_rule(op: str) -> RuleFunction | None:
-    """The rule function of an operator: its overload's, or its packet's."""
+    """Return the rule function of an operator: its overload's, or its packet's."""
     return RULES.get(op) or RULES.get(op.rsplit(".", 1)[0])
 
 
@@ -113,7 +113,7 @@ def whole_reason(op: str) -> str | None:
 
 
 def rule_for(call: Call) -> NodeRule | None:
-    """The rule applied to this call; None when the operator is not known."""
+    """Return the rule applied to this call; None when the operator is not known."""
     op = call.node.op
     reason = whole_reason(op)
     if reason:

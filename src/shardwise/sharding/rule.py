@@ -83,7 +83,7 @@ class Local:
     partial: tuple[str, ...] = ()  # mesh axes on which partial sums pass through this node
 
     def axis(self, name: str) -> MeshAxis | None:
-        """The run-time axis over which node axis `name` is cut, or None."""
+        """Return the run-time axis over which node axis `name` is cut, or None."""
         names = self.cuts.get(name, ())
         return MeshAxis(names) if names else None
 
@@ -128,16 +128,16 @@ class Call:
         return Call(node=node, types=types, arguments=bind(node))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument by its schema name, or the default."""
+        """Return the argument by its schema name, or the default."""
         return self.arguments.get(name, default)
 
     def shape(self, arg: Ref | str) -> tuple[int, ...]:
-        """The shape of a `Ref`, or of the tensor argument of this name."""
+        """Return the shape of a `Ref`, or of the tensor argument of this name."""
         ref: Ref = arg if isinstance(arg, Ref) else self.arguments[arg]
         return self.types[ref.name].shape
 
     def has(self, name: str) -> bool:
-        """Whether the argument is a tensor."""
+        """Return whether the argument is a tensor."""
         return isinstance(self.arguments.get(name), Ref)
 
     @property
@@ -160,14 +160,14 @@ class Call:
         raise RuleError(f"{self.node.op} has no tensor argument {name}", where=self.node.origin)
 
     def replace(self, **changes: Any) -> LocalCall:
-        """The same call with some arguments, by schema name, replaced."""
+        """Return the same call with some arguments, by schema name, replaced."""
         return replace_arguments(self.node, self.arguments, changes)
 
 
 def replace_arguments(
     node: Node, arguments: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> LocalCall:
-    """The node's call with some arguments, by schema name, replaced."""
+    """Return the node's call with some arguments, by schema name, replaced."""
     names = [name for name, _ in signature(node.op) or ()]
     args = list(node.args)
     kwargs = dict(node.kwargs)

@@ -125,7 +125,7 @@ def _check_counts(name: str, zero: int, num_microbatches: int) -> None:
 
 
 def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int) -> Plan:
-    """The checked draft with the layouts that its parameters have."""
+    """Return the checked draft with the layouts that its parameters have."""
     _check_batch(graph, draft)
     _check_recompute(graph, draft)
     check_micro_batches(graph, draft)
@@ -137,7 +137,7 @@ def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int) -> Plan:
 
 
 def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Mesh:
-    """The mesh of a group; with `keep_one` a single rank is an axis of size 1."""
+    """Return the mesh of a group; with `keep_one` a single rank is an axis of size 1."""
     axes = [("dp", dp)] if dp > 1 or (tp == 1 and keep_one) else []
     if tp > 1:
         axes += [(f"tp{i}" if i else "tp", n) for i, n in enumerate(tensor_axes(graph, facts, tp))]
@@ -145,7 +145,7 @@ def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Me
 
 
 def _with_shares(name: str, mesh: Mesh, shares: Mapping[str, Sequence[int]]) -> Mesh:
-    """The mesh, with unequal shares along these axes."""
+    """Return the mesh, with unequal shares along these axes."""
     ranks, given = dict(mesh.axes), axes_of(shares)
     for axis, weights in given.items():
         if int(ranks.get(axis, 0)) != int(weights):
@@ -164,7 +164,7 @@ def _stages(
     placement: tuple[int, ...],
     cuts: Sequence[str] | None,
 ) -> tuple[Stage, ...]:
-    """The stages, on ranks that are numbered group by group; none for a whole model."""
+    """Return the stages, on ranks that are numbered group by group; none for a whole model."""
     if cuts is not None and len(cuts) != len(placement) - 1:
         raise InfeasiblePlan(
             f"{len(cuts)} cuts make {len(cuts) + 1} stages, asked for are {len(placement)}",
@@ -189,7 +189,7 @@ def _stages(
 
 
 def _resolve(graph: Graph, plan: Plan, facts: Facts) -> dict[Stage, Resolved]:
-    """The whole graph on the mesh of every stage."""
+    """Return the whole graph on the mesh of every stage."""
     by_mesh: dict[Mesh, Resolved] = {}
     for stage in plan.all_stages:
         if stage.mesh not in by_mesh:
@@ -256,7 +256,7 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
 
 
 def _has_one_row(resolved: Resolved) -> bool:
-    """Whether this batch has a single row, of which larger ones may have more to cut."""
+    """Return whether this batch has a single row, of which larger ones may have more to cut."""
     shapes = {i.name: resolved.graph.values[i.value].shape for i in resolved.graph.inputs}
     cuts = [(shapes[n], d) for n, d in resolved.plan.inputs.items() if d is not None]
     return bool(cuts) and all(shape[dim] <= 1 for shape, dim in cuts)

@@ -29,7 +29,7 @@ from shardwise.sharding.rule import (
 
 
 def normalize(dim: int, rank: int) -> int:
-    """A dim counted from the front; a scalar counts as having one dim.
+    """Return a dim counted from the front; a scalar counts as having one dim.
 
     >>> normalize(-1, 3)
     2
@@ -67,7 +67,7 @@ def part(axes: dict[str, Axis], axis: str, start: int, stop: int) -> Dim:
 
 
 def local_position(layout: Layout, dim: int, position: int, coordinate: Coordinate) -> int:
-    """How many of the dim's first `position` elements this rank holds."""
+    """Return how many of the dim's first `position` elements this rank holds."""
     if position == 0:
         return 0
     pieces = []
@@ -102,7 +102,7 @@ def broadcast_dims(shape: tuple[int, ...], result: tuple[int, ...]) -> Dims:
 
 
 def broadcastable(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """Whether the shape broadcasts to the result's."""
+    """Return whether the shape broadcasts to the result's."""
     offset = len(result) - len(shape)
     return offset >= 0 and all(s in (1, result[i + offset]) for i, s in enumerate(shape))
 
@@ -117,7 +117,7 @@ def only_cut(local: Local, layout: Layout, axis: str, dim: int) -> tuple[Pattern
 
 
 def named_arguments(call: Call) -> list[tuple[str, Any]]:
-    """The given arguments with their schema names, in the order of `node.inputs`."""
+    """Return the given arguments with their schema names, in the order of `node.inputs`."""
     schema = signature(call.node.op)
     names = [name for name, _ in schema] if schema else list(map(str, range(len(call.node.args))))
     return [*zip(names, call.node.args, strict=False), *call.node.kwargs]
@@ -135,7 +135,7 @@ def operand_dims(call: Call, dims: Mapping[str, Dims | Sequence[Dims]]) -> tuple
 
 
 def positions(call: Call, *names: str) -> frozenset[int]:
-    """The positions in `node.inputs` of those of the tensor arguments that are given."""
+    """Return the positions in `node.inputs` of those of the tensor arguments that are given."""
     return frozenset(call.position(name) for name in names if call.has(name))
 
 
@@ -145,7 +145,7 @@ def free_axes(prefix: str, shape: Sequence[int], *, frozen: bool = False) -> dic
 
 
 def each(names: Iterable[str]) -> Dims:
-    """A dim for each axis.
+    """Return a dim for each axis.
 
     >>> each(["n", "c"])
     (('n',), ('c',))
@@ -167,7 +167,7 @@ def aligned(shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that these shapes are broadcast to.
+    """Return the shape that these shapes are broadcast to.
 
     >>> broadcast((4, 1), (2, 1, 8))
     (2, 4, 8)
@@ -178,7 +178,7 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_float(call: Call) -> bool:
-    """Whether all operands and results can carry partial sums."""
+    """Return whether all operands and results can carry partial sums."""
     dtypes = [call.types[n].dtype for n in (*call.node.inputs, *call.node.outputs)]
     return all(d.is_floating_point or d.is_complex for d in dtypes)
 
@@ -190,7 +190,7 @@ def dtype_change(call: Call) -> tuple[tuple[str, Any], ...]:
 
 
 def over(local: Local, names: Iterable[str]) -> MeshAxis | None:
-    """The run-time axis of all mesh axes that cut any of these node axes, in mesh order."""
+    """Return the run-time axis of all mesh axes that cut any of these node axes, in mesh order."""
     cutting = {mesh for name in names for mesh in local.cuts.get(name, ())}
     if not cutting:
         return None
@@ -209,7 +209,7 @@ def cut_of(local: Local, name: str, operand: int) -> int | Pattern:
 
 
 def guard_empty(call: Call, local: Local) -> LocalCall | None:
-    """The call of a rank all of whose results are empty, for operators that refuse that."""
+    """Return the call of a rank all of whose results are empty, for operators that refuse that."""
     if not local.results or not all(0 in shape for shape in local.results):
         return None
     operands = tuple(Ref(name) for name in dict.fromkeys(call.node.inputs))
