@@ -1,8 +1,7 @@
 """The time of collectives, from the links they cross.
 
-Enters: a cluster, an operation, and the groups of ranks that do it at the same moment. Leaves:
-`CollectiveModel`: for every algorithm that the communication library has for the operation, a line
-`latency + bytes × seconds per byte`; the smallest counts.
+A `CollectiveModel` has, for every algorithm of the communication library, a line `latency + bytes ×
+seconds per byte`; the fastest counts. All groups of ranks run the operation at the same time.
 
     seconds per byte = max over resources r of  Σ over edges that cross r of share / capacity(r)
 

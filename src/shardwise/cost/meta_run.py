@@ -1,7 +1,7 @@
-"""What a local call launches and keeps, found by running it once on tensors without data.
+"""The kernels that a local call launches and the memory it saves, from one run on meta tensors.
 
-Every ATen call of forward, and of the backward that autograd makes of it, is recorded; what
-autograd saves is told by whose memory it is. Attention counts as the fused kernel (`attention`);
+Every ATen call of forward, and of the backward that autograd makes of it, is recorded; saved
+tensors are recognized by their storages. Attention counts as the fused kernel (`attention`);
 operators of the runtime run as they are, on a mesh that only counts collectives (`runtime_call`).
 A call that cannot be tried (its shapes depend on data, an operator has no rule for shapes) is
 guessed from its bytes, with a note.
@@ -195,7 +195,7 @@ def call_cost(
 
 @lru_cache(maxsize=CACHED_CALLS)
 def cost_of(signature: Signature) -> CallCost:
-    """The cost of a call, once per signature."""
+    """Return the cost of a call, computed once per signature."""
     try:
         if attention.is_fused_attention(signature):
             return attention.attention_cost(signature)
@@ -259,7 +259,7 @@ class _Trial:
         )
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        """A result that its own node keeps would keep that node: a cycle that nothing frees."""
+        """Detach results: one that its own node saved would form a cycle that nothing frees."""
         self.saved.append(tensor)
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -271,7 +271,7 @@ class _Trial:
         return None
 
     def _saved(self, results: list[Tensor]) -> tuple[Saved, ...]:
-        """What autograd keeps, each storage once."""
+        """Return what autograd saves, each storage once."""
         of_results = {t.untyped_storage()._cdata: i for i, t in reversed([*enumerate(results)])}
         found: dict[int, Saved] = {}
         for tensor in self.saved:
@@ -287,7 +287,7 @@ class _Trial:
         return tuple(found.values())
 
     def _backward(self, results: list[Tensor]) -> tuple[_Backward, tuple[Kernel, ...]]:
-        """All of backward, and what of it only parameters need."""
+        """Run backward; return all of it, and the kernels that only parameters need."""
         ends = [t for t in results if t.requires_grad]
         places = self._wanted()
         if not places or not ends:
@@ -305,7 +305,7 @@ class _Trial:
         return _Backward(recorder.take(), found, max(recorder.peak - recorder.live, 0)), weight
 
     def _wanted(self) -> list[int]:
-        """The operands that get a gradient, each tensor once."""
+        """Return the operands that get a gradient, each tensor once."""
         places: dict[int, int] = {}
         for i, t in enumerate(self.operands):
             if i in self.signature.grads and t.requires_grad:
@@ -317,7 +317,7 @@ class _Trial:
         return all(i in self.signature.parameters for i in same)
 
     def _gradients(self, found: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
-        """New memory of the gradients, in the order of the operands that get one."""
+        """Return the new memory of the gradients, in the order of the operands that get one."""
         pairs = zip(self._wanted(), found, strict=False)
         return tuple(
             (i, 0 if t is None or self.recorder.is_known(t) else touched_bytes(t)) for i, t in pairs
@@ -329,7 +329,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _operands(signature: Signature) -> list[Tensor]:
-    """A meta tensor for every operand; the same one for repeats."""
+    """Return a meta tensor for every operand; the same one for repeats."""
     made: dict[int, Tensor] = {}
     found = []
     for position, first in enumerate(signature.firsts):

@@ -1,13 +1,11 @@
-"""Which way each collective takes on a cluster: the library's, hierarchical, solved trees, or the
-memory of one host.
+"""Select the implementation of each collective: the library, hierarchies, trees or shared memory.
 
-Enters: a cluster, an operation, and the groups of ranks that do it at the same moment. Leaves:
-`CollectiveChoice`. Predicted time decides; the library is kept unless another way saves more than
-`WORTH` of its time. Where ranks and links are all alike there is nothing to win, and nothing is
-solved. What is found depends on the arguments alone: ranks that plan by themselves agree.
+Predicted time decides; the library is kept unless another implementation saves more than `WORTH` of
+its time. Where all ranks and links are equal nothing can be gained, and nothing is solved. The
+selection depends on the arguments alone, so ranks that plan independently agree.
 
-Groups that talk at the same moment get equal parts of what they share. What was measured beyond
-the wires for the library is taken to hold for messages, too: both run on the same processes.
+Groups that communicate at the same time get equal parts of the links they share. Factors measured
+for the library are assumed to hold for solved messages as well: both run on the same processes.
 Shared memory is used where it was measured (`shardwise profile`).
 """
 

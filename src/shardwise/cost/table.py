@@ -1,8 +1,7 @@
 """Measured times of local calls, where there are any; computed ones elsewhere.
 
-Enters: `Signature`s, a `Device`, and a table. Leaves: `CallTime`. A table is JSON: seconds of
-forward and backward by the text of the call (operator, shapes, dtypes, which gradients) and the
-device's name. What was looked for and not found is counted, and can be shown.
+A table is JSON: seconds of forward and backward by the text of the call (operator, shapes, dtypes,
+which gradients) and the device's name. Lookups that fail are counted.
 
 The calls of a program take longer than each by itself: a table also has what programs took over the
 sum of their calls, and everything that it gives is scaled by the median of these.

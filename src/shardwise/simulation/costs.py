@@ -51,7 +51,7 @@ class Group:
         return np.array(self.ranks, dtype=np.int64)
 
     def along(self, axes: Sequence[str]) -> np.ndarray:
-        """The groups of ranks that talk along these axes, as rows; an axis of one rank is none."""
+        """Return the groups of ranks that communicate along these axes, one per row."""
         key = tuple(axes)
         if key not in self._along:
             self._along[key] = self._find(key)
@@ -70,7 +70,7 @@ class Group:
 class ClusterCosts:
     """Times on one cluster; collectives are worked out once for every set of groups.
 
-    `choose` says which of them go another way than the library's.
+    `choose` names the implementation of each; None stands for the library's.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ClusterCosts:
         self._collectives: dict[tuple[str, bytes, int], CollectiveModel] = {}
 
     def collective(self, op: str, groups: np.ndarray) -> CollectiveModel:
-        """The model of a collective that all rows of `groups` do at the same time."""
+        """Return the model of a collective that all rows of `groups` run at the same time."""
         key = (op, groups.tobytes(), groups.shape[-1])
         if key not in self._collectives:
             model = collective_model(self.cluster, op, groups)
@@ -91,7 +91,7 @@ class ClusterCosts:
     def collective_seconds(
         self, op: str, group: Group, axes: Sequence[str], num_bytes: float
     ) -> float:
-        """Seconds of a collective along mesh axes of a group."""
+        """Return the seconds of a collective along mesh axes of a group."""
         rows = group.along(axes)
         if rows.shape[-1] < 2 or num_bytes <= 0:
             return 0.0
@@ -113,7 +113,7 @@ class ClusterCosts:
         return adamw.operator_seconds(numel, device, piece=piece, tensors=tensors)
 
     def node_times(self, work: Workload, device: Device, group: Group) -> NodeTimes:
-        """The times of a rank with this device, in this group."""
+        """Return the times of a rank with this device, in this group."""
         count = len(work.saved)
         found = {name: np.zeros(count) for name in NodeTimes.NAMES}
         if self.table is None:
@@ -203,7 +203,7 @@ class ExecutionConfig:
 
     @property
     def sums(self) -> object:
-        """What of the setting decides how parameters and gradients travel."""
+        """The part of the config that decides how parameters and gradients are sent."""
         return (self.zero, tuple(self.zeros.items()), self.wire_size(0), self.whole_units)
 
     @property

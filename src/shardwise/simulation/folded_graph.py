@@ -34,7 +34,7 @@ class FoldedGraph:
     def of(
         graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
     ) -> FoldedGraph:
-        """FoldedGraph a whole graph; see `drop_blocks` for `keep` and `constraint_key`."""
+        """Fold a whole graph; see `drop_blocks` for `keep` and `constraint_key`."""
         small, _, stands = fold_blocks(graph, keep, constraint_key)
         index = {node.name: i for i, node in enumerate(small.nodes)}
         keys = node_keys(graph)
@@ -108,7 +108,7 @@ class FoldedGraph:
         return [(name, max(a, first), min(b, end)) for name, a, b in known[low:high]]
 
     def spread(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What the small graph's nodes have, at every position of the model."""
+        """Return an array of the small graph's nodes at every position of the model."""
         return np.append(values, 0.0)[self.index]
 
 

@@ -1,14 +1,11 @@
-"""How long every value of a rank's program lives, and the gradients of backward.
+"""Liveness of the values of a rank's program and of their gradients: the memory of a `Workload`.
 
-Enters: what each step of a program makes, keeps and gives back (`Moment`). Leaves: the arrays of
-memory of a `Workload`, one entry per node.
+A value that autograd saves lives from the node that makes it until, in backward, the first node
+that needs it is done: `saved` counts it at the one, `held` at the other; what comes from another
+block counts where it enters (`entering`). With recomputation a block saves what enters it, and
+the results of products with "selective".
 
-A value that autograd keeps is there from the node that makes it, and in backward until the first
-node that needs it is done: `saved` counts it at the one, `held` at the other; what comes from
-another block counts where it enters (`entering`). With recomputation a block keeps what enters it,
-and the results of products where they are kept ("selective").
-
-Backward is played as autograd does it: a gradient lives from the last use of its value to the node
+Backward follows autograd: a gradient lives from the last use of its value to the node
 that made it; gradients of several uses are added in place where nothing else shares the memory.
 """
 
@@ -64,7 +61,7 @@ class Moment:
 
 @dataclass(slots=True)
 class _Memory:
-    """One piece of memory: who made it, and where it is used and needed."""
+    """One allocation: the node that makes it, and the nodes that use and need it."""
 
     size: float
     made: int
@@ -113,7 +110,7 @@ class Liveness:
                     self.memory[memory].keepers.append(moment.node)
 
     def _around(self) -> set[int]:
-        """Moves whose results several blocks use: they run before the first of these."""
+        """Return redistributions whose results several blocks use: they run before the first."""
         users: dict[str, set[str]] = {}
         for moment in self.moments:
             for name in moment.operands:
@@ -168,7 +165,7 @@ class Liveness:
         return found | self._forward() | self._backward() | {"waiting": self._waiting()}
 
     def _keepers(self, memory: _Memory) -> tuple[list[int], list[int], list[int]]:
-        """The nodes for whose backward a value is kept: plainly, selectively, with full blocks."""
+        """Return the nodes whose backward needs a saved value, for each recomputation mode."""
         home = memory.home
         outside = [k for k in memory.keepers if not self.blocks[k]]
         entered = [u for u, block in memory.used if block and block != home]
@@ -210,7 +207,7 @@ class Liveness:
             _between(found["shared"], first, max(keepers) + 1, memory.size)
 
     def _forward(self) -> dict[str, Floats]:
-        """The most that a node's steps have made, with what they need for a moment."""
+        """Return the peak of what a node's steps have made, with their temporary memory."""
         extra, made = np.zeros(self.count), np.zeros(self.count)
         for moment in self.moments:
             at = moment.node
@@ -220,7 +217,7 @@ class Liveness:
         return {"forward_extra": extra}
 
     def _waiting(self) -> Floats:
-        """What weights' gradients are made of, where they wait: results' gradients and operands."""
+        """Return operands and results' gradients that deferred weight gradients wait with."""
         found, counted = np.zeros(self.count), set[str]()
         for moment in self.moments:
             if moment.waits:
@@ -274,7 +271,7 @@ class _Gradients:
             self.live -= self._sizes.pop(memory)
 
     def play(self, moment: Moment, sizes: Mapping[str, float]) -> float:
-        """One step's backward; the most that is alive in it."""
+        """Run one step's backward, and return its peak."""
         names = [name for name, _ in moment.results]
         given = [self._of.pop(name) for name in names if name in self._of]
         if not given:

@@ -1,10 +1,7 @@
-"""How much memory a rank of every group needs, by liveness over a step.
+"""The peak memory of a rank of every group over a step, and the memory that its device has.
 
-Enters: what every position keeps and needs, the stages, and the order of actions. Leaves:
-`MemoryUse`: the most bytes at any action, of what they are made, when, and how many there may be.
-
-A micro-batch's forward leaves what its backward needs; the backward frees it node by node while
-gradients of values come and go (`liveness`), and gradients of parameters appear (`passes`).
+A micro-batch's forward saves what its backward needs; the backward frees it node by node while
+gradients of values come and go (`liveness`), and gradients of parameters appear (`pass_memory`).
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ LEFT_OVER, LEAST_LEFT_OVER_BYTES = 0.05, 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The memory of one device, and what of it is not for tensors."""
+    """The memory of one device, and the parts of it that are not for tensors."""
 
     memory_bytes: float
     reserved_bytes: float
@@ -57,7 +54,7 @@ class Budget:
 
     @classmethod
     def of(cls, device: Device, communicators: int = 1) -> Budget:
-        """The budget of a rank on `device` that is in so many groups that talk."""
+        """Return the budget of a rank on `device` with so many communicators."""
         if device.kind != "cuda":  # gloo's buffers are small, and the system's allocator is another
             return cls(memory_bytes=device.memory_bytes, reserved_bytes=device.reserved_bytes)
         return cls(
@@ -70,16 +67,16 @@ class Budget:
 
     @property
     def limit_bytes(self) -> float:
-        """The most that tensors may take."""
+        """The most bytes that tensors may take."""
         free = self.memory_bytes - self.reserved_bytes - self.communicators_bytes
         return max(free - self.least_left_over_bytes, 1.0) / (1 + self.left_over)
 
     def taken(self, peak_bytes: float) -> float:
-        """What the allocator takes of the device for so many bytes of tensors."""
+        """Return the bytes that the allocator reserves for so many bytes of tensors."""
         return peak_bytes * (1 + self.left_over) + self.least_left_over_bytes
 
     def others(self) -> dict[str, float]:
-        """Bytes of the device that are not for tensors, by what has them."""
+        """Return the bytes of the device that are not for tensors, by their owner."""
         return {
             "process": self.reserved_bytes,
             "communicators": self.communicators_bytes,
@@ -117,12 +114,12 @@ class MemoryUse:
 
     @property
     def fullness(self) -> float:
-        """What is needed as a part of what there is, of the device's or of the host's memory."""
+        """Required over available bytes of the scarcer memory, device or host."""
         return max(self.peak_bytes / self.limit_bytes, self.host_bytes / self.host_limit_bytes)
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether host memory is nearer to its end than the device's."""
+        """Whether host memory is scarcer than device memory."""
         return self.host_bytes / self.host_limit_bytes > self.peak_bytes / self.limit_bytes
 
     @property
@@ -159,7 +156,7 @@ def group_memory(
     schedule: Schedule,
     device: Device,
 ) -> MemoryUse:
-    """The peak of a group's rank over its list of actions, then over the optimizer's step."""
+    """Return the peak of a group's rank over its actions and the optimizer's step."""
     held = _Held(stages, schedule.actions[number])
     best: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     when = ""
@@ -198,7 +195,7 @@ def group_memory(
 
 
 def num_communicators(stages: Iterable[StageMemory], schedule: Schedule, number: int) -> int:
-    """In how many groups a rank talks: along mesh axes, with all ranks, with each neighbour."""
+    """Count a rank's communicators: of mesh axes, of all ranks, and with neighbouring groups."""
     found: set[tuple[str, ...]] = set()
     for stage in stages:
         found |= stage.talking
@@ -212,7 +209,7 @@ def num_communicators(stages: Iterable[StageMemory], schedule: Schedule, number:
 
 
 class _Held:
-    """What a rank holds while it runs its list of actions."""
+    """The memory that a rank holds while it runs its actions."""
 
     def __init__(self, stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> None:
         self.stages = stages
@@ -233,7 +230,7 @@ class _Held:
         self._known: dict[object, dict[str, float]] = {}
 
     def at(self, action: Action, following: Action | None) -> dict[str, float]:
-        """The parts of memory at their highest while the action runs; lists repeat themselves."""
+        """Return the parts of memory at the peak of an action; equal states are computed once."""
         passing = self.sent + (self._arriving(following) if following is not None else 0.0)
         key = (action.kind, action.stage, self._is_last(action), passing, len(self.begun),
                len(self.done), *self.flying.values(), *self.waiting.values())  # fmt: skip
@@ -262,7 +259,7 @@ class _Held:
         }
 
     def _backward(self, action: Action, mine: StageMemory) -> PassPeak:
-        """The need of a backward, by whether gradients are there before, and summed after it."""
+        """Return the peak of a backward: gradients may exist before it, and be summed after it."""
         final = self._is_last(action)
         begun = action.stage in self.begun
         kind = ("last" if final else "middle") if begun else ("only" if final else "first")
@@ -271,7 +268,7 @@ class _Held:
         return mine.need(action.kind, kind)
 
     def _is_last(self, action: Action) -> bool:
-        """Whether an action completes the gradients of its stage."""
+        """Return whether an action completes the gradients of its stage."""
         return self.last.get(action.stage) is action
 
     def _gradients(self, stage: int) -> float:
@@ -281,12 +278,12 @@ class _Held:
         return found["gradients"] if stage in self.begun else 0.0
 
     def _arriving(self, action: Action) -> float:
-        """What is received ahead of an action."""
+        """Return the bytes that are received ahead of an action."""
         stage = self.stages[action.stage]
         return {"F": stage.received, "B": stage.sends, "I": stage.sends}.get(action.kind, 0.0)
 
     def after(self, action: Action) -> None:
-        """Note what an action leaves."""
+        """Update the state after an action."""
         stage = self.stages[action.stage]
         self.sent = {"F": stage.sends, "B": stage.received, "I": stage.received}.get(action.kind, 0)
         if action.kind == "F":
@@ -302,7 +299,7 @@ class _Held:
                 self.done.add(action.stage)
 
     def on_host(self) -> dict[str, float]:
-        """What is in host memory between actions."""
+        """Return the bytes in host memory between actions."""
         return {
             "states": sum(s.static["host"] for s in self.stages.values()),
             "activations": sum(n * self.stages[s].offloaded for s, n in self.flying.items()),
@@ -327,5 +324,5 @@ class _Held:
 
 
 def peak_of(uses: Sequence[MemoryUse]) -> MemoryUse:
-    """The group that is nearest to its limit, or the farthest beyond."""
+    """Return the memory of the group that is fullest."""
     return max(uses, key=lambda use: use.fullness)

@@ -27,7 +27,7 @@ from shardwise.simulation.workload import Floats
 
 
 def kept_in(first: int, end: int, layers: Layers, mode: str) -> Kept:
-    """What the stage of positions `first:end` keeps; made once."""
+    """Return what the stage of positions `first:end` saves, computed once."""
     key = ("kept", first, end, mode)
     if key not in layers.passes:
         layers.passes[key] = Kept(first, end, layers, mode)
@@ -58,19 +58,19 @@ class Kept:
         self.total = self.entered + (float(self._kept[-1]) if end > first else 0.0)
 
     def cut(self, name: str) -> Floats:
-        """An array of the work at the positions of the stage."""
+        """Return an array of the workload at the positions of the stage."""
         return self.layers.whole(name)[self.first : self.end]
 
     @cached_property
     def incoming(self) -> Floats:
-        """Gradients from the next stage, which stay until backward has run; the last has them."""
+        """Gradients from the next stage, which live until backward is done."""
         held = np.full(self.end - self.first, self.sends)
         held[-1:] = 0.0
         return held
 
     @cached_property
     def backward(self) -> tuple[Floats, Floats]:
-        """What is kept when each position's backward runs, and in the second forward of blocks."""
+        """What is saved when each position's backward runs, and when blocks are recomputed."""
         kept = self._kept
         if not self.mode:
             return self.entered + kept, np.zeros_like(kept)
@@ -88,13 +88,13 @@ class Kept:
         return self.entered + np.where(inside, kept_again, kept), np.where(inside, again, 0.0)
 
     def _entering(self) -> float:
-        """What enters the first block of the stage, and is kept there."""
+        """Return the bytes that enter the first block of the stage and are saved there."""
         _, _, end = next(iter(self.layers.fold.runs(self.first, self.end)))
         return float(self.layers.whole("entering" + self.mode)[self.first : end].sum())
 
 
 def _blocks(fold: FoldedGraph, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each position where its block begins and ends in this stage; -1 outside of blocks."""
+    """Return where each position's block begins and ends in this stage; -1 outside of blocks."""
     starts, ends = np.full(end - first, -1), np.full(end - first, -1)
     for name, a, b in fold.runs(first, end):
         if name:
@@ -109,7 +109,7 @@ KINDS = ("first", "middle", "last", "only")  # backwards of a step; "only" is fi
 
 @dataclass(frozen=True, slots=True)
 class PassPeak:
-    """The bytes of a pass at their highest: gradients of parameters, what is kept, and the rest."""
+    """The peak of a pass: bytes of parameters' gradients, of saved tensors, and of the rest."""
 
     gradients: float = 0.0
     kept: float = 0.0
@@ -129,7 +129,7 @@ def stage_memory(
     *,
     cuda: bool = True,
 ) -> StageMemory:
-    """The memory of the stage of positions `first:end` on a rank; made once for like settings."""
+    """Return the memory of the stage of positions `first:end`, once for equal configs."""
     zeros = (setting.zero, tuple(setting.zeros.items()))
     key = (first, end, group.mesh, zeros, setting.offload, setting.precision, setting.recompute,
            setting.num_microbatches, cuda)  # fmt: skip
@@ -141,7 +141,7 @@ def stage_memory(
 
 @dataclass(frozen=True)
 class _Summed:
-    """Parameters of positions `first:end` whose gradients are summed in the same way."""
+    """Parameters of positions `first:end` whose gradients are synchronized alike."""
 
     share: ParamClass
     zero: int
@@ -215,7 +215,7 @@ class StageMemory:
             self.kept -= self.offloaded
 
     def need(self, action: str, kind: str = "") -> PassPeak:
-        """The most that an action F, B, I or W needs; `kind` says which backward of a step."""
+        """Return the peak of an action F, B, I or W; `kind` says which backward of a step it is."""
         if (action, kind) not in self._needs:
             made = {"F": self._forward, "I": self._inputs}
             halves = {"B": self._backward, "W": self._weight}
@@ -233,7 +233,7 @@ class StageMemory:
         return always + (static["gradients"] if gradients else 0.0) + flying * self.kept
 
     def cut(self, name: str) -> Floats:
-        """An array of the work at the positions of the stage."""
+        """Return an array of the workload at the positions of the stage."""
         return self.activations.cut(name)
 
     @cached_property
@@ -242,7 +242,7 @@ class StageMemory:
 
     @cached_property
     def talking(self) -> frozenset[tuple[str, ...]]:
-        """The mesh axes along which a rank talks, where that is not with all ranks."""
+        """The mesh axes along which a rank communicates, unless that is with all ranks."""
         along = {talk.axes for talk in self.layers.work.collectives}
         along |= {axes for axes, _, _ in self.layers.parameters(self.setting)}
         sizes = dict(self.group.mesh.axes)
@@ -327,7 +327,7 @@ class StageMemory:
         return total
 
     def _fresh(self, mine: _Summed, begun: bool) -> Floats:
-        """What a position's own gradients need before they are added, or are of their type."""
+        """Return the bytes of a position's new gradients before they are added or cast."""
         size, made = self._gradient(mine), mine.share.itemsize
         each = made if begun or size != made else 0
         if begun and size != made:
@@ -343,7 +343,7 @@ class StageMemory:
 
     @cached_property
     def _units(self) -> list[tuple[float, str, int, int]]:
-        """The units whose parameters are gathered: bytes, name and places in the stage."""
+        """Yield the units whose parameters are gathered: bytes, name and positions in the stage."""
         shares = [s for s in self.summed if s.zero == 3 and s.sharded]
         if not shares:
             return []
@@ -359,7 +359,7 @@ class StageMemory:
         return sum(size for size, name, _, _ in self._units if not name)
 
     def _gathered(self, beside: int) -> Floats:
-        """Bytes of parameters that are whole at every position: its block's, and one's beside."""
+        """Return the bytes of gathered parameters at every position: its block's and the next."""
         found = np.zeros(self.end - self.first)
         units = [unit for unit in self._units if unit[1]]
         for i, (size, _, a, b) in enumerate(units):

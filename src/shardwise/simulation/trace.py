@@ -1,8 +1,7 @@
 """A timeline as events that chrome://tracing and Perfetto read.
 
-Enters: a `Timeline`, and the memory of its groups. Leaves: a list of events: for every group a
-process with lanes for computing, for communication after it, for what actions wait for inside, and
-for messages between stages; and a counter of its memory.
+Every group is a process with lanes for compute, for communication after it, for communication that
+actions wait for, and for messages between stages, and with a counter of its memory.
 """
 
 from __future__ import annotations
