@@ -21,6 +21,7 @@ from shardwise.ir import Buffer, Constant, GradientHook, Input, Node, Parameter,
 from shardwise.messages import CollectiveChoice
 from shardwise.planner.options import Constraints
 from shardwise.plans import ParameterEntry
+from shardwise.plans.search_result import SearchResult
 from shardwise.report.document import Report
 from shardwise.report.recorded import Recording
 from shardwise.runtime.module import ParallelModule
@@ -73,6 +74,7 @@ __all__ = [
     "RuleFunction",
     "Saving",
     "Schedule",
+    "SearchResult",
     "ShardedOptimizer",
     "Solution",
     "Start",
