@@ -167,7 +167,7 @@ class Replicas:
                     f"ranks {other} have another {key!r} than rank {everyone.ranks[0]}; on this "
                     f"rank it is {value!r}",
                     where=f"parameter group {index} of the optimizer",
-                    hint="set learning rates and other options alike on all ranks, also where they "
+                    hint="set learning rates and other options equally on ranks, also where they "
                     "follow from a metric or a clock",
                 )
 
@@ -200,7 +200,7 @@ class Replicas:
         """Return the classes of mesh positions that hold the same values of a parameter."""
         distinct = {split.axis for split in entry.spec.splits}
         if entry.zero == 3:
-            # Ranges of a flat buffer differ between ranks that cut its other tensors unevenly.
+            # Ranges of a flat buffer differ between ranks that shard its other tensors unevenly.
             return []
         classes: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.mesh.size):
@@ -238,7 +238,7 @@ class Replicas:
             f"differs by up to {float(gaps.max()):.3g}, its largest value is "
             f"{float(scales.max()):.3g}",
             where=name,
-            hint="change parameters and buffers on all ranks alike, from values that are the same "
+            hint="change parameters and buffers on all ranks, from values that are equal "
             "everywhere",
         )
 
@@ -260,7 +260,7 @@ def _is_plain(value: Any) -> bool:
 
 
 FIRST_BATCH_CHECKS = 3  # the first steps are compared one by one,
-BATCH_CHECK_EVERY = 32  # and then every so many: ranks that differ are found within as many steps
+BATCH_CHECK_EVERY = 32  # and then every so many: a difference is detected within as many steps
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -322,7 +322,7 @@ def _compare(numbers: list[int], names: list[str], axis: Axis, device: torch.dev
             raise BatchError(
                 f"ranks {different} have other data than rank 0",
                 where=name,
-                hint="give every rank the same whole batch (seed the data loader alike), or each "
+                hint="give every rank the same full batch (seed its data loader equally), or each "
                 "its part with train_step(pm.local_batch(batch), local=True)",
             )
 

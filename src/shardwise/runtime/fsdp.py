@@ -45,7 +45,7 @@ class Unit:
             self._pending = [group.gather() for group in self.groups]
 
     def use(self) -> None:
-        """Have the whole parameters in the modules."""
+        """Put the full parameters into the modules."""
         if self.ready:
             return
         self.start()
@@ -56,7 +56,7 @@ class Unit:
             entry.show(entry.leaf)
 
     def free(self) -> None:
-        """Let the whole parameters go."""
+        """Free the full parameters."""
         if self._pending is not None:
             self.use()  # a transfer into the memory must not outlive it
         if self.ready:

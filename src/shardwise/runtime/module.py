@@ -90,7 +90,7 @@ class ParallelModule(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the whole model's state dict, in its order."""
+        """The names of the full model's state dict, in its order."""
         return tuple(self._place_of)
 
     def train_step(
@@ -221,7 +221,7 @@ class ParallelModule(nn.Module):
         shapes = [tuple(v.shape) for _, v in leaves(batch) if isinstance(v, Tensor)]
         raise BatchError(
             f"no program takes a local batch of shapes {shapes} on every rank",
-            hint="pm.local_batch(whole_batch) once for each new shape of the whole batch",
+            hint="pm.local_batch(full_batch) once for each new shape of the full batch",
         )
 
     def gather_state_dict(self) -> dict[str, Tensor]:
@@ -290,7 +290,7 @@ class ParallelModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> None:
-        """Copy this rank's part of a whole model's state dict."""
+        """Copy this rank's part of a full model's state dict."""
         self.store.load_state_dict(state_dict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -73,7 +73,7 @@ def _names_of(store: ParameterStore, tensors: Iterable[Tensor]) -> Iterator[str]
         if name is None:
             raise OptimizerError(
                 f"a tensor of shape {tuple(tensor.shape)} is neither a parameter of the parallel "
-                "module nor of the model that it was made of",
+                "module nor of the model that was parallelized",
                 hint="pm.parameters(), the model's parameters, or globs on their names",
             )
         yield name
@@ -184,7 +184,7 @@ def require_claimed(
         other = None if held is None else held()
         if other is not None and other is not owner:
             raise OptimizerError(
-                f"two optimizers update this parameter: {type(owner).__name__} was made first, "
+                f"two optimizers update this parameter: {type(owner).__name__} was created first, "
                 "and another one after it",
                 where=name,
                 hint='give each its own: sw.optimizer(pm, cls, params="G.*", …)',
@@ -278,7 +278,7 @@ def _require_whole(store: ParameterStore, cls: object, entries: Iterable[Entry])
             raise OptimizerError(
                 f"{name} is not known to be element-wise, and {entry.spec.name} of shape "
                 f"{entry.spec.shape} is sharded here",
-                hint=f"a plan that keeps parameters whole (ddp), or optimizer(pm, {name}, "
+                hint=f"a plan that replicates parameters (ddp), or optimizer(pm, {name}, "
                 "elementwise=True) if each element's update reads that element alone",
             )
 
@@ -329,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"{name} calls its closure several times in a step and reads all parameters at "
                     f"once; not every rank has all of {entry.spec.name} as it is optimized",
                     where=entry.spec.name,
-                    hint="a plan that keeps everything whole: sw.strategies.ddp without precision",
+                    hint="a plan that replicates everything: sw.strategies.ddp without precision",
                 )
 
     @property
@@ -362,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         recorder = store.recorder
         with recorder.span("compute", "optimizer"):
             store.link_gradients(self._every)
-            if self.whole_only:  # what was frozen when the optimizer was made may have been cut
+            if self.whole_only:  # parameters frozen when the optimizer was created may be sharded
                 trained = [entry for entry in self._every if entry.piece.grad is not None]
                 _require_whole(store, type(self.inner), trained)
             self._show(self._pieces, self.inner.param_groups)

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter: its full shape, how it is cut for use, and how it is stored and synchronized.
+    """One parameter: its full shape, how it is sharded, stored and synchronized.
 
     `splits` cut the tensor that the forward uses out of the full one. Its gradient arrives as a
     partial sum on the axes of `sync`, over which `zero` shards the optimizer state (1), the
@@ -72,7 +72,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSpec:
-    """One buffer, whole on every rank."""
+    """One buffer, replicated on every rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Scope(nn.Module):
 
 
 def attach(module: nn.Module, path: str, child: nn.Module) -> None:
-    """Put a module at a dotted path, with bare modules on the way."""
+    """Put a module at a dotted path, with bare modules in between."""
     owner, last = locate(module, path, create=True)
     owner.add_module(last, child)
 
@@ -128,7 +128,7 @@ def declare(
     dtype: str = "float32",
     requires_grad: bool = True,
 ) -> None:
-    """Register a parameter without memory at a dotted path, with bare modules on the way.
+    """Register a parameter without memory at a dotted path, with bare modules in between.
 
     The store gives it memory. Generated code then says `self.attn.qkv.weight`.
     """

@@ -50,7 +50,7 @@ def keep_first(x: Tensor, axis: Axis) -> Tensor:
 
 
 def zero_pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """Return this rank's part in its place in a whole tensor of zeros."""
+    """Return this rank's part in its place in a full tensor of zeros."""
     dim %= x.dim()
     full = x.new_zeros(_with(x, dim, whole_length(of)))
     here = 0
@@ -66,7 +66,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """Return the whole tensor of all ranks' parts."""
+    """Return the full tensor of all ranks' parts."""
     dim %= x.dim()
     _check(x, axis, dim, of)
     shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
@@ -156,5 +156,5 @@ def _check(x: Tensor, axis: Axis, dim: int, of: Of) -> None:
     if x.shape[dim] != expected:
         raise ProgramError(
             f"dim {dim} of {tuple(x.shape)} should have {expected} of {whole_length(of)} "
-            f"on {axis!r}, cut as {of}"
+            f"on {axis!r}, split as {of}"
         )

@@ -441,7 +441,7 @@ def _encode(error: BaseException, doing: str) -> str:
 
 
 class Agree(Protocol):
-    """What `starting` yields, to be called once a program is made."""
+    """What `starting` yields, to be called once a program is compiled."""
 
     def __call__(self, fingerprint: str, values: Mapping[str, str] | None = None) -> None: ...
 

@@ -37,13 +37,13 @@ _NOT_ELEMENTWISE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 _HINTS = {
     "norm": "sw.clip_grad_norm_(pm, max_norm), which counts every rank's part once",
     "random": "noise = torch.randn(p.shape), equal on all ranks by the seed; then p.add_(noise)",
-    "other": "x.full_tensor() for the whole on every rank, pm.gather_gradients(), or write it "
+    "other": "x.full_tensor() for all of it on every rank, pm.gather_gradients(), or write it "
     "into the step's loss",
 }
 
 
 class ShardLayout:
-    """Which part of one parameter's whole tensor a rank's tensor is.
+    """Which part of one parameter's full tensor a rank's tensor is.
 
     The local tensor after cuts (`piece=False`), or the flat range of it that this rank owns.
     """
@@ -92,7 +92,7 @@ class ShardLayout:
 
 
 class ShardTensor(Tensor):
-    """A tensor of the whole shape of which this rank holds the part `to_local()`."""
+    """A tensor of the full shape of which this rank holds the part `to_local()`."""
 
     place: ShardLayout
     local: Tensor
@@ -266,7 +266,7 @@ class ShardParameter(ShardTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, as a tensor of the whole shape."""
+        """The gradient, as a tensor of the full shape."""
         store, entry = self.place.store, self.place.entry
         held = store.gradient(entry)
         if held is None:
@@ -336,5 +336,5 @@ def hook_error(name: str) -> ProgramError:
         "a gradient hook is registered on this rank's part of a parameter",
         where=name,
         hint="register it on the parameter of the model that was given to parallelize; the next "
-        "step applies it to the whole gradient",
+        "step applies it to the full gradient",
     )

@@ -56,7 +56,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One mesh axis cuts one factor of one dim of a full tensor."""
+    """One mesh axis splits one factor of one dim of a full tensor."""
 
     axis: str
     dim: int
@@ -110,7 +110,7 @@ def _runs_of(of: Segments, cuts: Sequence[tuple[int, int]]) -> Runs:
 def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
     """Return one of `parts` parts of a full tensor: a view where it is one run, else a copy."""
     if full.shape[dim] != whole_length(of):
-        raise ProgramError(f"dim {dim} of {tuple(full.shape)} is not made of {of}")
+        raise ProgramError(f"dim {dim} of {tuple(full.shape)} does not consist of {of}")
     return _take_runs(full, dim, runs(of, parts, index))
 
 
@@ -169,7 +169,7 @@ def _dim_runs(
         by_factor.setdefault(split.of, []).append(split.axis)
     for of, axes in by_factor.items():
         if whole_length(of) != length:
-            raise ProgramError(f"a dim of {length} is not made of {of} (cut over {axes})")
+            raise ProgramError(f"a dim of {length} does not consist of {of} (split over {axes})")
         cuts = [_nested(size, axes, coords, sizes) for _, size, _ in of]
         saved = _intersect(saved, _runs_of(of, cuts))
     return saved

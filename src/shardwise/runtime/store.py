@@ -229,9 +229,7 @@ class ParameterStore:
         """Copy this rank's part of one full parameter or buffer; no reference is kept."""
         shape = self.full_shape(name)
         if tuple(tensor.shape) != shape:
-            raise PlanMismatch(
-                f"{name} has shape {tuple(tensor.shape)}, the plan was made for {shape}"
-            )
+            raise PlanMismatch(f"{name} has shape {tuple(tensor.shape)}, the plan is for {shape}")
         self.load_rows(name, 0, tensor)
 
     @torch.no_grad()
@@ -338,7 +336,7 @@ class ParameterStore:
         return local.reshape(-1)[slice(*entry.bounds)] if entry.group is not None else local
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts of a whole model's state dict; every key must be there."""
+        """Copy this rank's parts of a full model's state dict; every key must be there."""
         persistent = [s for s in self.buffer_specs if s.persistent]
         wanted = {e.spec.name for e in self.entries} | {s.name for s in persistent}
         missing = sorted(wanted - set(state))
@@ -459,7 +457,7 @@ class ParameterStore:
             settle(self.device)
 
     def unlink_gradients(self, entries: Iterable[Entry]) -> None:
-        """Let go of copies that `link_gradients` made."""
+        """Free the copies that `link_gradients` made."""
         for entry in entries:
             if entry.on_host and entry.zero < 2:
                 entry.piece.grad = None

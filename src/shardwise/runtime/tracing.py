@@ -441,7 +441,7 @@ def _place(each: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Write a trace as JSON, at once: a reader sees the old file or the whole new one."""
+    """Write a trace as JSON atomically: a reader sees the old file or the complete new one."""
     write_text(os.fspath(path), json.dumps(trace, default=str), TraceError)
 
 

@@ -187,7 +187,7 @@ class TrainedFlags:
                 self.set(name, parameter.requires_grad)
 
     def set(self, name: str, trained: bool) -> None:
-        """Train a parameter from now on, or leave it as it is; all ranks call it alike."""
+        """Train a parameter from now on, or freeze it; all ranks make the same calls."""
         self._trained[name] = trained
         self._note()
         self._shown[name].requires_grad_(trained)
@@ -211,7 +211,7 @@ class TrainedFlags:
 def copy_weights(
     pm: ParallelModule, model: nn.Module | Mapping[str, nn.Module] | None, *, strict: bool
 ) -> None:
-    """Copy parameters and persistent buffers into a model, one whole tensor at a time."""
+    """Copy parameters and persistent buffers into a model, one full tensor at a time."""
     targets = None if model is None else _targets(model)
     if targets is not None:
         _check(pm, targets, strict)

@@ -74,7 +74,7 @@ class _Memory:
 
 
 class CollectiveBackends:
-    """The ways of the collectives of this rank's groups; `started` counts them."""
+    """Implementations of the collectives of this rank's groups; `started` counts their uses."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class CollectiveBackends:
                 group = (groups or {}).get(ranks)
                 if group is None:
                     raise ProgramError(
-                        f"the plan solves a collective of ranks {ranks}, who never talk as a group",
+                        f"the plan solves a collective of ranks {ranks}, which share no group",
                         hint="sw.collectives.choose(plan, cluster)",
                     )
                 key = (choice.has_trees, ranks)
@@ -136,7 +136,7 @@ class CollectiveBackends:
         first, count = sum(sizes[: group.index]), sizes[group.index]
 
         def mine(_: Tensor) -> Tensor:
-            # A copy: a slice would keep the memory of the whole alive.
+            # A copy: a slice would keep the full memory alive.
             return data[first : first + count].to(flat.device, copy=True)
 
         return _after(data, handle).then(mine)

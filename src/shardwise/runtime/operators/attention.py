@@ -75,7 +75,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 
 
-# Softmax along a dim that is cut: maximum and sum go over ranks, nothing is gathered.
+# Softmax along a sharded dim: maximum and sum are reduced over ranks, nothing is gathered.
 
 
 def _shifted(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,7 @@ def held(axis: Axis, of: Of) -> tuple[int, int]:
     """Start and length of the one range of a dim that this rank holds."""
     pieces = runs(of, axis.shares, axis.index)
     if len(pieces) > 1:
-        raise ProgramError(f"{axis!r} holds {len(pieces)} ranges of a dim cut as {of}, not one")
+        raise ProgramError(f"{axis!r} holds {len(pieces)} ranges of a dim split as {of}, not one")
     return pieces[0] if pieces else (0, 0)
 
 

@@ -33,7 +33,7 @@ class BatchReader:
         device: torch.device,
     ) -> None:
         self.spec, self.stages, self.mesh, self.device = spec, stages, mesh, device
-        self.shapes = shapes  # of the whole batch's inputs
+        self.shapes = shapes  # of the full batch's inputs
         self._splits: dict[str, Any] = {}
         self._whole: set[str] = set()
         for stage in stages.values():

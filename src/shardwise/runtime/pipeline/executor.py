@@ -51,7 +51,7 @@ class _Step:
     """What one run of the list holds."""
 
     inputs: Mapping[str, Tensor]
-    whole: bool  # whether the inputs are of the whole batch, or this rank's part of it
+    whole: bool  # whether the inputs are the full batch, or this rank's part of it
     flying: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     before: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     leaves: dict[int, dict[int, tuple[Any, ...]]] = field(
@@ -61,7 +61,7 @@ class _Step:
 
 
 class Executor:
-    """Runs the actions of this rank; `shapes` are those of the whole batch's inputs."""
+    """Runs the actions of this rank; `shapes` are those of the full batch's inputs."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Executor:
         if recorder is not None:
             self._watch()
 
-    # --- a whole step --------------------------------------------------------------------
+    # --- a full step --------------------------------------------------------------------
 
     def train(
         self, inputs: Mapping[str, Tensor], *, outputs: bool, scale: float = 1.0, whole: bool = True

@@ -163,7 +163,7 @@ class Exchange:
                     self._arrivals[message] = self._receive(message)
 
     def send(self, tensor: Tensor, message: Message) -> None:
-        """Start to send; what this rank sends itself is kept."""
+        """Start to send; a message to this rank itself is stored."""
         route = self._route(message)
         if route.is_local:
             self._kept[message] = tensor.detach()

@@ -7,10 +7,12 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from shardwise.runtime.parameters import Entry, torch_dtype
 from shardwise.runtime.pipeline.transfers import Holding, Route
@@ -28,7 +30,7 @@ _TAGS = 1 << 20  # above the tags of micro-batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedSpec:
-    """A parameter, and how the ranks of every stage that uses it hold it; its home first."""
+    """A parameter, and how the ranks of every stage that uses it hold it; its owner first."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,62 +52,58 @@ class TiedParameters:
             for stage, splits in zip(tied.stages, tied.splits, strict=True):
                 ranks, axes = spec.stages[stage].ranks, spec.stages[stage].axes
                 groups.setdefault(ranks, Holding(ranks, axes, tied.shape, splits, {}))
-            home, *others = groups.values()
+            owner, *others = groups.values()
             for other in others:
-                self._links.append((tied, home, other, _TAGS + 2 * number))
+                self._links.append((tied, owner, other, _TAGS + 2 * number))
                 number += 1
         if self._links:
             store.after_update.append(self.share_values)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Add what borrowers found to the gradients at home; all ranks call it after a step."""
-        store, sends, arrivals = self.store, [], []
-        for tied, home, other, tag in self._links:
-            if not tied.trained or self.rank not in (*home.ranks, *other.ranks):
-                continue
-            route, entry = Route(self.rank, other, home), store.entry(tied.name)
-            if self.rank in other.ranks:
-                grad = store.gradient(entry)
-                if grad is None:
-                    grad = torch.zeros(
-                        entry.local_shape, dtype=self._dtype(tied), device=store.device
-                    )
-                sends += route.send(store.mesh.transport, grad.to(self._dtype(tied)), tag)
-            else:
-                arrival = route.receive(store.mesh.transport, self._dtype(tied), store.device, tag)
-                arrivals.append((entry, arrival))
-        for entry, arrival in arrivals:
-            store.add_to_gradient(entry, arrival.wait())
-        for send in sends:
-            send.wait()
+        """Add the gradients of replicas to those of owners; all ranks call it after a step."""
+
+        def gradient(entry: Entry, dtype: torch.dtype) -> Tensor:
+            grad = self.store.gradient(entry)
+            if grad is None:
+                return torch.zeros(entry.local_shape, dtype=dtype, device=self.store.device)
+            return grad.to(dtype)
+
+        links = [(t, other, owner, tag) for t, owner, other, tag in self._links if t.trained]
+        self._exchange(links, gradient, self.store.add_to_gradient)
 
     @torch.no_grad()
     def share_values(self) -> None:
-        """Give borrowers the values that are at home; all ranks call it after an update."""
+        """Give replicas the values of their owners; all ranks call it after an update."""
+
+        def value(entry: Entry, dtype: torch.dtype) -> Tensor:
+            return self.store.local_value(entry).to(dtype).contiguous()
+
+        links = [(t, owner, other, tag + 1) for t, owner, other, tag in self._links]
+        self._exchange(links, value, self.store.set_local)
+
+    def _exchange(
+        self,
+        links: Sequence[tuple[TiedSpec, Holding, Holding, int]],
+        read: Callable[[Entry, torch.dtype], Tensor],
+        write: Callable[[Entry, Tensor], object],
+    ) -> None:
+        """Send what `read` returns from each link's first holding; `write` it on the second."""
         store, sends, arrivals = self.store, [], []
-        for tied, home, other, tag in self._links:
-            if self.rank not in (*home.ranks, *other.ranks):
+        for tied, source, target, tag in links:
+            if self.rank not in (*source.ranks, *target.ranks):
                 continue
-            route, entry = Route(self.rank, home, other), store.entry(tied.name)
-            if self.rank in home.ranks:
-                value = store.local_value(entry)
-                sends += route.send(
-                    store.mesh.transport, value.to(self._dtype(tied)).contiguous(), tag + 1
-                )
+            route, entry, dtype = (
+                Route(self.rank, source, target),
+                store.entry(tied.name),
+                torch_dtype(tied.dtype),
+            )
+            if self.rank in source.ranks:
+                sends += route.send(store.mesh.transport, read(entry, dtype), tag)
             else:
-                arrival = route.receive(
-                    store.mesh.transport, self._dtype(tied), store.device, tag + 1
-                )
+                arrival = route.receive(store.mesh.transport, dtype, store.device, tag)
                 arrivals.append((entry, arrival))
         for entry, arrival in arrivals:
-            store.set_local(entry, arrival.wait())
+            write(entry, arrival.wait())
         for send in sends:
             send.wait()
-
-    def _dtype(self, tied: TiedSpec) -> torch.dtype:
-        return torch_dtype(tied.dtype)
-
-
-def _entry(store: ParameterStore, name: str) -> Entry:
-    return store.entry(name)

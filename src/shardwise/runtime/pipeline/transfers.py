@@ -148,7 +148,7 @@ class Route:
 
 @dataclass(slots=True)
 class Arrival:
-    """A local tensor whose pieces are on their way."""
+    """A local tensor whose pieces are in flight."""
 
     local: Tensor
     waiting: list[tuple[Piece, Pending]]

@@ -32,7 +32,7 @@ class Group:
 
 
 class Pending:
-    """A tensor that is on its way; `wait()` gives it, as often as one asks."""
+    """A tensor in flight; `wait()` returns it, any number of times."""
 
     __slots__ = ("_finish", "_result")
 
@@ -148,5 +148,5 @@ class LocalTransport:
     @staticmethod
     def _alone(flat: Tensor, group: Group) -> Tensor:
         if group.size != 1:
-            raise ProgramError(f"a single rank cannot talk to ranks {group.ranks}")
+            raise ProgramError(f"a single rank cannot communicate with ranks {group.ranks}")
         return flat

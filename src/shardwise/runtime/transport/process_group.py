@@ -62,7 +62,7 @@ class ProcessGroupTransport:
         self._timeout_s, self.ways = timeout_s, CollectiveBackends()
 
     def use(self, choices: Sequence[CollectiveChoice], derive: Derive) -> None:
-        """Let some collectives go another way than the library's; all ranks call it."""
+        """Use other implementations than the library's for some collectives; all ranks call it."""
         self.ways = CollectiveBackends(choices, derive, self._groups, self._timeout_s)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:

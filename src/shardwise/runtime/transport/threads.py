@@ -24,7 +24,8 @@ __all__ = ["Collective", "ThreadTransport", "run_threads"]
 
 
 Result = TypeVar("Result")
-# What each rank of a group gets from an operation on all ranks' tensors, if it goes another way.
+# What each rank of a group gets from an operation on all ranks' tensors, if another implementation
+# runs it.
 Collective = Callable[[str, tuple[int, ...], list[Tensor], tuple[int, ...]], list[Tensor] | None]
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
