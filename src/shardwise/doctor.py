@@ -1,8 +1,8 @@
 """Checks of this machine, for `shardwise doctor`.
 
-Enters: nothing. Leaves: `Finding`s, each a name, a status and what to do about it. What is missing
-and optional is `ok`, with the command that installs it. What may crash a process (bf16 arithmetic
-on some CPUs) runs in a child.
+Every check returns a `Finding`: a name, a status and what to do about it. Optional dependencies
+that are missing are `ok`, with the command that installs them. Checks that may crash a process
+(bf16 arithmetic on some CPUs) run in a child.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from shardwise.formatting import size
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -240,7 +242,7 @@ def _disk() -> Iterator[Finding]:
         yield Finding(
             name="disk",
             status="warn" if low else "ok",
-            value=f"{place}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB",
+            value=f"{place}: {size(usage.free)} free of {size(usage.total)}",
             hint="remove files, or train with --folder on another disk" if low else "",
         )
 
@@ -256,7 +258,7 @@ def _shared_memory() -> Iterator[Finding]:
     yield Finding(
         name="/dev/shm",
         status="warn" if low else "ok",
-        value=f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB",
+        value=f"{size(usage.free)} free of {size(usage.total)}",
         hint="docker run --ipc host, or --shm-size 8g; else data.workers: 0" if low else "",
     )
 
@@ -289,7 +291,7 @@ def _memory() -> Iterator[Finding]:
     yield Finding(
         name="memory",
         status="warn" if low else "ok",
-        value=f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB",
+        value=f"{size(free)} free of {size(total)}",
         hint="use fewer ranks" if low else "",
     )
 
@@ -329,8 +331,5 @@ def _cuda() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        text = (
-            f"{torch.cuda.get_device_name(index)}, "
-            f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
-        )
+        text = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(total)}"
         yield Finding(name=f"cuda:{index}", status="ok", value=text)

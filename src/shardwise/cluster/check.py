@@ -1,7 +1,4 @@
-"""Checks of a whole cluster: what one field alone cannot show.
-
-Enters: a `Cluster` as it is made. Leaves: nothing, or a `ClusterError` that says what to type.
-"""
+"""Check that the parts of a cluster fit together, which no single field can show."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def check(cluster: Cluster) -> None:
 
 @contextmanager
 def _of(what: str, *part: str | int) -> Iterator[None]:
-    """What is refused is said of this part."""
+    """Attribute errors to this part of the cluster."""
     try:
         yield
     except ClusterError as error:

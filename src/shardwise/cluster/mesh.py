@@ -1,8 +1,8 @@
 """A mesh: the ranks arranged along named axes.
 
-Enters: axis names with numbers of ranks, or with the shares that ranks take. Leaves: `Mesh`, which
-converts between ranks and coordinates and lists the groups of ranks that communicate along some
-axes. No process group is made here.
+A `Mesh` has named axes with numbers of ranks, or with the shares that ranks take. It converts
+between ranks and coordinates and lists the groups of ranks that communicate along some axes. No
+process group is made here.
 """
 
 from __future__ import annotations

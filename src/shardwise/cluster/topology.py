@@ -1,7 +1,7 @@
 """The resources that traffic shares, as arrays over ranks.
 
-Enters: a `Cluster`. Leaves: `Topology`: the capacity of every directed resource and, for arrays of
-pairs of ranks, which of them each pair crosses and with what latency.
+A `Topology` holds the capacity of every directed resource of a cluster and, for arrays of pairs of
+ranks, which resources each pair crosses and with what latency.
 
 An *island* is a set of ranks that one link connects: the devices of a node, or of a domain of
 nodes. Within one, traffic leaves through the sender's port, enters through the receiver's, and

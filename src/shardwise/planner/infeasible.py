@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.cluster import Device
 from shardwise.errors import InfeasiblePlan
+from shardwise.formatting import GIB
 from shardwise.planner.bounds import Bound
 from shardwise.planner.device_groups import groupings
 from shardwise.planner.layout_cache import WEIGHTS
@@ -22,7 +23,7 @@ from shardwise.planner.search_space import (
     UserOptions,
     configs,
 )
-from shardwise.planner.what_if import GIB, Rerun, copy_cluster, gib_text
+from shardwise.planner.what_if import Rerun, copy_cluster, gib_text
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, schedule_kind
 from shardwise.simulation.estimate import Evaluator

@@ -16,6 +16,7 @@ from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cluster.cluster import ClusterNode
 from shardwise.cluster.links import Link, Network
 from shardwise.errors import ClusterError
+from shardwise.formatting import GIB
 from shardwise.planner.search import Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
 from shardwise.planner.step_details import SimulatedStep
@@ -25,7 +26,6 @@ from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
 from shardwise.simulation.workload import WorkloadModel
 
-GIB = 2**30
 MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # fractions of a device's memory
 LESS_MEMORY = (0.75, 0.5)
 MAX_FITTING = 4  # faster configurations that are compared, for each amount of memory
