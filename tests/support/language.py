@@ -72,7 +72,10 @@ IDENTIFIERS = {
 # Sentences: a name of the rule -> its pattern and what to write instead.
 PROSE = {
     "Enters/Leaves": (r"\b(?:Enters|Leaves): ", "sentences that say what the module does"),
-    "is none": (r"\b(?:is|are|was|were) none\b", "is invalid, does not exist"),
+    "is none": (
+        r"(?<!there )(?<!There )\b(?:is|are|was|were) none\b",
+        "is invalid, does not exist",
+    ),
     "is no X": (
         r"(?<!there )(?<!There )\b(?:is|are|was|were) no "
         r"(?!longer\b|more\b|less\b|one\b|other\b|better\b|worse\b|such\b|way\b)[a-z]",

@@ -1,8 +1,4 @@
-"""Collectives solved for a network into programs of messages, with bounds.
-
-`choose` and `tune` set the collectives of a plan. They live in layers above this package and are
-imported on first use.
-"""
+"""Synthesize collectives for a network as programs of messages, with lower bounds on their time."""
 
 from __future__ import annotations
 

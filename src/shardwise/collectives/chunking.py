@@ -1,8 +1,9 @@
-"""Into how many chunks data are cut.
+"""Choose into how many chunks data are divided.
 
-With T the time of all bytes, F what filling pipelines takes if nothing is cut, and c what the
-messages of one turn of all parts cost a rank, k turns take about T + F/k + ck: least at
-k = sqrt(F/c). A replay with some turns tells F; a second one, with the best k, is what counts.
+With T the time of all bytes, F the pipeline fill time without chunking, and c the cost to a rank of
+the messages of one turn of all parts, k turns take about T + F/k + ck, which is minimal at k =
+sqrt(F/c). A replay with a few turns reveals F; a second replay with the best k gives the final
+time.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ SMALLEST_CHUNK_BYTES = 32 * 1024
 # 30% lost to TCP, 2% with 97 KB); a chunk should still take as long as this many messages cost.
 GENTLE_CHUNK_BYTES = 96 * 1024
 GENTLE_MESSAGES = 10
-MOST_MESSAGES = 1_000  # of a rank in a program with several turns of chunks
-COMPARED = 1_000  # messages of a candidate while it is compared with others
-WORTH = 0.01  # of the time: what more chunks must save
+MOST_MESSAGES = 1_000  # per rank in a program with several turns
+COMPARED = 1_000  # messages of a candidate while comparing
+WORTH = 0.01  # fraction of the time that more chunks must save
 
 
 def most_chunks(num_bytes: int, num_ranks: int, messages: int) -> float:
-    """Chunks that a program of so many bytes may have, each of which takes so many messages."""
+    """Return how many chunks a program may have, given its bytes and the messages per chunk."""
     by_messages = MOST_MESSAGES * num_ranks / max(messages, 1)
     return max(1.0, min(by_messages, num_bytes / SMALLEST_CHUNK_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Every part in as many turns, as long as chunks have `SMALLEST_CHUNK_BYTES`; and no chunk of
-    more than `chunk_bytes`.
+    """The turns of every part, unless chunks fall below `SMALLEST_CHUNK_BYTES`, and the largest
+    chunk.
     """
 
     turns: int
@@ -44,8 +45,10 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a candidate sends: `bytes_s` is its time for bytes alone, `per_turn` its messages if
-    every part is one chunk, of which the largest has `largest_bytes`.
+    """What a candidate sends.
+
+    `bytes_s` is the time of its bytes alone, `per_turn` its messages if every part is one chunk,
+    the largest of which has `largest_bytes`.
     """
 
     num_bytes: int
@@ -56,41 +59,41 @@ class Load:
     per_turn: int
     largest_bytes: float
     message_s: float
-    rate: float  # bytes per second of a usual send
+    rate: float  # bytes per second of a typical send
 
     @property
     def turn_s(self) -> float:
-        """What the messages of a turn cost a rank, which sends one and receives one at a time."""
+        """Per-rank overhead of one turn of chunks; sends and receives do not overlap."""
         return 2 * self.per_turn / self.num_ranks * self.message_s
 
     @property
     def most_turns(self) -> int:
-        """Turns whose messages and bytes are not too few for them."""
+        """The largest number of turns that the messages and bytes allow."""
         by_messages = MOST_MESSAGES * self.num_ranks / self.per_turn
         by_bytes = self.largest_bytes / SMALLEST_CHUNK_BYTES
         return max(1, int(min(by_messages, by_bytes)))
 
     def first(self) -> Pace:
-        """For comparisons: what a guess of the filling says, and few messages."""
+        """Return a pace for comparing candidates: a guess of the fill time, and few messages."""
         turns = self._best(self.hops * self.bytes_s)
         few = max(1, COMPARED // self.per_turn)
         return Pace(turns=min(turns, few), chunk_bytes=math.inf)
 
     def filling_s(self, turns: int, seconds: float) -> float:
-        """F, from the seconds that so many turns took."""
+        """Return the pipeline fill time F, given the seconds that `turns` turns took."""
         return max(0.0, seconds - self.bytes_s - turns * self.turn_s) * turns
 
     def expected_s(self, filling_s: float) -> float:
-        """Seconds with the best number of turns."""
+        """Return the seconds to expect with the best number of turns."""
         turns = self._best(filling_s)
         return self.bytes_s + filling_s / turns + turns * self.turn_s
 
     def best(self, filling_s: float) -> Pace:
-        """Return the best number of turns; chunks that leave little waiting in switches."""
+        """Return the best number of turns, with chunks small enough not to queue in switches."""
         chunks = MOST_MESSAGES * self.num_ranks * self.num_parts / self.per_turn
         gentle = max(
             GENTLE_CHUNK_BYTES,
-            GENTLE_MESSAGES * self.message_s * self.rate,  # else messages take the time
+            GENTLE_MESSAGES * self.message_s * self.rate,  # else message overhead dominates
             self.num_bytes / max(chunks, 1.0),
         )
         return Pace(turns=self._best(filling_s), chunk_bytes=gentle)
@@ -103,18 +106,19 @@ class Load:
         return max(1, min(self.most_turns, math.ceil(min(saves, cheap))))
 
 
-# How long rounds of messages take.
+# Simulate how long rounds of messages take.
 #
-# A message begins when its chunks are there; its sender, and every resource on its way, each work
-# through what they have in the order of the rounds, never idle while something waits; it arrives
-# when the slowest of them is done, and its latency later. Sums cost nothing beside messages.
+# All messages of a round leave before any of them is used. A message starts when its chunks are
+# available; its sender and every resource on its path process their messages in the order of the
+# rounds, never idling while one waits. It arrives one latency after the slowest of them is done.
+# Summation is free compared to messages.
 
 
 Rounds = Sequence[Sequence[Message]]
 
 
 def rounds_s(network: Network, rounds: Rounds, chunks: Sequence[Chunk], item_bytes: int) -> float:
-    """Seconds until the last message has arrived."""
+    """Return the seconds until the last message has arrived."""
     uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
     capacity, latency = network.capacity.tolist(), network.latency_s.tolist()
     edge, each = network.edge.tolist(), network.message_s

@@ -1,7 +1,7 @@
-"""The known algorithms, which compete with the solved ones.
+"""Classical algorithms, which compete with the synthesized ones.
 
-An algorithm that needs a send which the network
-does not have is left out.
+Rings and binomial trees are given as parts; recursive doubling, and halving with doubling, as
+rounds of messages. An algorithm that needs a send which the network lacks is omitted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardwise.collectives.spec import Demand
 from shardwise.collectives.trees import Part, load_time
 from shardwise.messages import Chunk
 
-ALL_ORDERS = 6  # ranks up to which all rings are tried
+ALL_ORDERS = 6  # with at most this many ranks, try all rings
 
 
 def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Part, ...] | None:
-    """Return the ring over `order`: each rank's part runs once around for its sum, and once back
-    out.
+    """Return the ring over `order`: each part travels around once to be summed and once to be
+    copied.
     """
     count = len(order)
     following = np.roll(np.array(order), -1)
@@ -49,20 +49,18 @@ def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Part, 
 
 
 def best_ring(network: Network, demand: Demand) -> tuple[Part, ...] | None:
-    """Return the ring of the least time over all orders of few ranks; of many,
-    that in rank order.
-    """
+    """Return the fastest ring over all orders of few ranks, or the ring in rank order for many."""
     rest = range(1, network.num_ranks)
     orders: Iterator[tuple[int, ...]] = (
         itertools.permutations(rest) if network.num_ranks <= ALL_ORDERS else iter([tuple(rest)])
     )
-    found = [ring(network, demand, (0, *order)) for order in orders]
-    known = [parts for parts in found if parts is not None]
+    rings = [ring(network, demand, (0, *order)) for order in orders]
+    known = [parts for parts in rings if parts is not None]
     return min(known, key=lambda parts: load_time(network, parts), default=None)
 
 
 def binomial(network: Network, demand: Demand) -> tuple[Part, ...] | None:
-    """One tree of log2 n steps, from the root or from rank 0; fewest messages."""
+    """Return one binomial tree of log2 n steps from the root or rank 0: the fewest messages."""
     if demand.shares is not None and demand.root is None:
         return None
     count, root = network.num_ranks, demand.root or 0
@@ -95,7 +93,7 @@ def _rooted(towards: Ints, root: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Messages in rounds: those of a round leave before any of them is used."""
+    """Messages in rounds; all messages of a round leave before any of them is used."""
 
     demand: Demand
     counts: tuple[int, ...]
@@ -103,7 +101,7 @@ class Rounds:
     rounds: tuple[tuple[Message, ...], ...]
 
     def lowered(self, network: Network, item_bytes: int) -> Lowered:
-        """In a round, a rank sends before it receives."""
+        """Return the messages in order; within a round a rank sends before it receives."""
         order: list[int] = []
         first = 0
         for messages in self.rounds:
@@ -122,7 +120,7 @@ class Rounds:
         )
 
     def load_time(self, network: Network) -> float:
-        """Seconds per byte of the busiest resource."""
+        """Return the seconds per byte of the busiest resource."""
         load = np.zeros(len(network.resources))
         for messages in self.rounds:
             for a, b, _, first, stop in messages:
@@ -134,8 +132,9 @@ class Rounds:
 
 
 def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds | None:
-    """All-reduce in log2 n steps: pairs exchange all they have. Ranks beyond a power of two give
-    theirs to another before, and get the result after.
+    """Return an all-reduce of log2 n steps in which pairs exchange everything they have.
+
+    Ranks beyond a power of two first give their data to a partner, and get the result at the end.
     """
     if demand.operation != "all_reduce":
         return None
@@ -151,7 +150,7 @@ def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds |
 def halving_doubling(
     network: Network, demand: Demand, numel: int, counts: tuple[int, ...]
 ) -> Rounds | None:
-    """Sums by recursive halving, copies by recursive doubling, in log2 n steps each."""
+    """Return sums by recursive halving and copies by recursive doubling, log2 n steps each."""
     count = network.num_ranks
     core = 1 << (count.bit_length() - 1)
     cut = demand.operation in ("reduce_scatter", "all_gather")
@@ -179,7 +178,7 @@ def _bits(core: int) -> list[int]:
 
 
 def _run(rank: int, width: int) -> tuple[int, int]:
-    """Return the chunks of a rank and those that differ from it in lower bits than `width`."""
+    """Return the chunks of a rank and of those that differ from it only in bits below `width`."""
     first = rank // width * width
     return first, first + width
 
@@ -193,15 +192,21 @@ def _possible(
 ) -> Rounds | None:
     if any(network.edge[a, b] < 0 for messages in rounds for a, b, *_ in messages):
         return None
-    kept = tuple(tuple(messages) for messages in rounds if messages)
-    return Rounds(demand=demand, counts=counts, chunks=tuple(chunks), rounds=kept)
+    nonempty = tuple(tuple(messages) for messages in rounds if messages)
+    return Rounds(demand=demand, counts=counts, chunks=tuple(chunks), rounds=nonempty)
 
 
-# The two-level algorithm: inside each node, between nodes, and inside again.
+# The two-level algorithm: reduce inside each node, exchange between nodes, and distribute inside
+# again.
+#
+# Each rank is the root of its share. Inside a node, every rank gives that share to one local rank;
+# these form a ring over the nodes, and results return along the same path.
 
 
 def hierarchical(network: Network, demand: Demand) -> tuple[Part, ...] | None:
-    """Return the parts of all roots; None where there are no levels, or a send is not possible."""
+    """Return the parts of all roots, or None without two levels or if a required send is
+    impossible.
+    """
     nodes = [group for group in network.groups if group]
     if len(nodes) < 2 or max(map(len, nodes)) < 2 or demand.root is not None:
         return None
@@ -221,7 +226,9 @@ def hierarchical(network: Network, demand: Demand) -> tuple[Part, ...] | None:
 
 
 def _towards(nodes: list[tuple[int, ...]], home: int, place: int, count: int, step: int) -> Ints:
-    """Parents: everyone's is their node's rank of this place, whose is that of the next node."""
+    """Return parents: each rank's is the node's rank at this position, whose parent is in the next
+    node.
+    """
     heads = [node[place % len(node)] for node in nodes]
     parent = np.full(count, -1, dtype=np.int64)
     for number, node in enumerate(nodes):

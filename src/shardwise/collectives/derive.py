@@ -1,8 +1,7 @@
-"""Between solutions and what plans hold of them.
+"""Convert solutions into the trees stored in a plan, and those trees into message programs.
 
-Enters: the parts of a solution and its `Network`; or a `Forest`, and a number of elements. Leaves:
-the `Forest`; or the program of it. Ranks do the second by themselves, from a plan alone: no cluster
-and no solver take part.
+`forest_of` turns the parts of a solution into a `Forest`. Every rank derives its program from the
+plan alone, for any number of elements, without the cluster or the solver.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from shardwise.messages import MessageProgram, check
 from shardwise.messages.choice import CollectiveChoice, format_groups
 from shardwise.messages.trees import Forest, Tree, Wire
 
-WHOLE_CHUNK_BYTES = 16 << 20  # data from which on chunks have their full size
-MOST_CHUNKS = 4_000  # of a program
+WHOLE_CHUNK_BYTES = 16 << 20  # chunks reach their full size from this much data on
+MOST_CHUNKS = 4_000  # per program
 DIGITS = 9
 WEIGHT_SLACK = 1e-6  # weights are rounded to `DIGITS`
-MOST_PLAYED = 2_000  # elements of a program of several chunks for each tree
+MOST_PLAYED = 2_000  # elements in a checked program of several chunks per tree
 
 
 def forest_of(network: Network, parts: Sequence[Part]) -> Forest:
-    """Return the parts of a solution, with the wires that they use."""
+    """Return the parts of a solution as a forest, with the links that they use."""
     trees = tuple(_tree(part) for part in parts)
     pairs = sorted(set().union(*(tree.edges for tree in trees)))
     edges = [int(network.edge[pair]) for pair in pairs]
     used = [[r for r in network.uses[edge].tolist() if r != NONE] for edge in edges]
     number = {r: i for i, r in enumerate(sorted({r for row in used for r in row}))}
-    wires = tuple(
+    links = tuple(
         Wire(
             source=a,
             target=b,
@@ -48,7 +47,7 @@ def forest_of(network: Network, parts: Sequence[Part]) -> Forest:
     return Forest(
         num_ranks=network.num_ranks,
         trees=trees,
-        wires=wires,
+        wires=links,
         capacity=tuple(_short(float(network.capacity[r])) for r in number),
         message_s=_short(network.message_s),
     )
@@ -63,8 +62,8 @@ def lowered(
     chunk_bytes: int,
     counts: Sequence[int] = (),
 ) -> Lowered:
-    """Return the messages of so many elements, and their time;
-    `counts` as of a `MessageProgram`.
+    """Return the messages for `numel` elements and their time;
+    `counts` is as in `MessageProgram`.
     """
     network, parts = _network(forest), [_part(tree) for tree in forest.trees]
     num_bytes = numel * item_bytes
@@ -89,7 +88,7 @@ def derive(
     item_bytes: int,
     counts: Sequence[int] = (),
 ) -> MessageProgram | None:
-    """What these ranks run for so many elements; None where the library does it."""
+    """Return the program for `numel` elements, or None if the library's collective is used."""
     forest = choice.forest(ranks)
     if forest is None or not numel or numel * item_bytes < choice.min_bytes:
         return None
@@ -98,11 +97,11 @@ def derive(
 
 
 def verify(choice: CollectiveChoice) -> None:
-    """Raise unless the trees do what the operation says, for data of every size.
+    """Raise unless the trees compute the operation for data of every size.
 
-    Each tree is checked as a tree: both halves that the operation needs are there and reach every
-    rank. Programs of several sizes are then played: of so many elements that every tree carries
-    some, of so few that most carry none, and of several chunks for each.
+    Each tree is checked for the halves that the operation needs and for reaching every rank.
+    Programs of several sizes are then interpreted: enough elements for every tree to carry some, so
+    few that most trees carry none, and several chunks per tree.
     """
     for number, forest in enumerate(choice.forests):
         try:
@@ -113,14 +112,14 @@ def verify(choice: CollectiveChoice) -> None:
                 check(program.program(numel))
         except (ProgramError, ValueError, IndexError) as error:
             raise PlanError(
-                f"the trees of {choice.operation} are not right: {error}",
+                f"the trees of {choice.operation} are wrong: {error}",
                 where=f"forests[{number}] of ranks {format_groups(choice.groups)}",
-                hint="sw.collectives.choose(plan, cluster) makes them again",
+                hint="sw.collectives.choose(plan, cluster) derives them again",
             ) from None
 
 
 def _check_forest(forest: Forest, operation: str) -> None:
-    """Raise unless every tree has the halves of the operation, and the trees carry all data."""
+    """Raise unless every tree has the halves of the operation, and together they carry all data."""
     halves = {
         "inward": operation in ("all_reduce", "reduce_scatter"),
         "outward": operation in ("all_reduce", "all_gather"),
@@ -144,10 +143,10 @@ def _check_forest(forest: Forest, operation: str) -> None:
 
 
 def _sizes(forest: Forest, operation: str) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Elements, the counts of each rank, and the bytes of a chunk, of programs to play."""
+    """Yield elements, the counts of each rank, and chunk bytes of the programs to interpret."""
     ranks = forest.num_ranks
     smallest = min(tree.weight for tree in forest.trees)
-    every = math.ceil(2 / smallest) + 1  # of which each tree carries some
+    every = math.ceil(2 / smallest) + 1  # enough for each tree to carry some
     if operation == "all_reduce":
         for numel in (1, ranks - 1, 7 * ranks, every):
             yield numel, (), numel
@@ -155,7 +154,7 @@ def _sizes(forest: Forest, operation: str) -> Iterator[tuple[int, tuple[int, ...
         return
     for each in (1, 7, every):
         yield ranks * each, (each,) * ranks, ranks * each
-    uneven = tuple(rank % 3 * (every + rank) for rank in range(ranks))  # some have none
+    uneven = tuple(rank % 3 * (every + rank) for rank in range(ranks))  # some ranks have none
     if sum(uneven):
         yield sum(uneven), uneven, sum(uneven)
     several = min(every, MOST_PLAYED)
@@ -163,10 +162,10 @@ def _sizes(forest: Forest, operation: str) -> Iterator[tuple[int, tuple[int, ...
 
 
 def chunk_of(num_bytes: int, chunk_bytes: int) -> int:
-    """Bytes of a chunk: less where there is less data, since pipelines must fill, and no more
-    chunks than a program may have.
+    """Return the chunk size in bytes.
 
-    Filling costs a chunk for each hop, chunks cost messages: the best size goes with the root.
+    Filling the pipeline costs a chunk per hop and each chunk costs a message, so the best size
+    grows with the square root of the data. A program has at most `MOST_CHUNKS` chunks.
     """
     share = math.sqrt(min(1.0, num_bytes / WHOLE_CHUNK_BYTES))
     smaller = max(round(chunk_bytes * share), min(chunk_bytes, SMALLEST_CHUNK_BYTES))
@@ -174,17 +173,17 @@ def chunk_of(num_bytes: int, chunk_bytes: int) -> int:
 
 
 def _network(forest: Forest) -> Network:
-    """Return the wires as the solver has them."""
-    width = max((len(wire.uses) for wire in forest.wires), default=0)
-    uses = [[*wire.uses, *[NONE] * (width - len(wire.uses))] for wire in forest.wires]
+    """Return the links of a forest as a `Network`."""
+    width = max((len(link.uses) for link in forest.wires), default=0)
+    uses = [[*link.uses, *[NONE] * (width - len(link.uses))] for link in forest.wires]
     return Network(
         names=tuple(str(rank) for rank in range(forest.num_ranks)),
         resources=tuple(str(i) for i in range(len(forest.capacity))),
         capacity=np.array(forest.capacity, dtype=np.float64),
-        source=np.array([wire.source for wire in forest.wires], dtype=np.int64),
-        target=np.array([wire.target for wire in forest.wires], dtype=np.int64),
+        source=np.array([link.source for link in forest.wires], dtype=np.int64),
+        target=np.array([link.target for link in forest.wires], dtype=np.int64),
         uses=np.array(uses, dtype=np.int64).reshape(len(forest.wires), width),
-        latency_s=np.array([wire.latency_s for wire in forest.wires], dtype=np.float64),
+        latency_s=np.array([link.latency_s for link in forest.wires], dtype=np.float64),
         message_s=forest.message_s,
     )
 

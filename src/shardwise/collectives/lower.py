@@ -1,4 +1,8 @@
-"""From parts and routes to a program of messages."""
+"""Lower trees and routes to a program of messages.
+
+Data are divided into chunks, and messages are listed in the order in which they would leave and
+arrive (`order.py`), together with the time that this takes.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,26 @@ from shardwise.collectives.spec import Demand
 from shardwise.collectives.trees import Part
 from shardwise.messages import Chunk, Instruction, MessageProgram
 
-# The order of messages: when each would leave and arrive.
+# Order messages by when each would leave and arrive.
 #
-# A chunk's turn comes when its part would have sent the chunks before it at its planned rate: a
-# part that starts with all it has would stand in the way of what others pass on.
+# Each resource serves messages first come, first served, with at most a window of messages in
+# flight on an edge. A chunk may start when its part would have sent the chunks before it at the
+# planned rate: a part that started with everything at once would block what others forward.
 #
-# Ranks that list their instructions in this one order cannot wait for each other for ever: it is
-# itself a run of all of them.
+# Ranks that list their instructions in this one order cannot deadlock, since the order itself is an
+# execution of all of them.
 
 
 Message = tuple[int, int, str, int, int]  # sender, receiver, "reduce" or "receive", chunks
-Entry = tuple[float, int, int, int]  # a moment, an order among equals, a chunk's way, a send of it
+Entry = tuple[float, int, int, int]  # time, tie-breaker, chunk, index of the send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """The sends of a chunk. A gate opens when `waits` messages have come to it, and then lets the
-    sends of `opens` go; a send is (sender, receiver, kind, the gate that it leads to).
+class MessagePath:
+    """The sends of a chunk.
+
+    A gate opens when `waits` messages have arrived and then releases the sends in `opens`; a send
+    is (sender, receiver, kind, the gate it leads to).
     """
 
     sends: tuple[tuple[int, int, str, int], ...]
@@ -42,16 +49,16 @@ class Way:
 
 
 class Released(NamedTuple):
-    """A chunk that may take its way from a moment on."""
+    """A chunk that may start along its path from a given time on."""
 
     moment: float
-    way: Way
+    path: MessagePath
     chunk: int
     num_bytes: int
 
 
-def tree_way(part: Part) -> Way:
-    """Sums from the leaves to the root, then copies from there: a gate for each rank and half."""
+def tree_path(part: Part) -> MessagePath:
+    """Return sums from the leaves to the root, then copies back: a gate for each rank and half."""
     half = part.inward if part.inward is not None else part.outward
     count = 0 if half is None else len(half)
     sends: list[tuple[int, int, str, int]] = []
@@ -69,13 +76,13 @@ def tree_way(part: Part) -> Way:
                 gate = part.root if parent == part.root else count + parent
                 opens[gate].append(len(sends))
                 sends.append((parent, rank, "receive", count + rank))
-    return Way(sends=tuple(sends), waits=tuple(waits), opens=tuple(map(tuple, opens)))
+    return MessagePath(sends=tuple(sends), waits=tuple(waits), opens=tuple(map(tuple, opens)))
 
 
-def route_way(ranks: Sequence[int]) -> Way:
-    """One send after the other."""
+def route_path(ranks: Sequence[int]) -> MessagePath:
+    """Return one send after the other."""
     hops = range(len(ranks) - 1)
-    return Way(
+    return MessagePath(
         sends=tuple((ranks[i], ranks[i + 1], "receive", i + 1) for i in hops),
         waits=(0, *(1 for _ in hops)),
         opens=(*((i,) for i in hops), ()),
@@ -84,7 +91,9 @@ def route_way(ranks: Sequence[int]) -> Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordered:
-    """Messages, and the order of 2i, message i leaves, and 2i + 1, it arrives; the last moment."""
+    """Messages, the order of events (2i: message i leaves, 2i + 1: it arrives),
+    and the final time.
+    """
 
     messages: tuple[Message, ...]
     order: tuple[int, ...]
@@ -92,7 +101,7 @@ class Ordered:
 
 
 def in_order(network: Network, released: Sequence[Released], window: int) -> Ordered:
-    """All sends and receipts, first what happens first."""
+    """Return all sends and receipts in order of time."""
     run = _Run(network, released, window)
     run.play()
     order = np.argsort(np.array(run.moments), kind="stable")
@@ -104,7 +113,7 @@ def in_order(network: Network, released: Sequence[Released], window: int) -> Ord
 
 
 class _Run:
-    """Messages that may leave, by moment; what resources and ranks are busy with."""
+    """The state of the simulation: messages that may leave by time, and when resources are free."""
 
     def __init__(self, network: Network, released: Sequence[Released], window: int) -> None:
         self.released, self.window = released, window
@@ -112,60 +121,60 @@ class _Run:
         self.each, self.count = network.message_s, network.num_ranks
         self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
         edge = network.edge.tolist()
-        ways = {id(item.way): item.way for item in released}
-        self.edges = {key: [edge[a][b] for a, b, _, _ in way.sends] for key, way in ways.items()}
+        paths = {id(item.path): item.path for item in released}
+        self.edges = {key: [edge[a][b] for a, b, _, _ in path.sends] for key, path in paths.items()}
         self.free = [0.0] * len(self.capacity)
         self.busy = [0.0] * self.count
-        self.waits = [list(item.way.waits) for item in released]
-        self.opened = [[0.0] * len(item.way.waits) for item in released]
+        self.waits = [list(item.path.waits) for item in released]
+        self.opened = [[0.0] * len(item.path.waits) for item in released]
         self.queue: list[Entry] = []
         self.arrivals: list[list[float]] = [[] for _ in range(network.num_edges)]
-        self.held: list[deque[Entry]] = [deque() for _ in range(network.num_edges)]
+        self.blocked: list[deque[Entry]] = [deque() for _ in range(network.num_edges)]
         self.messages: list[Message] = []
-        self.moments: list[float] = []  # when each leaves, and arrives
+        self.moments: list[float] = []  # when each message leaves and arrives
 
     def play(self) -> None:
         for number, item in enumerate(self.released):
-            for gate, needed in enumerate(item.way.waits):
+            for gate, needed in enumerate(item.path.waits):
                 if not needed:
                     self.let_go(number, gate, item.moment)
         queue, window = self.queue, self.window
         while queue:
             entry = heapq.heappop(queue)
             moment, _, number, send = entry
-            edge = self.edges[id(self.released[number].way)][send]
-            arrivals, held = self.arrivals[edge], self.held[edge]
+            edge = self.edges[id(self.released[number].path)][send]
+            arrivals, blocked = self.arrivals[edge], self.blocked[edge]
             opens = arrivals[-window] if len(arrivals) >= window else 0.0
             if moment >= opens:
                 self.leave(moment, number, send, edge)
-                if held and held[0] is entry:
-                    held.popleft()
-                    if held:
-                        held[0] = (moment, *held[0][1:])
-                        heapq.heappush(queue, held[0])
-            elif not held or held[0] is entry:
-                # The window is full: the first to wait tries again when it moves.
+                if blocked and blocked[0] is entry:
+                    blocked.popleft()
+                    if blocked:
+                        blocked[0] = (moment, *blocked[0][1:])
+                        heapq.heappush(queue, blocked[0])
+            elif not blocked or blocked[0] is entry:
+                # The window is full: the first waiting message retries when it advances.
                 again = (opens, *entry[1:])
-                if held:
-                    held[0] = again
+                if blocked:
+                    blocked[0] = again
                 else:
-                    held.append(again)
+                    blocked.append(again)
                 heapq.heappush(queue, again)
             else:
-                held.append(entry)
+                blocked.append(entry)
 
     def let_go(self, number: int, gate: int, moment: float) -> None:
-        """A gate has opened: its sends may leave."""
-        way = self.released[number].way
-        for send in way.opens[gate]:
-            a, b, _, _ = way.sends[send]
-            # Of one moment: not all ranks to the same one first.
+        """Release the sends of a gate that has opened."""
+        path = self.released[number].path
+        for send in path.opens[gate]:
+            a, b, _, _ = path.sends[send]
+            # At equal times, do not let all ranks target the same rank first.
             heapq.heappush(self.queue, (moment, (b - a) % self.count, number, send))
 
     def leave(self, moment: float, number: int, send: int, edge: int) -> None:
-        """A message leaves, occupies what is on its way, and comes to a gate."""
-        _, way, chunk, num_bytes = self.released[number]
-        a, b, kind, gate = way.sends[send]
+        """Send a message: occupy the resources on its path and deliver it to a gate."""
+        _, path, chunk, num_bytes = self.released[number]
+        a, b, kind, gate = path.sends[send]
         free, busy = self.free, self.busy
         begin = busy[a] if busy[a] > moment else moment
         done = start = busy[a] = begin + self.each
@@ -188,13 +197,13 @@ class _Run:
             self.let_go(number, gate, opened[gate])
 
 
-WINDOW = 4  # messages under way on an edge: enough to keep it busy while a rank adds
+WINDOW = 4  # messages in flight on an edge: enough to keep it busy while a rank sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """Messages, the order in which they leave (2i) and arrive (2i + 1), and the seconds that they
-    should take.
+    """Messages, the order in which they leave (2i) and arrive (2i + 1),
+    and their expected seconds.
     """
 
     demand: Demand
@@ -210,7 +219,7 @@ class Lowered:
         return len(self.messages)
 
     def program(self, numel: int) -> MessageProgram:
-        """Lists that follow the order."""
+        """Return per-rank instruction lists that follow the order."""
         lists: list[list[Instruction]] = [[] for _ in range(self.num_ranks)]
         for event in self.order:
             a, b, kind, first, stop = self.messages[event >> 1]
@@ -223,7 +232,7 @@ class Lowered:
             num_ranks=self.num_ranks,
             numel=numel,
             chunks=self.chunks,
-            instructions=tuple(tuple(mine) for mine in lists),
+            instructions=tuple(tuple(instructions) for instructions in lists),
             counts=self.counts,
             root=-1 if self.demand.root is None else self.demand.root,
             window=WINDOW,
@@ -232,11 +241,12 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How many elements of how many bytes, at most how many of them in a chunk, and the time that
-    the busiest resource takes for all.
+    """The number and bytes of elements, the most elements of a chunk, and the time of all bytes on
+    the busiest resource.
 
-    A part is sent in at least `turns`, unless chunks would have less than `smallest` elements: a
-    small part takes slow links, and with chunks as large as those of others fills them late.
+    A part is sent in at least `turns` chunks unless chunks would have fewer than `smallest`
+    elements: a small part uses slow links, and chunks as large as those of other parts would fill
+    them late.
     """
 
     numel: int
@@ -247,32 +257,34 @@ class Size:
     smallest: int = 1
 
     def bounds(self, elements: int) -> list[int]:
-        """Return the bounds of the chunks of so many elements, which are as equal as can be."""
+        """Return the bounds of the chunks of `count` elements, as equal as possible."""
         fewest = -(-elements // max(self.chunk, 1))
         count = max(1, fewest, min(self.turns, elements // max(self.smallest, 1)))
         return [elements * i // count for i in range(count + 1)]
 
 
 class _Builder:
-    """Chunks, and the ways that they take."""
+    """Chunks and the paths they take."""
 
     def __init__(self, network: Network, demand: Demand, size: Size) -> None:
         self.network, self.demand, self.size = network, demand, size
         self.chunks: list[Chunk] = []
         self.released: list[Released] = []
 
-    def add(self, way: Way, start: int, stop: int, *placed: int) -> None:
-        """The elements `start` to `stop` along a way, in chunks; `placed` is of an all-to-all."""
+    def add(self, path: MessagePath, start: int, stop: int, *placed: int) -> None:
+        """Add the elements `start` to `stop` along a path, in chunks; `placed` is for an
+        all-to-all.
+        """
         bounds = self.size.bounds(stop - start)
         for turn, (low, high) in enumerate(pairwise(bounds)):
             place = (*placed[:2], placed[2] + low) if placed else ()
             began = self.size.span_s * turn / (len(bounds) - 1)
             num_bytes = (high - low) * self.size.item_bytes
-            self.released.append(Released(began, way, len(self.chunks), num_bytes))
+            self.released.append(Released(began, path, len(self.chunks), num_bytes))
             self.chunks.append(Chunk(start + low, start + high, *place))
 
     def lowered(self, counts: tuple[int, ...]) -> Lowered:
-        """Return the program, in the order in which messages leave."""
+        """Return the program in the order in which messages leave."""
         ordered = in_order(self.network, self.released, WINDOW)
         return Lowered(
             demand=self.demand,
@@ -288,29 +300,29 @@ class _Builder:
 def lower_parts(
     network: Network, demand: Demand, size: Size, parts: Sequence[Part], counts: tuple[int, ...]
 ) -> Lowered:
-    """Return the program of trees; each rank's elements are cut among the trees of its root."""
+    """Return the program of trees; each rank's elements are divided among the trees of its root."""
     builder = _Builder(network, demand, size)
     if demand.operation in ("reduce_scatter", "all_gather"):
         for root, (first, count) in enumerate(zip(_starts(counts), counts, strict=True)):
-            mine = [part for part in parts if part.root == root]
-            _spread(builder, mine, first, count)
+            rooted = [part for part in parts if part.root == root]
+            _spread(builder, rooted, first, count)
     else:
         _spread(builder, list(parts), 0, size.numel)
     return builder.lowered(counts)
 
 
 def _spread(builder: _Builder, parts: list[Part], first: int, count: int) -> None:
-    if not parts and count:  # elements of a rank that was said to have none
+    if not parts and count:  # elements of a rank whose share was zero
         raise ValueError(f"{count} elements and no tree for them")
     for part, (low, high) in zip(parts, pairwise(_bounds(parts, count)), strict=True):
         if high > low:
-            builder.add(tree_way(part), first + low, first + high)
+            builder.add(tree_path(part), first + low, first + high)
 
 
 def lower_routes(
     network: Network, demand: Demand, size: Size, routes: Sequence[Route], counts: tuple[int, ...]
 ) -> Lowered:
-    """Return the program of routes, and what each rank keeps for itself."""
+    """Return the program of routes, including what each rank keeps for itself."""
     builder = _Builder(network, demand, size)
     of_pair: dict[tuple[int, int], list[Route]] = {}
     for route in routes:
@@ -320,16 +332,18 @@ def lower_routes(
             if a == b:
                 builder.chunks.append(Chunk(first, first + count, a, a, a * count))
                 continue
-            mine = of_pair.get((a, b), [])
-            for route, (low, high) in zip(mine, pairwise(_bounds(mine, count)), strict=True):
+            routes_of_pair = of_pair.get((a, b), [])
+            for route, (low, high) in zip(
+                routes_of_pair, pairwise(_bounds(routes_of_pair, count)), strict=True
+            ):
                 if high > low:
-                    way = route_way(route.ranks)
-                    builder.add(way, first + low, first + high, a, b, a * count + low)
+                    path = route_path(route.ranks)
+                    builder.add(path, first + low, first + high, a, b, a * count + low)
     return builder.lowered(counts)
 
 
 def even_counts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole elements for shares: as near as can be, all of them given away."""
+    """Return integer element counts nearest to the shares that add up to the total."""
     ends = [round(numel * end) for end in accumulate(shares, initial=0.0)]
     ends[-1] = numel
     return tuple(high - low for low, high in pairwise(ends))

@@ -1,16 +1,17 @@
-"""The linear program over the ways that are known so far.
+"""The restricted master problem: a linear program over the columns generated so far.
 
-A *column* is one way for data: a tree into a root, a tree out of one, or a route. A *flow* is what
-columns compete for: the trees into rank v, the trees out of rank v, the routes from i to j. With
-a_k the part of the data on column k, and l_rk how often that column uses resource r,
+A *column* is one path for data: a tree into a root, a tree out of one, or a route. A *flow* is what
+columns compete for: the trees into rank v, the trees out of rank v, or the routes from i to j. With
+a_k the fraction of the data on column k, and l_rk how often that column uses resource r,
 
     minimize  t
     such that Σ_k l_rk a_k <= c_r t          for each resource r       (price y_r)
               Σ_{k of flow f} a_k = d_f      where the demand is fixed
               Σ_{k into v} a_k = x_v = Σ_{k out of v} a_k,  Σ_v x_v = 1   where roots are free
 
-t is seconds per byte. All of it is per orbit of a symmetry: loads and capacities are summed over
-the resources of an orbit, x over its ranks.
+t is seconds per byte. Everything is per orbit of a symmetry: loads and capacities are summed over
+the resources of an orbit, x over its ranks. An `Answer` holds the optimal weights and prices with
+Σ_r c_r y_r = 1.
 """
 
 from __future__ import annotations
@@ -25,28 +26,30 @@ from scipy.sparse import csr_array
 
 from shardwise.arrays import Floats, Ints
 
-SLOWEST = 1e8  # times what is easily reached
-DENSE = 100_000  # numbers of a matrix that need no preparation
-NOTHING = 1e-6  # of a flow; what carries less is the solver's rounding
+SLOWEST = 1e8  # times the time that is easily reached
+DENSE = 100_000  # matrix entries below which presolve does not pay
+NOTHING = 1e-6  # of a flow; smaller weights are rounding of the solver
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
-    """A way of one flow: the edges it uses, as parents of ranks or as a route, and its loads."""
+    """A tree or route of one flow: the edges it uses, as parents of ranks or as a list, and its
+    loads.
+    """
 
     flow: int
-    way: Ints
+    path: Ints
     load: Floats
     depth: int = 0
 
     @property
     def key(self) -> tuple[int, bytes]:
-        return self.flow, self.way.tobytes()
+        return self.flow, self.path.tobytes()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """Seconds per byte, the part of the data on each column, and the price of each resource."""
+    """Seconds per byte, the fraction of the data on each column, and the price of each resource."""
 
     time: float
     weights: Floats
@@ -55,10 +58,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Master:
-    """Capacities of the orbits of resources, and what the flows ask for.
+    """Capacities of the orbits of resources, and the demand of the flows.
 
-    `demand` has a value per flow; None where flows come in pairs, into a root and out of it, and
-    how much each root takes is free: then the flows 2k and 2k+1 are a pair.
+    `demand` has a value per flow. It is None where the amount of each root is free and flows come
+    in pairs, into a root and out of it: flows 2k and 2k+1 are a pair.
     """
 
     capacity: Floats
@@ -66,15 +69,15 @@ class Master:
     demand: Floats | None
 
     def solve(self, columns: Sequence[Column]) -> Answer:
-        """Return the best use of these columns."""
+        """Return the optimal weights of these columns."""
         seconds = np.array([column.load for column in columns]).T / self.capacity[:, None]
         flows = np.array([column.flow for column in columns], dtype=np.int64)
-        # In units of what is easily reached, t is near 1, where the solver's tolerances are meant
-        # for it; columns that are many millions of times slower are not told apart.
+        # Scaled by an easily reached time, t is near 1, which the solver's absolute tolerances
+        # assume; columns many millions of times slower are not distinguished.
         reached = max(self._reached(flows, seconds), 1e-300)
         scaled = np.minimum(seconds / reached, SLOWEST)
-        found, prices = self._linear(flows.tolist(), scaled)
-        weights = self._clean(np.maximum(found, 0.0), flows)
+        weights, prices = self._linear(flows.tolist(), scaled)
+        weights = self._clean(np.maximum(weights, 0.0), flows)
         return Answer(
             time=float((seconds @ weights).max(initial=0.0)),
             weights=weights,
@@ -82,23 +85,25 @@ class Master:
         )
 
     def _clean(self, weights: Floats, flows: Ints) -> Floats:
-        """Weights without the solver's rounding: it goes to the heaviest column of its flow."""
+        """Return weights without the solver's rounding, which goes to the heaviest column of its
+        flow.
+        """
         total = np.bincount(flows, weights=weights, minlength=self.num_flows)
-        kept = np.where(weights > NOTHING * total[flows], weights, 0.0)
+        cleaned = np.where(weights > NOTHING * total[flows], weights, 0.0)
         if self.demand is None:
             pairs = total.reshape(-1, 2).max(axis=1)
             wanted = np.repeat(np.where(pairs > NOTHING * pairs.sum(), pairs, 0.0), 2)
             wanted = wanted / (wanted.sum() / 2)
         else:
             wanted = self.demand
-        held = np.bincount(flows, weights=kept, minlength=self.num_flows)
-        factor = np.divide(wanted, held, out=np.zeros_like(held), where=held > 0)
-        return np.asarray(kept * factor[flows])
+        assigned = np.bincount(flows, weights=cleaned, minlength=self.num_flows)
+        factor = np.divide(wanted, assigned, out=np.zeros_like(assigned), where=assigned > 0)
+        return np.asarray(cleaned * factor[flows])
 
     def _linear(self, flows: list[int], seconds: Floats) -> tuple[Floats, Floats]:
-        """Return the linear program: weights of columns, and prices times capacities.
+        """Solve the linear program: return weights of columns, and prices times capacities.
 
-        The solver is given the dual, where columns are rows (u_f: what flow f pays at most):
+        The solver gets the dual, in which columns are rows (u_f: the most that flow f pays):
 
             maximize  Σ_f d_f u_f, or z where roots are free
             such that u_f <= Σ_r l_rk y_r    for each column k of flow f   (weight a_k)
@@ -112,8 +117,8 @@ class Master:
         matrix[np.arange(count), rows + np.array(flows)] = 1.0
         if roots:
             pairs = count + np.arange(roots)
-            for way in (0, 1):
-                matrix[pairs, rows + 2 * np.arange(roots) + way] = -1.0
+            for direction in (0, 1):
+                matrix[pairs, rows + 2 * np.arange(roots) + direction] = -1.0
             matrix[pairs, -1] = 1.0
         matrix[-1, :rows] = 1.0
         gain = np.zeros(width)
@@ -135,8 +140,8 @@ class Master:
         return -result.ineqlin.marginals[:count], result.x[:rows]
 
     def _reached(self, flows: Ints, seconds: Floats) -> float:
-        """Return the time if each flow takes its best column,
-        and of free roots the best one all.
+        """Return the time if each flow uses its best column, and the best root takes all data if
+        roots are free.
         """
         if not len(self.capacity):
             return 1.0
@@ -150,7 +155,7 @@ class Master:
         return float((seconds[:, both[:, 0]] + seconds[:, both[:, 1]]).max(axis=0).min())
 
     def bound(self, costs: Floats) -> float:
-        """What no solution can be faster than, if `costs` are the least of each flow at prices
+        """Return the lower bound implied by `costs`, the cheapest column of each flow at prices
         with Σ c y = 1.
         """
         if self.demand is not None:
@@ -158,23 +163,24 @@ class Master:
         return float((costs[0::2] + costs[1::2]).min(initial=np.inf))
 
 
-# Column generation: ways are added while they are cheaper than what they would replace.
+# Column generation: add trees and routes as long as they are cheaper than those in use.
 #
-# At any prices y with Σ c y = 1, the cheapest ways cost no more than the optimum: that bound needs
-# no trust in the linear solver. Prices are taken between the best ones so far and the solver's,
-# which oscillate; this needs far fewer rounds (Wentges' smoothing).
+# At any prices y with Σ c y = 1, the cost of the cheapest columns is a lower bound on the optimum,
+# which does not depend on the accuracy of the linear solver. The solver's prices oscillate, so new
+# columns are priced between the best prices so far and the solver's (Wentges' smoothing), which
+# needs far fewer rounds.
 
 
 Pricing = Callable[[Floats], tuple[list[Column], Floats]]
 
-TOLERANCE = 1e-6  # relative; where the search for better columns ends
+TOLERANCE = 1e-6  # relative gap at which column generation stops
 MAX_ROUNDS = 400
 SMOOTHING = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Generated:
-    """All columns that were seen, their best use, and what is proved."""
+    """All generated columns, the best solution over them, and the proven lower bound."""
 
     columns: tuple[Column, ...]
     answer: Answer
@@ -185,7 +191,7 @@ class Generated:
 def generate(
     master: Master, start: Iterable[Column], price: Pricing, *, limit_s: float
 ) -> Generated:
-    """Add columns until the bound is met, or `limit_s` CPU seconds are over."""
+    """Add columns until the bound is met or `limit_s` CPU seconds have passed."""
     began = time.process_time()
     columns = {column.key: column for column in start}
     best_prices = _even(master)
@@ -198,17 +204,17 @@ def generate(
     smoothing = SMOOTHING
     for _ in range(MAX_ROUNDS):
         tried = _normal(smoothing * best_prices + (1 - smoothing) * answer.prices, master)
-        found, costs = price(tried)
+        cheapest, costs = price(tried)
         proved = master.bound(costs)
         if proved > bound:
             bound, best_prices = proved, tried
-        new = {column.key: column for column in found if column.key not in columns}
+        new = {column.key: column for column in cheapest if column.key not in columns}
         if answer.time - bound <= TOLERANCE * answer.time:
             break
         if not new:
             if smoothing == 0.0:
                 break
-            smoothing = 0.0  # the solver's own prices decide whether there is nothing left
+            smoothing = 0.0  # only the solver's own prices show that no column improves
             continue
         columns |= new
         before, answer = answer.time, master.solve(list(columns.values()))
@@ -224,7 +230,7 @@ def generate(
 
 
 def _even(master: Master) -> Floats:
-    """Prices at which every resource would be equally scarce."""
+    """Return prices at which every resource is equally scarce."""
     return np.asarray(1.0 / (master.capacity * max(len(master.capacity), 1)))
 
 

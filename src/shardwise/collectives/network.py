@@ -1,8 +1,8 @@
-"""What sends share: ranks, resources with capacities, and what each send uses of them.
+"""The network model: ranks, resources with capacities, and which resources each send uses.
 
-Enters: a `Cluster` and some of its ranks, or names, capacities and sends given directly. Leaves:
-`Network`, as arrays over edges. An edge is a pair of ranks that can send; what it uses is a set of
-resources (cards, ports, buses, switches, trunks), each of a capacity that all its users share.
+An edge is a pair of ranks that can send; it uses a set of resources (cards, ports, buses, switches,
+trunks), each with a capacity shared by all its users. A `Network` stores edges as arrays and is
+built from a `Cluster` or from names, capacities and sends.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from shardwise.cluster import Cluster
 
 
-NONE = -1  # no resource, no edge
-SLOWEST, FASTEST = 1e-30, 1e30  # bytes per second with which floating point still computes
+NONE = -1  # index of no resource or edge
+SLOWEST, FASTEST = 1e-30, 1e30  # bytes per second, within the range of floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """What a send from one rank to another uses, and how long its first byte takes."""
+    """The resources that a send from one rank to another uses, and its latency."""
 
     resources: tuple[str, ...]
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: tables are made on first use
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
 class Network:
-    """Edges between ranks, and resources that they use; `message_s` is what a message costs a rank.
+    """Edges between ranks and the resources they use; `message_s` is the cost of a message to a
+    rank.
 
-    `uses[e]` are the resources of edge e, filled up with -1; `groups` are sets of ranks that belong
-    together, as those of a node: cuts around them are worth a look.
+    `uses[e]` are the resources of edge e, padded with -1. `groups` are sets of ranks that belong
+    together, such as those of a node; bounds consider the cuts around them.
 
     >>> ring = Network.of_links({(i, (i + 1) % 3): 1e9 for i in range(3)})
     >>> ring.num_ranks, ring.resources[0]
@@ -62,21 +63,21 @@ class Network:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster, ranks: Sequence[int] | None = None) -> Network:
-        """Return the network between `ranks` of a cluster, or between all; its rank i is
+        """Return the network between `ranks` of a cluster (by default all); its rank i is
         `ranks[i]`.
         """
         chosen = list(range(cluster.num_ranks)) if ranks is None else list(ranks)
         if len(set(chosen)) != len(chosen):
-            raise ClusterError(f"ranks {chosen} name one twice", hint="each rank once")
+            raise ClusterError(f"ranks {chosen} contain a duplicate", hint="each rank once")
         for rank in chosen:
-            cluster.path(rank, rank)  # says which rank there is not
+            cluster.path(rank, rank)  # raises for a rank that does not exist
         topology = cluster.topology
         who = np.array(chosen, dtype=np.int64)
         source, target = _pairs(len(who))
         columns, latency = topology.crossed(who[source], who[target])
         used = np.stack(columns, axis=1)
         capacity = topology.capacity
-        used[(used != NONE) & ~np.isfinite(capacity[used])] = NONE  # no limit at all
+        used[(used != NONE) & ~np.isfinite(capacity[used])] = NONE  # unlimited
         ids, flat = np.unique(used, return_inverse=True)
         flat = flat.reshape(used.shape)
         if len(ids) and ids[0] == NONE:
@@ -105,7 +106,7 @@ class Network:
         *,
         message_s: float = 0.0,
     ) -> Network:
-        """Given directly: names of ranks, bytes per second of resources, and the possible sends."""
+        """Return the network of these ranks, resources in bytes per second, and possible sends."""
         ranks = [str(name) for name in ranks]
         _check_names(ranks)
         rates = {name: _rate(f"capacity of {name!r}", value) for name, value in capacities.items()}
@@ -126,7 +127,7 @@ class Network:
                         hint=f"ranks: {', '.join(ranks)}",
                     )
             if a == b:
-                raise ClusterError("a rank sends nothing to itself", where=where)
+                raise ClusterError("a rank cannot send to itself", where=where)
             latencies.append(_seconds("latency", send.latency_s, where))
             for name in send.resources:
                 if name not in capacities:
@@ -157,7 +158,7 @@ class Network:
         num_ranks: int | None = None,
         latency_s: float = 0.0,
     ) -> Network:
-        """Return a link of its own for each pair, with its bytes per second."""
+        """Return a network with a dedicated link for each pair, in bytes per second."""
         count = num_ranks or 1 + max((max(pair) for pair in bandwidths), default=0)
         names = [f"link {a}->{b}" for a, b in bandwidths]
         return cls.of(
@@ -178,11 +179,12 @@ class Network:
         latency_s: float = 0.0,
         message_s: float = 0.0,
     ) -> Network:
-        """Every rank with a card, its bytes per second each way, on a switch that never fills."""
+        """Return a network of ranks with one full-duplex card each on a non-blocking switch."""
         into = out if into is None else into
         if len(into) != len(out):
             raise ClusterError(
-                f"{len(out)} rates out and {len(into)} in", hint="one of each for every rank"
+                f"{len(out)} outgoing and {len(into)} incoming rates",
+                hint="one of each for every rank",
             )
         names = [str(i) for i in range(len(out))]
         capacities = {f"nic {i} out": out[i] for i in range(len(out))}
@@ -207,37 +209,37 @@ class Network:
 
     @cached_property
     def edge(self) -> Ints:
-        """The edge from i to j, or -1, as a matrix."""
-        found = np.full((self.num_ranks, self.num_ranks), NONE, dtype=np.int64)
-        found[self.source, self.target] = np.arange(self.num_edges)
-        return found
+        """The index of the edge from i to j, or -1, as a matrix."""
+        index = np.full((self.num_ranks, self.num_ranks), NONE, dtype=np.int64)
+        index[self.source, self.target] = np.arange(self.num_edges)
+        return index
 
     @cached_property
     def bandwidth(self) -> Floats:
-        """What an edge carries alone, in bytes per second."""
+        """The bytes per second of each edge when no other is active."""
         padded = np.append(self.capacity, math.inf)
         if not self.uses.shape[1]:
             return np.full(self.num_edges, math.inf)
         return np.asarray(padded[self.uses].min(axis=1))
 
     def loads(self, edges: Ints) -> Floats:
-        """How often each resource is used by `edges`, counted with repetition."""
+        """Return how often each resource is used by `edges`, counting repetitions."""
         used = self.uses[edges].ravel() + 1
         return np.bincount(used, minlength=len(self.resources) + 1)[1:].astype(np.float64)
 
     def prices(self, of_resource: Floats) -> Floats:
-        """Return the sum of the prices of what each edge uses."""
+        """Return the sum of the prices of the resources that each edge uses."""
         padded = np.append(of_resource, 0.0)
         return np.asarray(padded[self.uses].sum(axis=1))
 
     def matrix(self, of_edge: Floats) -> Floats:
         """Return a value per edge as a matrix; infinite where there is no edge."""
-        found = np.full((self.num_ranks, self.num_ranks), math.inf)
-        found[self.source, self.target] = of_edge
-        return found
+        values_of_pairs = np.full((self.num_ranks, self.num_ranks), math.inf)
+        values_of_pairs[self.source, self.target] = of_edge
+        return values_of_pairs
 
     def unreached(self, start: int) -> list[int]:
-        """Return the ranks to which nothing from `start` can come, over any number of hops."""
+        """Return the ranks that nothing from `start` can reach over any number of hops."""
         seen = np.zeros(self.num_ranks, dtype=bool)
         seen[start] = True
         while True:
@@ -248,7 +250,9 @@ class Network:
             seen = reached
 
     def check_reach(self, *, outward: Iterable[int], inward: Iterable[int]) -> None:
-        """Refuse if a rank cannot be reached from one of `outward`, or cannot reach `inward`."""
+        """Raise if a rank cannot be reached from one of `outward`,
+        or cannot reach one of `inward`.
+        """
         for root in outward:
             lost = self.unreached(root)
             if lost:
@@ -274,24 +278,26 @@ def _pairs(count: int) -> tuple[Ints, Ints]:
 
 
 def _message_s(cluster: Cluster, ranks: Sequence[int]) -> float:
-    """What a message costs a rank: as the link or the network says, else as an operator's call."""
+    """Return the cost of a message to a rank: the network's or link's,
+    else an operator's overhead.
+    """
     islands = np.unique(cluster.topology.island[np.array(ranks, dtype=np.int64)])
-    told = cluster.network.message_s
+    given = cluster.network.message_s
     if len(islands) == 1:
-        told = cluster.topology.link_message_s[islands[0]]
-    return float(told) or max((cluster.device(rank).overhead_s for rank in ranks), default=0.0)
+        given = cluster.topology.link_message_s[islands[0]]
+    return float(given) or max((cluster.device(rank).overhead_s for rank in ranks), default=0.0)
 
 
 def _trimmed(used: Ints) -> Ints:
-    """Without columns in which no edge uses anything."""
+    """Return `uses` without columns in which no edge uses anything."""
     return np.asarray(used[:, (used != NONE).any(axis=0)], dtype=np.int64)
 
 
 def _grouped(labels: list[int]) -> tuple[tuple[int, ...], ...]:
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for rank, label in enumerate(labels):
-        found.setdefault(label, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+        members.setdefault(label, []).append(rank)
+    return tuple(tuple(ranks) for ranks in members.values())
 
 
 def _check_names(ranks: Sequence[str]) -> None:
@@ -303,14 +309,14 @@ def _check_names(ranks: Sequence[str]) -> None:
 
 
 def _rate(what: str, value: object) -> float:
-    """Bytes per second; infinite ones limit nothing."""
+    """Return bytes per second; an infinite rate means no limit."""
     rate = _number(value)
     if not rate > 0:
         raise ClusterError(f"{what} is {value!r}, must be a number of bytes per second above 0")
     if not (SLOWEST <= rate <= FASTEST or rate == math.inf):
         raise ClusterError(
             f"{what} is {value!r}, not between {SLOWEST:g} and {FASTEST:g} bytes per second",
-            hint="inf, for what limits nothing",
+            hint="inf for no limit",
         )
     return rate
 
@@ -318,12 +324,14 @@ def _rate(what: str, value: object) -> float:
 def _seconds(what: str, value: object, where: str | None = None) -> float:
     seconds = _number(value)
     if not 0 <= seconds < math.inf:
-        raise ClusterError(f"{what} is {value!r}, must be a number of at least 0", where=where)
+        raise ClusterError(f"{what} is {value!r}, must be a number >= 0", where=where)
     return seconds
 
 
 def _number(value: object) -> float:
-    """Of Python or NumPy; no number is not a number, and one beyond floats is infinite."""
+    """Return a Python or NumPy number as a float: NaN if it is not a number,
+    infinity if too large.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -332,16 +340,16 @@ def _number(value: object) -> float:
         return math.inf
 
 
-# Ranks that a network cannot tell apart.
+# Detect ranks that a network cannot distinguish.
 #
-# Enters: a `Network`, and a color per rank that must stay (the root, a share of the data). Leaves:
-# `Symmetry`: a commuting group of permutations of the ranks under which sends, their latencies and
-# the capacities of what they use stay the same. A program that is linear is solved once for each
-# orbit: the average of a solution over the group is as good as the solution.
+# A `Symmetry` is a commutative group of permutations of the ranks under which sends, their
+# latencies and the capacities of the resources they use are unchanged, and which preserves a given
+# color per rank (the root, a share of the data). Linear programs are solved once per orbit:
+# averaging a solution over the group does not make it worse.
 #
-# Blocks of ranks are compared by exchanging them: first single ranks, then the classes of ranks
-# that could be exchanged, and so on: devices, nodes, racks. The group rotates all classes of a
-# level at once, which keeps it small.
+# Blocks of ranks are compared by exchanging them: first single ranks, then classes of exchangeable
+# ranks, and so on for devices, nodes and racks. The group rotates all classes of a level at once,
+# which keeps it small.
 
 
 Words = NDArray[np.uint64]
@@ -350,7 +358,9 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Symmetry:
-    """`elements` are all permutations of the group, the identity first; orbits are by label."""
+    """`elements` are all permutations of the group, the identity first;
+    orbits are given by label.
+    """
 
     elements: tuple[Ints, ...]
     rank_orbit: Ints
@@ -368,7 +378,7 @@ class Symmetry:
 
 
 def find_symmetry(network: Network, colors: Sequence[int] | None = None) -> Symmetry:
-    """Return the permutations that were found; there may be more."""
+    """Return the symmetry group that the search detects; there may be more symmetries."""
     count = network.num_ranks
     tester = _Tester(network, np.array(colors or [0] * count))
     generators: list[tuple[Ints, int]] = []
@@ -403,7 +413,7 @@ def find_symmetry(network: Network, colors: Sequence[int] | None = None) -> Symm
 
 
 class _Tester:
-    """Whether a permutation changes the network, by sums of random words over each resource."""
+    """Tests whether a permutation changes the network, using sums of random words per resource."""
 
     def __init__(self, network: Network, colors: Ints) -> None:
         count = network.num_ranks
@@ -418,7 +428,9 @@ class _Tester:
         self.of_rank = np.split(order, np.cumsum(np.bincount(both, minlength=count))[:-1])
 
     def keeps(self, turn: Ints, moved: Sequence[int]) -> bool:
-        """Whether `turn`, which moves only the ranks `moved`, leaves everything as it is."""
+        """Return whether `turn`, which moves only the ranks in `moved`, leaves the network
+        unchanged.
+        """
         if (self.colors[turn] != self.colors).any():
             return False
         edges = np.unique(np.concatenate([self.of_rank[r] for r in moved]))
@@ -436,13 +448,13 @@ class _Tester:
         )
 
     def resources(self, turn: Ints) -> Ints:
-        """Return the resource that each becomes."""
+        """Return the resource onto which each resource is mapped."""
         edges = np.arange(self.network.num_edges)
         here = self._sums(edges, self._words(edges, None))
         there = self._sums(edges, self._words(edges, turn))
-        found = np.empty(len(here), dtype=np.int64)
-        found[np.lexsort((there, self.kind))] = np.lexsort((here, self.kind))
-        return found
+        mapped = np.empty(len(here), dtype=np.int64)
+        mapped[np.lexsort((there, self.kind))] = np.lexsort((here, self.kind))
+        return mapped
 
     def _words(self, edges: Ints, turn: Ints | None) -> Words:
         source, target = self.network.source[edges], self.network.target[edges]
@@ -453,7 +465,7 @@ class _Tester:
     def _sums(self, edges: Ints, words: Words) -> Words:
         totals = np.zeros(len(self.network.resources) + 1, dtype=np.uint64)
         for column in self.network.uses[edges].T:
-            np.add.at(totals, column, words)  # -1, no resource, is the last
+            np.add.at(totals, column, words)  # -1 (no resource) indexes the last entry
         return totals[:-1]
 
     def _sorted(self, totals: Words, touched: Ints) -> tuple[Words, Ints]:
@@ -463,10 +475,10 @@ class _Tester:
 
 
 def _classes(blocks: list[Block], tester: _Tester) -> list[list[Block]]:
-    """Blocks in classes; those of a class can be exchanged, rank by rank."""
+    """Return classes of blocks; the blocks of a class can be exchanged rank by rank."""
     classes: list[list[Block]] = []
     for block in blocks:
-        for known in reversed(classes):  # neighbours are likely alike
+        for known in reversed(classes):  # neighbours are likely equivalent
             if len(known[0]) == len(block) and tester.keeps(
                 _exchange(known[0], block, len(tester.colors)), [*known[0], *block]
             ):
@@ -484,7 +496,9 @@ def _exchange(a: Block, b: Block, count: int) -> Ints:
 
 
 def _rotation(classes: list[list[Block]], count: int) -> list[tuple[Ints, int]]:
-    """All classes of a level turned by one place at once, if that does not take too many turns."""
+    """Return the simultaneous rotation of all classes of a level by one place, if its order is
+    small enough.
+    """
     turn, order = np.arange(count), 1
     for blocks in sorted(classes, key=len, reverse=True):
         together = math.lcm(order, len(blocks))
@@ -496,8 +510,8 @@ def _rotation(classes: list[list[Block]], count: int) -> list[tuple[Ints, int]]:
 
 
 def _turns(count: int, tester: _Tester) -> list[tuple[Ints, int]]:
-    """Return the smallest rotation of all ranks in their order that keeps the network:
-    for rings.
+    """Return the smallest rotation of all ranks in order that preserves the network,
+    as in a ring.
     """
     for step in range(1, count):
         if count % step == 0:
@@ -508,19 +522,21 @@ def _turns(count: int, tester: _Tester) -> list[tuple[Ints, int]]:
 
 
 def _small_group(generators: list[tuple[Ints, int]], most: int) -> list[tuple[Ints, int]]:
-    """Those that commute with the ones before, so that their products form a group, of `most`."""
-    kept: list[tuple[Ints, int]] = []
+    """Return generators that commute with those before them, so that their products form a group of
+    at most `most`.
+    """
+    commuting: list[tuple[Ints, int]] = []
     total = 1
     for turn, order in generators:
-        commutes = all((turn[other] == other[turn]).all() for other, _ in kept)
+        commutes = all((turn[other] == other[turn]).all() for other, _ in commuting)
         if commutes and total * order <= most:
             total *= order
-            kept.append((turn, order))
-    return kept
+            commuting.append((turn, order))
+    return commuting
 
 
 def _orbits(size: int, turns: list[Ints], orders: list[int]) -> Ints:
-    """Return the least index that each can become."""
+    """Return the smallest index onto which each index can be mapped."""
     label = np.arange(size)
     for turn, order in zip(turns, orders, strict=True):
         step, reach = turn, 1

@@ -1,7 +1,5 @@
-"""All-to-all: routes from every rank to every other.
-
-Enters: a `Network`, the parts of each rank's data that go to each rank, and the `Symmetry`. Leaves:
-`Routing`: routes, direct or through other ranks, with the part of a rank's data that each carries.
+"""All-to-all: choose routes from every rank to every other, direct or through other ranks, and the
+fraction of a rank's data that each carries.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from shardwise.collectives.spec import Demand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Ranks from the sender to the receiver; `weight` is the part of a rank's data."""
+    """The ranks from sender to receiver; `weight` is the fraction of a rank's data."""
 
     ranks: tuple[int, ...]
     weight: float
@@ -26,7 +24,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routes, and the seconds per byte that they take and cannot be less than."""
+    """Routes, the seconds per byte they take, and the lower bound."""
 
     routes: tuple[Route, ...]
     s_per_byte: float
@@ -34,7 +32,7 @@ class Routing:
 
 
 class RouteProblem:
-    """A flow per orbit of pairs of ranks."""
+    """The routing problem, with one flow per orbit of pairs of ranks."""
 
     def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
         assert demand.shares is not None
@@ -47,7 +45,7 @@ class RouteProblem:
             for b in range(count)
             if a != b and shares[b] > 0
         ]
-        # Pairs that begin in a representative; one stands for those that keep it in place.
+        # Only pairs that start at a representative; one stands for its whole orbit.
         sizes = np.bincount(symmetry.rank_orbit, minlength=count)
         _, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
         capacity = np.bincount(self.orbit, weights=network.capacity)
@@ -61,42 +59,44 @@ class RouteProblem:
     def solve(self, limit_s: float) -> Routing:
         """Return the fastest routes."""
         start, _ = self.price(np.zeros(len(self.master.capacity)))
-        found = generate(self.master, start, self.price, limit_s=limit_s)
-        self.prices = found.prices
+        generated = generate(self.master, start, self.price, limit_s=limit_s)
+        self.prices = generated.prices
         routes = [
-            Route(ranks=tuple(int(r) for r in turn[column.way]), weight=float(weight) / each)
-            for column, weight in zip(found.columns, found.answer.weights, strict=True)
+            Route(ranks=tuple(int(r) for r in turn[column.path]), weight=float(weight) / each)
+            for column, weight in zip(generated.columns, generated.answer.weights, strict=True)
             if weight > 1e-9 * self.master.demand[column.flow]  # type: ignore[index]
             for each in [float(self.symmetry.order)]
             for turn in self.symmetry.elements
         ]
-        return Routing(routes=tuple(routes), s_per_byte=found.answer.time, bound=found.bound)
+        return Routing(
+            routes=tuple(routes), s_per_byte=generated.answer.time, bound=generated.bound
+        )
 
     def price(self, prices: Floats) -> tuple[list[Column], Floats]:
-        """Return the cheapest route of every pair; among equal ones, that of the fewest hops."""
+        """Return the cheapest route of every pair; ties go to the fewest hops."""
         exact = self.network.prices(prices[self.orbit])
         small = 1e-9 * max(float(exact.mean()) if len(exact) else 0.0, 1e-300)
         cost = self.network.matrix(exact + small)
         following = _next_hops(cost)
-        found, least = [], np.zeros(len(self.pairs))
+        columns, costs_of_pairs = [], np.zeros(len(self.pairs))
         for flow, (a, b) in enumerate(self.pairs):
-            way = [a]
-            while way[-1] != b:
-                way.append(int(following[way[-1], b]))
-            ranks = np.array(way, dtype=np.int64)
+            path = [a]
+            while path[-1] != b:
+                path.append(int(following[path[-1], b]))
+            ranks = np.array(path, dtype=np.int64)
             load = self.network.loads(self.network.edge[ranks[:-1], ranks[1:]])
             summed = np.bincount(self.orbit, weights=load, minlength=len(prices))
             column = Column(
-                flow=flow, way=ranks, load=summed.astype(np.float64), depth=len(way) - 1
+                flow=flow, path=ranks, load=summed.astype(np.float64), depth=len(path) - 1
             )
-            found.append(column)
-            least[flow] = column.load @ prices
-        # The route is the cheapest up to what breaks ties, which the bound must not count on.
-        return found, np.maximum(least - small * self.network.num_ranks, 0.0)
+            columns.append(column)
+            costs_of_pairs[flow] = column.load @ prices
+        # The tie-breaking term must not enter the bound.
+        return columns, np.maximum(costs_of_pairs - small * self.network.num_ranks, 0.0)
 
 
 def _next_hops(cost: Floats) -> Ints:
-    """Return the next rank on the cheapest way from i to j (Floyd, Warshall)."""
+    """Return the next rank on the cheapest path from i to j (Floyd, Warshall)."""
     count = len(cost)
     best = cost.copy()
     np.fill_diagonal(best, 0.0)

@@ -1,8 +1,9 @@
-"""The fastest program for an operation on a network.
+"""Find the fastest program for an operation on a network.
 
 Trees are packed by a linear program (`trees.py`, `routes.py`), then again with fewer hops as long
-as this costs nothing that counts at this size; the known algorithms compete. Each candidate is
-lowered and its messages are replayed on the network; the least time wins.
+as that costs nothing noticeable at this size; classical algorithms compete. Each candidate is
+lowered and its messages are replayed on the network; the shortest time wins. The resulting
+`Solution` includes lower bounds that no program can beat.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from shardwise.collectives.trees import SLACK, Packing, Part, TreeProblem, deepe
 from shardwise.errors import ClusterError
 from shardwise.messages import MessageProgram
 
-# A solution as text for people.
+# Format a solution as text.
 
 
 SHOWN = 4  # bottlenecks
 
 
 def solution_text(solution: Solution) -> str:
-    """Return some lines."""
+    """Return lines with the time, the bounds, and what is proven."""
     program = solution.program
     lines = [
         f"{program.operation} of {solution.num_bytes:,} bytes on {program.num_ranks} ranks: "
         f"{solution.name}",
         f"  predicted      {_ms(solution.predicted_s)}",
-        f"  busiest        {_ms(solution.bandwidth_s)}   what the busiest resource takes",
-        f"  trees' bound   {_ms(solution.lp_bound_s)}   the least for any trees or routes",
-        f"  cuts' bound    {_ms(solution.cut_bound_s)}   the least for any algorithm",
+        f"  busiest        {_ms(solution.bandwidth_s)}   time of the busiest resource",
+        f"  trees' bound   {_ms(solution.lp_bound_s)}   lower bound for any trees or routes",
+        f"  cuts' bound    {_ms(solution.cut_bound_s)}   lower bound for any algorithm",
         f"  {proof(solution)}",
     ]
     if solution.bottlenecks:
@@ -60,17 +61,17 @@ def solution_text(solution: Solution) -> str:
         f"{solution.depth} hops; solved once for {solution.symmetry} symmetries"
     )
     if solution.others:
-        told = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in solution.others)
-        lines.append(f"  others: {told}")
+        times = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in solution.others)
+        lines.append(f"  others: {times}")
     return "\n".join(lines)
 
 
 def proof(solution: Solution) -> str:
-    """What is proved of the use of the network, in words."""
+    """Return a sentence about what is proven about the use of the network."""
     if solution.gap == math.inf:
         return "not proved optimal: there is no bound for fewer elements than ranks"
     if not solution.num_bytes or not max(solution.lp_bound_s, solution.cut_bound_s):
-        return "nothing limits the bytes: latencies alone count"
+        return "nothing limits the bytes: only latencies count"
     if not solution.proved:
         return f"not proved optimal: {solution.gap:.2%} above the bound"
     if solution.cut_bound_s >= solution.lp_bound_s * (1 - 1e-4):
@@ -83,19 +84,19 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-# What a solve found.
+# The result of solving for a collective: a program, its times, and what is proven about them.
 
 
-PROVED = 1e-4  # a gap to the bound below which a time counts as optimal
+PROVED = 1e-4  # a time within this gap of the bound counts as optimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """A program with its times, for `numel` elements of `item_bytes`.
 
-    `bandwidth_s` is what the busiest resource takes; `lp_bound_s` is the least for any trees or
-    routes, `cut_bound_s` for any algorithm that moves sums and copies; both count no latency.
-    `predicted_s` is the whole time with latencies and the filling of pipelines.
+    `bandwidth_s` is the time of the busiest resource. `lp_bound_s` is a lower bound for any trees
+    or routes, `cut_bound_s` for any algorithm that moves sums and copies; neither includes latency.
+    `predicted_s` is the total time with latencies and pipeline fill.
     """
 
     name: str
@@ -109,7 +110,7 @@ class Solution:
     depth: int
     symmetry: int
     others: tuple[tuple[str, float], ...]
-    parts: tuple[Part, ...] = field(default=(), compare=False)  # none of rounds and routes
+    parts: tuple[Part, ...] = field(default=(), compare=False)  # empty for rounds and routes
 
     @property
     def num_bytes(self) -> int:
@@ -117,9 +118,9 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much longer the busiest resource takes than the better bound, as a part of it.
+        """The relative excess of the busiest resource's time over the better bound.
 
-        Infinite where bytes take time and nothing bounds it: some rank has no element.
+        Infinite where bytes take time but nothing bounds it, because some rank has no element.
         """
         bound = max(self.lp_bound_s, self.cut_bound_s)
         if bound > 0:
@@ -128,11 +129,11 @@ class Solution:
 
     @property
     def proved(self) -> bool:
-        """Whether no trees could use the network better."""
+        """Whether no trees can use the network better."""
         return self.gap <= PROVED
 
     def to_json(self) -> dict[str, Any]:
-        """Its times for machines, and the program."""
+        """Return the times and the program as JSON."""
         return {
             "name": self.name,
             "num_bytes": self.num_bytes,
@@ -154,15 +155,17 @@ class Solution:
         return solution_text(self)
 
 
-LIMIT_S = 20.0  # CPU seconds for the linear program; what it has not proved by then is said
-ROUNDS = 3  # of column generation for each limit of depth
-FEW_HOPS = 2  # depths that are always tried, for what they save of latency
-TUNED = 3  # candidates whose program is made in full, at most
+LIMIT_S = 20.0  # CPU seconds for the linear program; what is unproven by then is reported
+ROUNDS = 3  # of column generation per depth limit
+FEW_HOPS = 2  # depths that are always tried because they save latency
+TUNED = 3  # most candidates whose full program is built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A way to do it, and its lowering for a pace; `load` is None of what is not cut."""
+    """A way to implement the operation, lowered on demand for a pace; `load` is None if it cannot
+    be chunked.
+    """
 
     name: str
     lower: Callable[[Pace], Lowered]
@@ -174,7 +177,7 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """A candidate with few chunks, and what to expect of it with more."""
+    """A candidate replayed with few chunks, and its expected time with more."""
 
     candidate: _Candidate
     lowered: Lowered
@@ -192,10 +195,10 @@ def solve(
     counts: Sequence[int] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Solution:
-    """Return the fastest program that was found.
+    """Return the fastest program.
 
-    `counts` are the elements of each rank for reduce-scatter, all-gather and all-to-all; as equal
-    as can be if left out.
+    `counts` are the elements of each rank for reduce-scatter, all-gather and all-to-all, by default
+    as equal as possible.
 
     >>> solution = solve(Network.of_cards([8e8, 8e8, 8e8, 2e8]), "all_reduce", 1_000_000)
     >>> round(solution.bandwidth_s * 1e3, 2), round(solution.cut_bound_s * 1e3, 2)
@@ -217,7 +220,7 @@ def solve(
 
 
 class _Work:
-    """One solve: the candidates, their times, and the best."""
+    """The state of one solve: the candidates, their times, and the best."""
 
     def __init__(
         self,
@@ -240,8 +243,8 @@ class _Work:
     def solve(self) -> Solution:
         trials: list[_Trial] = []
         for candidate in sorted(self.candidates(), key=lambda c: c.s_per_byte):
-            quickest = min((trial.expected_s for trial in trials), default=math.inf)
-            if candidate.s_per_byte * self.num_bytes < quickest:  # else its bytes take longer
+            fastest = min((trial.expected_s for trial in trials), default=math.inf)
+            if candidate.s_per_byte * self.num_bytes < fastest:  # else its bytes alone take longer
                 trials.append(self.trial(candidate))
         trials.sort(key=lambda trial: trial.expected_s)
         best, lowered = trials[0].candidate, self.tuned(trials[0])
@@ -250,15 +253,15 @@ class _Work:
                 finer = self.tuned(trial)
                 if finer.seconds < lowered.seconds:
                     best, lowered = trial.candidate, finer
-        least = self.num_bytes * self.whole
+        lower_bound = self.num_bytes * self.whole
         return Solution(
             name=best.name,
             program=lowered.program(self.numel),
             item_bytes=self.item_bytes,
             predicted_s=lowered.seconds,
-            bandwidth_s=best.s_per_byte * (self.num_bytes if best.load is None else least),
-            lp_bound_s=self.bound * least,
-            cut_bound_s=cut_bound(self.network, self.demand, self.symmetry) * least,
+            bandwidth_s=best.s_per_byte * (self.num_bytes if best.load is None else lower_bound),
+            lp_bound_s=self.bound * lower_bound,
+            cut_bound_s=cut_bound(self.network, self.demand, self.symmetry) * lower_bound,
             bottlenecks=self.bottlenecks,
             depth=best.depth,
             symmetry=self.symmetry.order,
@@ -271,7 +274,7 @@ class _Work:
         )
 
     def trial(self, candidate: _Candidate) -> _Trial:
-        """Return the candidate with few chunks."""
+        """Replay the candidate with few chunks."""
         load = candidate.load
         pace = Pace(turns=1, chunk_bytes=math.inf) if load is None else load.first()
         lowered = candidate.lower(pace)
@@ -285,7 +288,7 @@ class _Work:
         )
 
     def tuned(self, trial: _Trial) -> Lowered:
-        """With as many chunks as pay."""
+        """Lower the candidate with as many chunks as pay off."""
         load = trial.candidate.load
         if load is None or not self.num_bytes:
             return trial.lowered
@@ -298,8 +301,8 @@ class _Work:
             yield self.routes()
             return
         if self.network.num_ranks == 1:
-            alone = np.array([-1])
-            part = Part(weight=1.0, root=0, inward=alone, outward=alone)
+            single = np.array([-1])
+            part = Part(weight=1.0, root=0, inward=single, outward=single)
             yield self.trees("nothing to send", (part,), 0.0, 0)
             return
         yield from self.solved()
@@ -322,7 +325,7 @@ class _Work:
     # ------------------------------------------------------------ kinds of candidates
 
     def solved(self) -> Iterator[_Candidate]:
-        """Packings with few hops, up to those that use the network best."""
+        """Yield packings, from few hops up to those that use the network best."""
         halves = self.demand.inward + self.demand.outward
         messages = halves * (self.network.num_ranks - 1)
         problem = TreeProblem(
@@ -338,28 +341,30 @@ class _Work:
         low, high, best = 1, optimum.depth, optimum
         while low < high:
             depth = low if low <= FEW_HOPS else (low + high) // 2
-            found = problem.within(depth, ROUNDS, self.useful(problem, optimum, depth))
-            if found is not None and found.s_per_byte <= problem.bound * (1 + SLACK):
-                high, best = depth, found
+            packing_within = problem.within(depth, ROUNDS, self.useful(problem, optimum, depth))
+            if packing_within is not None and packing_within.s_per_byte <= problem.bound * (
+                1 + SLACK
+            ):
+                high, best = depth, packing_within
                 continue
-            if found is not None:
-                yield self.packed(found)
+            if packing_within is not None:
+                yield self.packed(packing_within)
             low = depth + 1
         yield self.packed(best)
 
     def useful(self, problem: TreeProblem, optimum: Packing, depth: int) -> float:
-        """Seconds per byte above which trees of a depth cannot be better than the optimum."""
-        whole = problem.filled(optimum.s_per_byte, optimum.depth)
+        """Return the seconds per byte above which trees of a depth cannot beat the optimum."""
+        total = problem.filled(optimum.s_per_byte, optimum.depth)
         saved = self._latency_s(optimum) / max(self.num_bytes, 1)
-        return (whole + saved) / problem.filled(1.0, depth)
+        return (total + saved) / problem.filled(1.0, depth)
 
     def packed(self, packing: Packing) -> _Candidate:
-        """Return a solved packing."""
+        """Return a solved packing as a candidate."""
         name = f"trees of depth {packing.depth}"
         return self.trees(name, packing.parts, packing.s_per_byte, packing.depth)
 
     def trees(self, name: str, parts: Sequence[Part], s_per_byte: float, depth: int) -> _Candidate:
-        """Parts with trees, in chunks."""
+        """Return parts with trees as a candidate."""
 
         def lower(pace: Pace) -> Lowered:
             return lower_parts(
@@ -382,33 +387,33 @@ class _Work:
         )
 
     def routes(self) -> _Candidate:
-        """Routes of an all-to-all."""
-        found = Routing(routes=(), s_per_byte=0.0, bound=0.0)
+        """Return the routes of an all-to-all as a candidate."""
+        routing = Routing(routes=(), s_per_byte=0.0, bound=0.0)
         if self.network.num_ranks > 1:
             problem = RouteProblem(self.network, self.demand, self.symmetry)
-            found = problem.solve(self.limit_s)
+            routing = problem.solve(self.limit_s)
             worth = problem.prices * problem.master.capacity
             self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
-        self.bound = found.bound
+        self.bound = routing.bound
 
         def lower(pace: Pace) -> Lowered:
-            size = self.size(pace, found.s_per_byte)
-            return lower_routes(self.network, self.demand, size, found.routes, self.counts)
+            size = self.size(pace, routing.s_per_byte)
+            return lower_routes(self.network, self.demand, size, routing.routes, self.counts)
 
-        hops = [len(route.ranks) - 1 for route in found.routes]
-        most = max(hops, default=0)
+        hops = [len(route.ranks) - 1 for route in routing.routes]
+        longest = max(hops, default=0)
         return _Candidate(
-            name="direct sends" if most <= 1 else f"routes of up to {most} hops",
+            name="direct sends" if longest <= 1 else f"routes of up to {longest} hops",
             lower=lower,
-            s_per_byte=found.s_per_byte,
-            depth=most,
+            s_per_byte=routing.s_per_byte,
+            depth=longest,
             load=self.load(
-                [route.weight for route in found.routes], sum(hops), found.s_per_byte, most
+                [route.weight for route in routing.routes], sum(hops), routing.s_per_byte, longest
             ),
         )
 
     def fixed(self, name: str, rounds: Rounds) -> _Candidate:
-        """Rounds of messages that are as they are."""
+        """Return rounds of messages, which cannot be chunked, as a candidate."""
         return _Candidate(
             name=name,
             lower=lambda _: rounds.lowered(self.network, self.item_bytes),
@@ -419,7 +424,7 @@ class _Work:
     # ------------------------------------------------------------ chunks
 
     def load(self, weights: Sequence[float], per_turn: int, s_per_byte: float, hops: int) -> Load:
-        """What decides how a candidate is cut."""
+        """Return the load that decides how a candidate is chunked."""
         num_edges = self.network.num_edges
         return Load(
             num_bytes=round(self.num_bytes * sum(weights)),
@@ -434,7 +439,7 @@ class _Work:
         )
 
     def size(self, pace: Pace, s_per_byte: float) -> Size:
-        """Return the elements, at a pace."""
+        """Return the sizes of the elements and chunks at a pace."""
         chunk = min(pace.chunk_bytes / self.item_bytes, max(self.numel, 1))
         return Size(
             numel=self.numel,
@@ -446,7 +451,9 @@ class _Work:
         )
 
     def _latency_s(self, packing: Packing) -> float:
-        """What hops and messages of a packing cost beside bytes, at most; all that depth saves."""
+        """Return an upper bound on the latency and message cost of a packing: the most that depth
+        saves.
+        """
         hop = float(self.network.latency_s.max(initial=0.0)) + self.network.message_s
         messages = 4 * len(packing.parts) * self.network.message_s
         return 2 * packing.depth * hop + messages * self.network.num_ranks
@@ -457,20 +464,21 @@ class _Work:
 
 
 def _bottlenecks(network: Network, orbit: Ints, worth: Floats) -> tuple[str, ...]:
-    """Resources that have a price where the bound was proved, the scarcest first."""
-    found = []
+    """Return the resources with a nonzero price in the proof of the bound, scarcest first."""
+    names = []
     for number in np.argsort(-worth, kind="stable"):
         if worth[number] > 1e-3:
             members = np.flatnonzero(orbit == number)
-            more = f" and {len(members) - 1} alike" if len(members) > 1 else ""
-            found.append(network.resources[int(members[0])] + more)
-    return tuple(found)
+            more = f" and {len(members) - 1} equivalent" if len(members) > 1 else ""
+            names.append(network.resources[int(members[0])] + more)
+    return tuple(names)
 
 
 def _whole(demand: Demand, counts: Sequence[int]) -> float:
-    """How much of its share each rank has at least: elements are whole, shares need not be.
+    """Return the smallest ratio of a rank's actual elements to its share.
 
-    Times for shares, times this, are times that the real counts cannot be faster than.
+    Elements are indivisible, shares are not: times for shares multiplied by this ratio are lower
+    bounds for the actual counts.
     """
     if not counts or demand.shares is None or not sum(counts):
         return 1.0
@@ -482,7 +490,7 @@ def _check_size(
     network: Network, operation: str, numel: int, item_bytes: int, counts: Sequence[int] | None
 ) -> None:
     if numel < 0 or item_bytes < 1:
-        raise ClusterError(f"{numel} elements of {item_bytes} bytes", hint="numel of at least 0")
+        raise ClusterError(f"{numel} elements of {item_bytes} bytes", hint="numel >= 0")
     if counts is not None and sum(counts) != numel:
         raise ClusterError(
             f"counts {list(counts)} of {operation} add up to {sum(counts)}, not {numel} elements",

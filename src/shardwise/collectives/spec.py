@@ -1,4 +1,6 @@
-"""What an operation asks of a network."""
+"""The specification of a collective: whether data flow into roots, out of them or both, and how
+much of the data has its root on each rank.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """`shares` are the parts of the data that each rank is the root of; None leaves them free.
+    """A collective operation; `shares` is the fraction of the data rooted at each rank, None if
+    free.
 
-    Of an all-to-all, they are the parts of each rank's data that go to each rank.
+    For an all-to-all, `shares` is the fraction of each rank's data that goes to each rank.
     """
 
     operation: str
@@ -32,16 +35,16 @@ class Demand:
 
     @property
     def inward(self) -> bool:
-        """Whether sums are made on the way to roots."""
+        """Whether data are summed on the way to the roots."""
         return self.operation in ("all_reduce", "reduce_scatter", "reduce")
 
     @property
     def outward(self) -> bool:
-        """Whether results leave the roots."""
+        """Whether results are sent from the roots."""
         return self.operation in ("all_reduce", "all_gather", "broadcast")
 
     def colors(self, count: int) -> list[int]:
-        """Ranks of one color have the same part in the operation."""
+        """Return a color per rank; ranks of the same color play the same role in the operation."""
         if self.shares is None:
             return [0] * count
         known = {share: i for i, share in enumerate(sorted(set(self.shares)))}
@@ -55,7 +58,7 @@ def demand_of(
     root: int | None = None,
     shares: Sequence[float] | None = None,
 ) -> Demand:
-    """Return the checked demand; equal shares unless others are given."""
+    """Return the validated demand; shares are equal unless given."""
     count = network.num_ranks
     if operation not in OPERATIONS:
         raise ClusterError(
@@ -82,7 +85,7 @@ def demand_of(
 
 
 def whole_number(value: object, what: str) -> int:
-    """Return a whole number, of Python or NumPy."""
+    """Return `value` as an integer; Python and NumPy integers are accepted."""
     try:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -99,7 +102,9 @@ def _normal(shares: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def _check_reach(network: Network, demand: Demand) -> None:
-    """Everyone must reach, or be reached from, every root; for free roots and routes, everyone."""
+    """Raise unless every rank reaches, or is reached from, every root (all pairs if roots are
+    free).
+    """
     if demand.root is None:
         network.check_reach(outward=[0], inward=[0])
         return
@@ -109,27 +114,28 @@ def _check_reach(network: Network, demand: Demand) -> None:
     )
 
 
-# What no algorithm can be faster than, from cuts.
+# Lower bounds on the time of any algorithm, derived from cuts of the network.
 #
-# Around any set S of ranks, data must cross: with x(S) the part of it whose roots are in S, 1 -
-# x(S) of the data leave S as sums, and 1 - x(S) enter it as results; of an all-to-all, what S has
-# for others. For a family of sets, all these at once are a small linear program over the traffic of
-# each edge and the roots; its value bounds every algorithm that moves sums and copies, and the
-# program over trees is never below it. With all sets in the family both are equal (Edmonds).
+# Data must cross the boundary of any set S of ranks: with x(S) the fraction whose roots are in S, 1
+# - x(S) of the data leave S as sums and 1 - x(S) enter it as results; in an all-to-all, whatever S
+# has for the others. For a family of sets, all these constraints together form a small linear
+# program over the traffic of each edge and the roots. Its value, in seconds per byte, bounds every
+# algorithm that moves sums and copies, and the program over trees is never below it. With all sets
+# in the family the two are equal (Edmonds).
 
 
-ALL_SETS = 5  # ranks up to which every set is tried
+ALL_SETS = 5  # with at most this many ranks, use every set
 
 
 def cut_bound(network: Network, demand: Demand, symmetry: Symmetry) -> float:
-    """Seconds per byte that the cuts of `family` allow."""
+    """Return the lower bound, in seconds per byte, implied by the cuts of `family`."""
     if network.num_ranks < 2 or not len(network.resources):
         return 0.0
     return _Cuts(network, demand, symmetry).solve(family(network, symmetry))
 
 
 def family(network: Network, symmetry: Symmetry) -> list[tuple[int, ...]]:
-    """Single ranks, the groups of the network and of its symmetry, and all others of each."""
+    """Return single ranks, the groups of the network and of its symmetry, and their complements."""
     count = network.num_ranks
     if count <= ALL_SETS:
         every = range(1, count)
@@ -141,7 +147,9 @@ def family(network: Network, symmetry: Symmetry) -> list[tuple[int, ...]]:
 
 
 class _Cuts:
-    """Variables: traffic inward and outward by orbit of edges, roots by orbit of ranks, time."""
+    """The linear program: inward and outward traffic per orbit of edges, roots per orbit of ranks,
+    time.
+    """
 
     def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
         self.network, self.demand = network, demand
@@ -158,7 +166,7 @@ class _Cuts:
 
     def solve(self, sets: Iterable[tuple[int, ...]]) -> float:
         limits, scale = self._limits()
-        rows, least = self._crossings(sets)
+        rows, minimum = self._crossings(sets)
         equal = None
         if self.demand.shares is None:
             equal = np.zeros((1, self.width))
@@ -166,7 +174,7 @@ class _Cuts:
         result = linprog(
             np.append(np.zeros(self.width - 1), 1.0),
             A_ub=csr_array(np.vstack([-rows, limits])),
-            b_ub=np.concatenate([-least, np.zeros(len(limits))]),
+            b_ub=np.concatenate([-minimum, np.zeros(len(limits))]),
             A_eq=equal,
             b_eq=None if equal is None else [1.0],
             method="highs-ds",
@@ -174,7 +182,7 @@ class _Cuts:
         return max(0.0, float(result.fun) / scale) if result.x is not None else 0.0
 
     def _limits(self) -> tuple[Floats, float]:
-        """Each orbit of resources carries no more than its capacity times the time."""
+        """Return the constraints that no orbit of resources exceeds its capacity times the time."""
         uses = self.network.uses
         edges = np.repeat(self.edge, uses.shape[1])[uses.ravel() >= 0]
         used = self.resource[uses.ravel()[uses.ravel() >= 0]]
@@ -182,16 +190,18 @@ class _Cuts:
         count = coo_array((np.ones(len(used)), (used, edges)), shape=shape).toarray()
         capacity = np.bincount(self.resource, weights=self.network.capacity)
         per_edge = count / self.edge_size / capacity[:, None]
-        scale = 1.0 / float(per_edge.max())  # the solver likes numbers near 1
-        found = np.zeros((shape[0], self.width))
+        scale = 1.0 / float(per_edge.max())  # the solver's tolerances assume values near 1
+        rows = np.zeros((shape[0], self.width))
         for copy in range(self.copies):
-            found[:, copy * shape[1] : (copy + 1) * shape[1]] = per_edge * scale
-        found[:, -1] = -1.0
-        return found, scale
+            rows[:, copy * shape[1] : (copy + 1) * shape[1]] = per_edge * scale
+        rows[:, -1] = -1.0
+        return rows, scale
 
     def _crossings(self, sets: Iterable[tuple[int, ...]]) -> tuple[Floats, Floats]:
-        """What must cross each cut, as rows of variables and their least values."""
-        rows, least = [], []
+        """Return the constraints of all cuts: rows over the variables,
+        and the minimum of each row.
+        """
+        rows, minimum = [], []
         for chosen in sets:
             inside = np.zeros(self.network.num_ranks, dtype=bool)
             inside[list(chosen)] = True
@@ -204,11 +214,11 @@ class _Cuts:
                 row[copy * size : (copy + 1) * size] = shared
                 needed = self._needed(inside)
                 if self.demand.shares is None:
-                    held = np.bincount(self.rank[inside], minlength=len(self.rank_size))
-                    row[self.first_root : -1] = held / self.rank_size
+                    roots_inside = np.bincount(self.rank[inside], minlength=len(self.rank_size))
+                    row[self.first_root : -1] = roots_inside / self.rank_size
                 rows.append(row)
-                least.append(needed)
-        return np.array(rows), np.array(least)
+                minimum.append(needed)
+        return np.array(rows), np.array(minimum)
 
     def _directions(self, leaves: Bools, enters: Bools) -> list[Bools]:
         if self.demand.operation == "all_to_all":

@@ -1,7 +1,8 @@
-"""Trees into roots and out of them, priced and packed together.
+"""Pack trees into roots and out of them, in one linear program.
 
-A full-duplex card carries sums inwards while it carries results outwards, so that both kinds of
-trees are packed in one program: apart, they would each be limited by the slowest card.
+A `Packing` holds trees with the fraction of the data that each carries, the seconds per byte this
+takes, and a lower bound. A full-duplex card carries sums inward while it carries results outward,
+so both kinds of trees are packed together: separately, each would be limited by the slowest card.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from shardwise.collectives.master_lp import Answer, Column, Master, generate
 from shardwise.collectives.network import Network, Symmetry
 from shardwise.collectives.spec import Demand
 
-# Spanning trees under prices: the cheapest, and cheap ones of little depth.
+# Spanning trees of minimum cost, and cheap trees of bounded depth.
 #
-# For trees that lead into the root, give the transposed matrix.
+# Costs are a matrix, infinite where there is no edge, and the root must reach every rank. A tree is
+# the parent of every rank, -1 at the root. For trees directed into the root, pass the transposed
+# matrix.
 
 
 def cheapest(cost: Floats, root: int) -> Ints:
-    """Return the spanning tree of the least total cost (Chu-Liu, Edmonds): `cost[u, v]` of u -> v.
+    """Return the minimum spanning tree rooted at `root` (Chu-Liu, Edmonds); `cost[u, v]` is of u ->
+    v.
 
-    Every rank takes its cheapest parent; each cycle that this makes becomes one rank, whose ways
-    in cost what they add to the cycle; and again, until there is no cycle.
+    Every rank takes its cheapest parent. Each cycle that this creates is contracted into one rank,
+    whose incoming edges cost what they add to the cycle; repeat until there is no cycle.
     """
     cost = cost.copy()
     np.fill_diagonal(cost, math.inf)
@@ -54,12 +58,14 @@ def _contract(cost: Floats, root: int) -> Ints:
     reduced = cost - np.where(within, best, 0.0)
 
     count = len(cycles) + len(singles)
-    entry = np.empty((size, count), dtype=np.int64)  # where an edge from u into a part arrives
+    entry = np.empty(
+        (size, count), dtype=np.int64
+    )  # rank of the part at which the edge from u arrives
     entry[:, len(cycles) :] = singles
     for i, cycle in enumerate(cycles):
         entry[:, i] = cycle[reduced[:, cycle].argmin(axis=1)]
     arriving = reduced[everyone[:, None], entry]
-    leaving = np.empty((count, count), dtype=np.int64)  # from which rank of a part it leaves
+    leaving = np.empty((count, count), dtype=np.int64)  # rank of the part from which it leaves
     leaving[len(cycles) :] = singles[:, None]
     for i, cycle in enumerate(cycles):
         leaving[i] = cycle[arriving[cycle].argmin(axis=0)]
@@ -76,7 +82,7 @@ def _contract(cost: Floats, root: int) -> Ints:
 def _cycles(parent: list[int], root: int) -> list[Ints]:
     seen = [-1] * len(parent)
     seen[root] = root
-    found = []
+    cycles = []
     for start in range(len(parent)):
         at = start
         while seen[at] < 0:
@@ -86,17 +92,17 @@ def _cycles(parent: list[int], root: int) -> list[Ints]:
             cycle = [at]
             while parent[cycle[-1]] != at:
                 cycle.append(parent[cycle[-1]])
-            found.append(np.array(cycle, dtype=np.int64))
-    return found
+            cycles.append(np.array(cycle, dtype=np.int64))
+    return cycles
 
 
 def shallow(
     cost: Floats, delay: Floats, roots: Ints, weights: Floats, max_depth: int
 ) -> tuple[Ints, Bools]:
-    """Trees of at most `max_depth` hops, one for each root and weight, and which were found: grown
-    rank by rank, each by the least of its price and `weight` times how late its bytes come.
+    """Return a tree of at most `max_depth` hops for each root and weight, and which of them exist.
 
-    With weight 0 this is Prim's way, with a large one Dijkstra's. All are grown at once.
+    Trees grow rank by rank, each step minimizing price plus `weight` times the arrival time. Weight
+    0 gives Prim's algorithm, a large weight Dijkstra's. All trees grow at once, vectorized.
     """
     size, row = len(cost), np.arange(len(roots))
     parent = np.full((len(roots), size), -1, dtype=np.int64)
@@ -104,7 +110,7 @@ def shallow(
     late = np.zeros((len(roots), size))
     best = np.full((len(roots), size), math.inf)
     outside = np.ones((len(roots), size), dtype=bool)
-    found = np.ones(len(roots), dtype=bool)
+    complete = np.ones(len(roots), dtype=bool)
     joined = np.asarray(roots)
     for _ in range(size - 1):
         outside[row, joined] = False
@@ -116,35 +122,36 @@ def shallow(
         best = np.where(better, offer, best)
         parent = np.where(better, joined[:, None], parent)
         joined = best.argmin(axis=1)
-        found &= best[row, joined] < math.inf
+        complete &= best[row, joined] < math.inf
         above = parent[row, joined]
         depth[row, joined] = depth[row, above] + 1
-        late[row, joined] = late[row, above] + np.where(found, delay[above, joined], 0.0)
-    return parent, found
+        late[row, joined] = late[row, above] + np.where(complete, delay[above, joined], 0.0)
+    return parent, complete
 
 
 def depths(parent: Ints) -> Ints:
-    """Return the hops from the root to every rank, of one tree or of several."""
-    found = (parent >= 0).astype(np.int64)
+    """Return the number of hops from the root to every rank, for one tree or several."""
+    hops = (parent >= 0).astype(np.int64)
     above = np.where(parent >= 0, parent, np.arange(parent.shape[-1]))
-    for _ in range(parent.shape[-1].bit_length()):  # twice as far each time; the root adds nothing
-        found = found + np.take_along_axis(found, above, -1)
+    for _ in range(parent.shape[-1].bit_length()):  # pointer doubling; the root adds 0
+        hops = hops + np.take_along_axis(hops, above, -1)
         above = np.take_along_axis(above, above, -1)
-    return found
+    return hops
 
 
-DROPPED = (0.03, 3e-3)  # parts of the data that a tree must carry to be kept
-HOPELESS = 1.5  # times what would be useful: more columns will not do
-GUESSES, STEEP = 8, 4.0  # prices to begin with, and how much dearer the most used becomes
-SLACK = 1e-3  # what fewer or shallower trees may cost
-WEIGHTS = (1e-3, 0.03, 1.0)  # how much depth counts beside prices
+DROPPED = (0.03, 3e-3)  # fractions of the data below which a tree is dropped
+HOPELESS = 1.5  # times the useful time: more columns will not help
+GUESSES, STEEP = 8, 4.0  # initial prices, and by how much the most used edge becomes dearer
+SLACK = 1e-3  # relative cost allowed for fewer or shallower trees
+WEIGHTS = (1e-3, 0.03, 1.0)  # weight of depth relative to prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A part of the data: the tree its sum takes to `root`, and the one its result takes from it.
+    """A part of the data: the tree along which it is summed into `root`, and the one along which
+    the result is copied out.
 
-    Trees are parents by rank, -1 at the root; None where the operation has no such half.
+    Trees are parents by rank, -1 at the root; None if the operation has no such half.
     """
 
     weight: float
@@ -155,7 +162,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Parts of one solution; `depth` is the largest number of hops of a tree."""
+    """The parts of one solution; `depth` is the largest number of hops in a tree."""
 
     parts: tuple[Part, ...]
     s_per_byte: float
@@ -163,7 +170,7 @@ class Packing:
 
 
 class TreeProblem:
-    """The flows of a demand on a network, one pair or one per orbit of roots."""
+    """The flows of a demand on a network, one pair of flows or one per orbit of roots."""
 
     def __init__(
         self,
@@ -173,7 +180,7 @@ class TreeProblem:
         *,
         most_chunks: float = math.inf,
     ) -> None:
-        """Of a program that has at most `most_chunks`."""
+        """Set up the problem for a program of at most `most_chunks`."""
         self.network, self.demand, self.symmetry = network, demand, symmetry
         self.most_chunks = most_chunks
         shares = demand.shares
@@ -181,7 +188,9 @@ class TreeProblem:
             root for root in symmetry.representatives() if shares is None or shares[root] > 0
         ]
         self.place = {root: i for i, root in enumerate(self.roots)}
-        self.ways = [way for way, used in ((0, demand.inward), (1, demand.outward)) if used]
+        self.directions = [
+            direction for direction, used in ((0, demand.inward), (1, demand.outward)) if used
+        ]
         labels, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
         sizes = np.bincount(symmetry.rank_orbit, minlength=network.num_ranks)
         each = None if shares is None else [shares[r] * float(sizes[r]) for r in self.roots]
@@ -189,99 +198,101 @@ class TreeProblem:
             capacity=np.bincount(
                 self.orbit, weights=network.capacity, minlength=len(labels)
             ).astype(np.float64),
-            num_flows=len(self.roots) * len(self.ways),
-            demand=None if each is None else np.repeat(np.array(each), len(self.ways)),
+            num_flows=len(self.roots) * len(self.directions),
+            demand=None if each is None else np.repeat(np.array(each), len(self.directions)),
         )
         usual = network.latency_s + network.message_s
         self.delay = network.matrix(usual / max(float(usual.max(initial=0.0)), 1e-12) + 1.0)
-        self.used = np.append(self.orbit, len(labels))[network.uses]  # -1, none, is the last
+        self.used = np.append(self.orbit, len(labels))[
+            network.uses
+        ]  # -1 (none) indexes the last entry
         self.bound = 0.0
         self.prices: Floats = np.zeros(0)
         self.columns: dict[tuple[int, bytes], Column] = {}
 
     # ------------------------------------------------------------ columns
 
-    def flow(self, root: int, way: int) -> int:
-        """Return the number of a flow."""
-        return self.place[root] * len(self.ways) + self.ways.index(way)
+    def flow(self, root: int, direction: int) -> int:
+        """Return the index of a flow."""
+        return self.place[root] * len(self.directions) + self.directions.index(direction)
 
-    def made(self, flows: Sequence[int], way: int, parents: Ints) -> list[Column]:
-        """Trees as columns; `way` is 0 for trees into the root."""
+    def made(self, flows: Sequence[int], direction: int, parents: Ints) -> list[Column]:
+        """Return trees as columns; direction 0 means trees into the root."""
         place, rank = np.nonzero(parents >= 0)
         other = parents[place, rank]
         edge = self.network.edge
-        edges = edge[rank, other] if way == 0 else edge[other, rank]
+        edges = edge[rank, other] if direction == 0 else edge[other, rank]
         width = len(self.master.capacity) + 1
         used = self.used[edges] + width * place[:, None]
         count = np.bincount(used.ravel(), minlength=width * len(parents)).astype(np.float64)
         loads = count.reshape(len(parents), width)[:, :-1]
         deep = depths(parents).max(axis=1, initial=0).tolist()
         return [
-            Column(flow=flow, way=parents[i], load=loads[i], depth=deep[i])
+            Column(flow=flow, path=parents[i], load=loads[i], depth=deep[i])
             for i, flow in enumerate(flows)
         ]
 
     def costs(self, prices: Floats) -> Floats:
-        """Return the price of each edge at prices of orbits, as a matrix."""
+        """Return the price of each edge as a matrix, given prices per orbit."""
         return self.network.matrix(self.network.prices(prices[self.orbit]))
 
     def price(self, prices: Floats) -> tuple[list[Column], Floats]:
         """Return the cheapest tree of every flow, and its cost."""
         cost = self.costs(prices)
-        found, least = [], np.zeros(self.master.num_flows)
-        for way in self.ways:
-            side = cost.T if way == 0 else cost
+        columns, costs_of_flows = [], np.zeros(self.master.num_flows)
+        for direction in self.directions:
+            side = cost.T if direction == 0 else cost
             parents = np.array([cheapest(side, root) for root in self.roots])
-            flows = [self.flow(root, way) for root in self.roots]
-            found += self.made(flows, way, parents)
-        for column in found:
-            least[column.flow] = column.load @ prices
-        return found, least
+            flows = [self.flow(root, direction) for root in self.roots]
+            columns += self.made(flows, direction, parents)
+        for column in columns:
+            costs_of_flows[column.flow] = column.load @ prices
+        return columns, costs_of_flows
 
     def grown(self, prices: Floats, weights: Sequence[float], max_depth: int) -> list[Column]:
-        """Trees of at most so many hops, cheap at these prices."""
+        """Return trees of at most `max_depth` hops that are cheap at these prices."""
         cost = self.costs(prices)
         finite = cost[np.isfinite(cost) & (cost > 0)]
         unit = float(finite.mean()) if len(finite) else 1.0
         roots = np.repeat(np.array(self.roots, dtype=np.int64), len(weights))
         late = np.tile(np.maximum(np.array(weights), 1e-9) * unit, len(self.roots))
         columns = []
-        for way in self.ways:
-            sides = (cost.T, self.delay.T) if way == 0 else (cost, self.delay)
-            parents, found = shallow(*sides, roots, late, max_depth)
-            flows = [self.flow(root, way) for root in roots[found].tolist()]
-            columns += self.made(flows, way, parents[found])
+        for direction in self.directions:
+            sides = (cost.T, self.delay.T) if direction == 0 else (cost, self.delay)
+            parents, complete = shallow(*sides, roots, late, max_depth)
+            flows = [self.flow(root, direction) for root in roots[complete].tolist()]
+            columns += self.made(flows, direction, parents[complete])
         return columns
 
     # ------------------------------------------------------------ solutions
 
     def optimum(self, extra: Sequence[Column], limit_s: float) -> Packing:
-        """Return the fastest packing, of any depth; sets `bound` and `prices`."""
+        """Return the fastest packing of any depth; sets `bound` and `prices`."""
         start = [*self._guesses(), *extra]
-        found = generate(self.master, start, self.price, limit_s=limit_s)
-        self.bound, self.prices = found.bound, found.prices
-        self.columns = {column.key: column for column in found.columns}
-        return self.packing(found.columns, found.answer)
+        generated = generate(self.master, start, self.price, limit_s=limit_s)
+        self.bound, self.prices = generated.bound, generated.prices
+        self.columns = {column.key: column for column in generated.columns}
+        return self.packing(generated.columns, generated.answer)
 
     def _guesses(self) -> list[Column]:
-        """Trees to begin with: at even prices, and then as what was used becomes dearer."""
+        """Return initial trees: at even prices, and then with used edges made more expensive."""
         even = 1.0 / np.maximum(self.master.capacity, 1e-300)
-        found = self.grown(even, (0.0, 1.0), self.network.num_ranks)
+        columns = self.grown(even, (0.0, 1.0), self.network.num_ranks)
         used = np.zeros_like(even)
         for _ in range(GUESSES):
-            for column in found[-self.master.num_flows :]:
+            for column in columns[-self.master.num_flows :]:
                 used += column.load * even
             prices = even * np.exp(STEEP * used / max(float(used.max(initial=0.0)), 1e-300))
-            found += self.grown(prices, (0.0,), self.network.num_ranks)
-        return found
+            columns += self.grown(prices, (0.0,), self.network.num_ranks)
+        return columns
 
     def within(self, max_depth: int, rounds: int, useful: float) -> Packing | None:
-        """Return a fast packing of trees of at most `max_depth` hops, or None: if a root has no
-        such tree, or if it seems to take more than `useful` seconds per byte.
+        """Return a fast packing of trees of at most `max_depth` hops, or None if a root has no such
+        tree or it seems to take more than `useful` seconds per byte.
         """
         grown = self.grown(self.prices, WEIGHTS, max_depth)
         if self.master.bound(self._least(grown)) > useful:
-            return None  # at prices that prove the bound, such trees are too dear
+            return None  # such trees are too expensive at the prices that prove the bound
         for column in grown:
             self.columns.setdefault(column.key, column)
         answer: Answer | None = None
@@ -309,15 +320,15 @@ class TreeProblem:
         return self.packing(columns[: len(answer.weights)], answer)
 
     def _least(self, columns: Sequence[Column]) -> Floats:
-        """Return the cost of the cheapest of these columns of every flow."""
-        least = np.full(self.master.num_flows, np.inf)
+        """Return the cost of the cheapest of these columns for every flow."""
+        minimum = np.full(self.master.num_flows, np.inf)
         if columns:
             costs = np.array([column.load for column in columns]) @ self.prices
-            np.minimum.at(least, [column.flow for column in columns], costs)
-        return least
+            np.minimum.at(minimum, [column.flow for column in columns], costs)
+        return minimum
 
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
-        """Return the answer with few trees, as parts over the whole symmetry."""
+        """Return the answer with few trees, as parts over the entire symmetry group."""
         columns, answer = self._trimmed(columns, answer)
         used = [
             (column, float(weight))
@@ -332,31 +343,35 @@ class TreeProblem:
         )
 
     def filled(self, s_per_byte: float, depth: int) -> float:
-        """Seconds per byte with the filling of pipelines: if each edge has its part of all messages
-        one after the other, a hop takes as long as one of them.
+        """Return seconds per byte including pipeline fill.
+
+        If each edge carries its share of all messages one after the other, a hop takes as long as
+        one message.
         """
         per_edge = self.most_chunks * (self.network.num_ranks - 1) / self.network.num_edges
-        return s_per_byte * (1 + depth * len(self.ways) / max(per_edge, 1.0))
+        return s_per_byte * (1 + depth * len(self.directions) / max(per_edge, 1.0))
 
     def _trimmed(self, columns: Sequence[Column], answer: Answer) -> tuple[list[Column], Answer]:
-        """Without trees that carry little, if this costs next to nothing."""
-        for least in DROPPED:
-            kept = self._strong(columns, answer.weights, least)
-            if len(kept) < np.count_nonzero(answer.weights) and self._covers(kept):
-                again = self.master.solve(kept)
+        """Return the columns and answer without trees that carry little, if that costs next to
+        nothing.
+        """
+        for threshold in DROPPED:
+            strong = self._strong(columns, answer.weights, threshold)
+            if len(strong) < np.count_nonzero(answer.weights) and self._covers(strong):
+                again = self.master.solve(strong)
                 if again.time <= answer.time * (1 + SLACK):
-                    return kept, again
+                    return strong, again
         return list(columns), answer
 
-    def _strong(self, columns: Sequence[Column], weights: Floats, least: float) -> list[Column]:
-        """Return the columns that carry much of their flow, or of everything."""
-        most = np.zeros(self.master.num_flows)
-        np.maximum.at(most, [column.flow for column in columns], weights)
+    def _strong(self, columns: Sequence[Column], weights: Floats, threshold: float) -> list[Column]:
+        """Return the columns that carry much of their flow or of all data."""
+        heaviest = np.zeros(self.master.num_flows)
+        np.maximum.at(heaviest, [column.flow for column in columns], weights)
         fixed = self.demand.shares is not None
         return [
             column
             for column, weight in zip(columns, weights, strict=True)
-            if weight >= least * (most[column.flow] if fixed else 1.0) and weight > 0
+            if weight >= threshold * (heaviest[column.flow] if fixed else 1.0) and weight > 0
         ]
 
     def _covers(self, columns: Sequence[Column]) -> bool:
@@ -366,11 +381,12 @@ class TreeProblem:
         return any({2 * i, 2 * i + 1} <= flows for i in range(len(self.roots)))
 
     def _paired(self, used: Sequence[tuple[Column, float]]) -> list[Part]:
-        """Trees into a root joined with trees out of it, each with as much data."""
+        """Return trees into a root joined with trees out of it that carry equally much data."""
         parts = []
         for root in self.roots:
             sides = [
-                [(c.way, w) for c, w in used if c.flow == self.flow(root, way)] for way in self.ways
+                [(c.path, w) for c, w in used if c.flow == self.flow(root, direction)]
+                for direction in self.directions
             ]
             ends = [accumulate((weight for _, weight in side), initial=0.0) for side in sides]
             cuts = sorted({round(end, 12) for side in ends for end in side})
@@ -378,14 +394,21 @@ class TreeProblem:
                 if high - low < 1e-9:
                     continue
                 trees = [_at(side, (low + high) / 2) for side in sides]
-                by_way = dict(zip(self.ways, trees, strict=True))
+                by_direction = dict(zip(self.directions, trees, strict=True))
                 parts.append(
-                    Part(weight=high - low, root=root, inward=by_way.get(0), outward=by_way.get(1))
+                    Part(
+                        weight=high - low,
+                        root=root,
+                        inward=by_direction.get(0),
+                        outward=by_direction.get(1),
+                    )
                 )
         return parts
 
     def _copies(self, part: Part) -> Iterable[Part]:
-        """Return the part once for each permutation of the symmetry, with as much less data."""
+        """Yield the part once for each permutation of the symmetry, with its data divided among
+        them.
+        """
         for turn in self.symmetry.elements:
             yield Part(
                 weight=part.weight / self.symmetry.order,
@@ -398,34 +421,34 @@ class TreeProblem:
 def _at(side: Sequence[tuple[Ints, float]], position: float) -> Ints:
     """Return the tree that carries the data at a position."""
     end = 0.0
-    for way, weight in side:
+    for tree, weight in side:
         end += weight
         if position < end:
-            return way
+            return tree
     return side[-1][0]
 
 
 def _turned(parent: Ints | None, turn: Ints) -> Ints | None:
     if parent is None:
         return None
-    found = np.full(len(parent), -1, dtype=np.int64)
-    found[turn] = np.where(parent >= 0, turn[parent], -1)
-    return found
+    turned = np.full(len(parent), -1, dtype=np.int64)
+    turned[turn] = np.where(parent >= 0, turn[parent], -1)
+    return turned
 
 
 def load_time(network: Network, parts: Iterable[Part]) -> float:
-    """Seconds per byte of the busiest resource."""
+    """Return the seconds per byte of the busiest resource."""
     load = np.zeros(len(network.resources))
     for part in parts:
-        for way, parent in ((0, part.inward), (1, part.outward)):
+        for direction, parent in ((0, part.inward), (1, part.outward)):
             if parent is not None:
                 rank = np.flatnonzero(parent >= 0)
-                ends = (rank, parent[rank]) if way == 0 else (parent[rank], rank)
+                ends = (rank, parent[rank]) if direction == 0 else (parent[rank], rank)
                 load += part.weight * network.loads(network.edge[ends])
     return float((load / network.capacity).max(initial=0.0)) if len(load) else 0.0
 
 
 def deepest(parts: Iterable[Part]) -> int:
-    """Return the most hops of a tree."""
+    """Return the largest number of hops of any tree."""
     trees = [tree for part in parts for tree in (part.inward, part.outward) if tree is not None]
     return max((int(depths(tree).max(initial=0)) for tree in trees), default=0)

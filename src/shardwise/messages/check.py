@@ -1,9 +1,10 @@
-"""That a program is right, without any numbers.
+"""Check symbolically that a message program is correct.
 
-Checked: chunks cover the data, each element once; every rank ends with what it must, every
-contribution in it exactly once; the sums of all ranks are added in the same order, so that their
-bits are equal; nobody waits for ever with `window` messages under way on each edge; how much
-memory messages need beside the data.
+Chunks must cover the data, each element once. Every rank must end with its result, which contains
+every contribution exactly once. All ranks must add in the same order, so that their results are
+bitwise equal. Nobody may wait forever with `window` messages in flight on each edge. A
+`ProgramError` names the rank and instruction; the `Facts` of a correct program include the memory
+that messages need besides the data.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 from shardwise.errors import ProgramError
 from shardwise.messages.program import Instruction, MessageProgram
 
-# Running a program without processes, over any kind of values.
+# Run a message program in one process over any kind of values.
 #
-# Every rank runs its list in order and waits where it must; in which order ranks take their turns
-# changes nothing, because each message has one sender, one receiver and a fixed place in both
-# lists. So if one order blocks, all do.
+# Every rank runs its list in order and waits where it must. The order in which ranks take turns
+# does not matter, because each message has one sender, one receiver and a fixed place in both
+# lists: if one order blocks, all do.
 
 
 V = TypeVar("V")
@@ -31,7 +32,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played(Generic[V]):
-    """What each rank holds at the end; the most elements that it held for others meanwhile."""
+    """The values of each rank at the end, and the most elements that it stored for others
+    meanwhile.
+    """
 
     values: tuple[dict[int, V], ...]
     most_passing: int
@@ -50,15 +53,15 @@ class _Run(Generic[V]):
         self.most_passing = 0
 
     def play(self) -> Played[V]:
-        """Until all lists are done, or nobody can go on."""
+        """Run until all lists are done or no rank can continue."""
         ready = deque(range(self.program.num_ranks))
         waiting = [True] * self.program.num_ranks
         while ready:
             rank = ready.popleft()
             waiting[rank] = False
-            mine = self.program.instructions[rank]
-            while self.at[rank] < len(mine) and self.step(rank, mine[self.at[rank]]):
-                peer = mine[self.at[rank]].peer
+            steps = self.program.instructions[rank]
+            while self.at[rank] < len(steps) and self.step(rank, steps[self.at[rank]]):
+                peer = steps[self.at[rank]].peer
                 self.at[rank] += 1
                 if not waiting[peer]:
                     waiting[peer] = True
@@ -72,7 +75,9 @@ class _Run(Generic[V]):
         return Played(values=tuple(self.values), most_passing=self.most_passing)
 
     def _stuck(self, stuck: list[int]) -> ProgramError:
-        """Of ranks that cannot go on: one whose peer has no answer left, or all of them."""
+        """Return the error for ranks that cannot continue: one whose peer never answers, or all of
+        them.
+        """
         lists = self.program.instructions
         places = {r: f"rank {r}, instruction {self.at[r]}: {lists[r][self.at[r]]}" for r in stuck}
         for rank, place in places.items():
@@ -89,19 +94,19 @@ class _Run(Generic[V]):
         )
 
     def step(self, rank: int, step: Instruction) -> bool:
-        """Whether the instruction could be done now; it is, then."""
+        """Execute the next instruction if possible; return whether it was."""
         edge = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
         queue = self.under_way.setdefault(edge, deque())
         where = f"rank {rank}, instruction {self.at[rank]}: {step}"
-        mine = self.values[rank]
+        local = self.values[rank]
         chunks = range(step.first, step.stop)
         if step.kind == "send":
             if len(queue) >= self.program.window:
                 return False
             for chunk in chunks:
-                if chunk not in mine:
-                    raise ProgramError(f"chunk {chunk} is sent before it is there", where=where)
-            queue.append((step, [mine[chunk] for chunk in chunks]))
+                if chunk not in local:
+                    raise ProgramError(f"chunk {chunk} is sent before it arrives", where=where)
+            queue.append((step, [local[chunk] for chunk in chunks]))
             self._passed_on(rank, chunks)
             return True
         if not queue:
@@ -111,20 +116,20 @@ class _Run(Generic[V]):
             raise ProgramError(f"rank {step.peer} sends {sent}", where=where)
         for chunk, value in zip(chunks, values, strict=True):
             if step.kind == "reduce":
-                if chunk not in mine:
+                if chunk not in local:
                     raise ProgramError(f"chunk {chunk} is added to nothing", where=where)
                 try:
-                    value = self.add(mine[chunk], value)
+                    value = self.add(local[chunk], value)
                 except ValueError as error:
                     raise ProgramError(f"chunk {chunk}: {error}", where=where) from None
             elif chunk not in self.own[rank] | self.keeps[rank]:
                 self.passing[rank] += self.program.chunks[chunk].size
                 self.most_passing = max(self.most_passing, self.passing[rank])
-            mine[chunk] = value
+            local[chunk] = value
         return True
 
     def _passed_on(self, rank: int, chunks: range) -> None:
-        """What a rank neither brought nor keeps leaves it when it is sent."""
+        """Drop chunks that a rank neither contributed nor keeps once they are sent."""
         if self.program.operation != "all_to_all":
             return
         for chunk in chunks:
@@ -136,17 +141,17 @@ class _Run(Generic[V]):
 def play(
     program: MessageProgram, values: list[dict[int, V]], add: Callable[[V, V], V]
 ) -> Played[V]:
-    """Run the program on `values[rank][chunk]`; a `ValueError` of `add` says what is wrong."""
+    """Run the program on `values[rank][chunk]`; a `ValueError` from `add` names the mistake."""
     return _Run(program, [dict(mine) for mine in values], add).play()
 
 
-Term = tuple[int, int]  # whose contributions, as bits; a number for the order of their sum
+Term = tuple[int, int]  # contributing ranks as bits; an id of the order of summation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a right program uses: `scratch_elements` of a rank for messages that are received
-    but not yet added or passed on.
+    """Resources of a correct program; `scratch_elements` holds received messages not yet added or
+    forwarded.
     """
 
     num_messages: int
@@ -156,19 +161,19 @@ class Facts:
 
 
 def check(program: MessageProgram) -> Facts:
-    """Return the facts of a program that does what its operation says."""
+    """Return the facts of a program after checking that it computes its operation."""
     _check_cover(program)
     numbers: dict[tuple[int, ...], int] = {}
 
     def number(*key: int) -> int:
         return numbers.setdefault(key, len(numbers))
 
-    def add(mine: Term, theirs: Term) -> Term:
-        both = mine[0] & theirs[0]
+    def add(left: Term, right: Term) -> Term:
+        both = left[0] & right[0]
         if both:
             raise ValueError(f"the part of rank {both.bit_length() - 1} is added twice")
-        # a + b and b + a have the same bits; (a + b) + c and a + (b + c) have not.
-        return mine[0] | theirs[0], number(*sorted((mine[1], theirs[1])))
+        # a + b equals b + a bitwise, but (a + b) + c may differ from a + (b + c).
+        return left[0] | right[0], number(*sorted((left[1], right[1])))
 
     start = [
         {chunk: (1 << rank, number(rank)) for chunk in program.begins_with(rank)}
@@ -180,7 +185,9 @@ def check(program: MessageProgram) -> Facts:
 
 
 def _check_cover(program: MessageProgram) -> None:
-    """Every element is in exactly one chunk; of an all-to-all, for every pair of ranks."""
+    """Raise unless every element is in exactly one chunk; in an all-to-all, for every pair of
+    ranks.
+    """
     if program.operation == "all_to_all":
         for a in range(program.num_ranks):
             ranges = [chunk[:2] for chunk in program.chunks if chunk.source == a]
@@ -212,31 +219,31 @@ def _check_results(program: MessageProgram, values: tuple[dict[int, Term], ...])
     everyone = (1 << program.num_ranks) - 1
     seen: dict[int, tuple[int, int]] = {}
     owner = {c: r for r in range(program.num_ranks) for c in program.begins_with(r)}
-    for rank, mine in enumerate(values):
+    for rank, chunks_of_rank in enumerate(values):
         for chunk in program.ends_with(rank):
             if not program.chunks[chunk].size:
                 continue
-            if chunk not in mine:
+            if chunk not in chunks_of_rank:
                 raise ProgramError(f"rank {rank} never gets chunk {chunk}")
-            held, order = mine[chunk]
+            contributions, order = chunks_of_rank[chunk]
             needed = everyone if sums else 1 << owner[chunk]
-            if held != needed:
-                lost = (needed & ~held).bit_length() - 1
+            if contributions != needed:
+                lost = (needed & ~contributions).bit_length() - 1
                 raise ProgramError(f"rank {rank}'s chunk {chunk} lacks the part of rank {lost}")
             first, known = seen.setdefault(chunk, (rank, order))
             if known != order:
                 raise ProgramError(
                     f"chunk {chunk} is added in different orders on ranks {first} and {rank}: "
-                    "their bits may differ"
+                    "their results may differ bitwise"
                 )
 
 
 def _facts(program: MessageProgram, most_passing: int) -> Facts:
     sent, scratch, largest = [], 0, 0
-    for mine in program.instructions:
+    for steps in program.instructions:
         sizes: dict[int, int] = {}
         total = 0
-        for step in mine:
+        for step in steps:
             size = sum(program.chunks[c].size for c in range(step.first, step.stop))
             if step.kind == "send":
                 total += size
@@ -253,24 +260,26 @@ def _facts(program: MessageProgram, most_passing: int) -> Facts:
     )
 
 
-# Running a program on arrays in one process, for tests.
+# Run a message program on arrays in one process, for tests: every rank's input to every rank's
+# result, None for a rank that has no result.
 
 
 Array = NDArray[Any]
 
 
 def interpret(program: MessageProgram, inputs: Sequence[Array]) -> list[Array | None]:
-    """What each rank would have.
+    """Return the result of each rank.
 
-    An input is flat: the whole data, but of an all-gather the rank's own elements. Of a
-    broadcast, only the root's is looked at.
+    An input is flat: all data, or for an all-gather the rank's own elements. For a broadcast, only
+    the root's input is used.
     """
     if len(inputs) != program.num_ranks:
         raise ProgramError(f"{len(inputs)} inputs for {program.num_ranks} ranks")
     start = [_cut(program, rank, array) for rank, array in enumerate(inputs)]
     played = play(program, start, np.add)
     return [
-        _joined(program, rank, mine, inputs[rank].dtype) for rank, mine in enumerate(played.values)
+        _joined(program, rank, chunks, inputs[rank].dtype)
+        for rank, chunks in enumerate(played.values)
     ]
 
 
@@ -285,7 +294,9 @@ def _cut(program: MessageProgram, rank: int, array: Array) -> dict[int, Array]:
     }
 
 
-def _joined(program: MessageProgram, rank: int, mine: dict[int, Array], dtype: Any) -> Array | None:
+def _joined(
+    program: MessageProgram, rank: int, chunks: dict[int, Array], dtype: Any
+) -> Array | None:
     wanted = program.ends_with(rank)
     if program.operation == "reduce" and rank != program.root:
         return None
@@ -299,5 +310,5 @@ def _joined(program: MessageProgram, rank: int, mine: dict[int, Array], dtype: A
         chunk = program.chunks[number]
         at = (chunk.place if program.operation == "all_to_all" else chunk.start) - first
         if chunk.size:
-            result[at : at + chunk.size] = mine[number]
+            result[at : at + chunk.size] = chunks[number]
     return result

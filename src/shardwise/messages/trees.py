@@ -136,20 +136,18 @@ def _check_tree(tree: Tree, number: int, count: int) -> None:
                 raise PlanError(f"{where}: rank {rank} does not lead to the root {tree.root}")
 
 
-# Pictures of a program's trees, as text and as SVG.
-#
-# Chunks that travel the same way are one picture: arrows of `reduce` lead sums inwards, those of
-# `receive` lead copies outwards.
+# Draw the trees of a program as text and as SVG. Chunks that take the same path share a picture:
+# `reduce` arrows carry sums inward, `receive` arrows copies outward.
 
 
 Edge = tuple[int, int]
-SIDE, CIRCLE, DOT, GAP = 220, 78, 12, 14  # of a picture, in pixels
+SIDE, CIRCLE, DOT, GAP = 220, 78, 12, 14  # in pixels
 COLORS = {"sums": "#b3541e", "copies": "#1f5f8b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Travel:
-    """The edges of chunks that travel alike, in the order of their first messages."""
+    """The edges of chunks that take the same path, in the order of their first messages."""
 
     chunks: tuple[int, ...]
     elements: int
@@ -158,20 +156,20 @@ class Travel:
 
 
 def travels(program: MessageProgram) -> list[Travel]:
-    """Return the ways of all chunks, those with the most elements first."""
+    """Return the paths of all chunks, those with the most elements first."""
     sums: dict[int, list[Edge]] = {}
     copies: dict[int, list[Edge]] = {}
-    for rank, mine in enumerate(program.instructions):
-        for step in mine:
+    for rank, steps in enumerate(program.instructions):
+        for step in steps:
             if step.kind != "send":
-                found = sums if step.kind == "reduce" else copies
+                edges_of_kind = sums if step.kind == "reduce" else copies
                 for chunk in range(step.first, step.stop):
-                    found.setdefault(chunk, []).append((step.peer, rank))
-    alike: dict[tuple[tuple[Edge, ...], tuple[Edge, ...]], list[int]] = {}
+                    edges_of_kind.setdefault(chunk, []).append((step.peer, rank))
+    same_path: dict[tuple[tuple[Edge, ...], tuple[Edge, ...]], list[int]] = {}
     for chunk in range(len(program.chunks)):
         key = (tuple(sorted(sums.get(chunk, ()))), tuple(sorted(copies.get(chunk, ()))))
         if key != ((), ()):
-            alike.setdefault(key, []).append(chunk)
+            same_path.setdefault(key, []).append(chunk)
     found_travels = [
         Travel(
             chunks=tuple(chunks),
@@ -179,16 +177,16 @@ def travels(program: MessageProgram) -> list[Travel]:
             sums=inward,
             copies=outward,
         )
-        for (inward, outward), chunks in alike.items()
+        for (inward, outward), chunks in same_path.items()
     ]
     return sorted(found_travels, key=lambda travel: -travel.elements)
 
 
 def trees_text(program: MessageProgram, most: int = 16) -> str:
-    """Return the ways as trees of ranks, at most so many of them."""
-    found = travels(program)
+    """Return the paths as trees of ranks, at most `most` of them."""
+    paths = travels(program)
     lines = []
-    for travel in found[:most]:
+    for travel in paths[:most]:
         share = travel.elements / max(program.numel, 1)
         lines.append(f"{share:.1%} of the elements, {len(travel.chunks)} chunks")
         for what, edges, towards in (
@@ -197,18 +195,18 @@ def trees_text(program: MessageProgram, most: int = 16) -> str:
         ):
             if edges and not _roots(edges):
                 pairs = sorted({(min(edge), max(edge)) for edge in edges})
-                told = ", ".join(f"{a} and {b}" for a, b in pairs)
-                lines.append(f"  {what.partition(',')[0]}, exchanged between {told}")
+                exchanged = ", ".join(f"{a} and {b}" for a, b in pairs)
+                lines.append(f"  {what.partition(',')[0]}, exchanged between {exchanged}")
             for root in _roots(edges):
                 lines.append(f"  {what} rank {root}")
                 lines += [f"    {line}" for line in _branches(root, edges, towards, "", set())]
-    if len(found) > most:
-        lines.append(f"and {len(found) - most} more ways")
+    if len(paths) > most:
+        lines.append(f"and {len(paths) - most} more paths")
     return "\n".join(lines)
 
 
 def _roots(edges: list[Edge]) -> list[int]:
-    """Ranks above all others; none where ranks exchange, as in recursive doubling."""
+    """Return ranks that have no parent; empty where ranks exchange, as in recursive doubling."""
     return sorted({a for a, _ in edges} - {b for _, b in edges})
 
 
@@ -225,10 +223,10 @@ def _branches(
 
 
 def svg(program: MessageProgram, most: int = 16) -> str:
-    """Return the ways as arrows between ranks on circles."""
-    found = travels(program)[:most]
-    columns = max(1, min(4, len(found)))
-    rows = -(-len(found) // columns)
+    """Return the paths as arrows between ranks on circles."""
+    paths = travels(program)[:most]
+    columns = max(1, min(4, len(paths)))
+    rows = -(-len(paths) // columns)
     width, height = columns * (SIDE + GAP) + GAP, rows * (SIDE + 2 * GAP) + GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -242,7 +240,7 @@ def svg(program: MessageProgram, most: int = 16) -> str:
         "</defs>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for number, travel in enumerate(found):
+    for number, travel in enumerate(paths):
         x = GAP + (number % columns) * (SIDE + GAP)
         y = GAP + (number // columns) * (SIDE + 2 * GAP)
         parts += _drawing(program, travel, x + SIDE / 2, y + SIDE / 2)
@@ -261,7 +259,7 @@ def _drawing(program: MessageProgram, travel: Travel, x: float, y: float) -> Ite
             (x0, y0), (x1, y1) = place(a), place(b)
             length = max(math.hypot(x1 - x0, y1 - y0), 1.0)
             dx, dy = (x1 - x0) / length, (y1 - y0) / length
-            # Aside of the straight line, so that both ways between two ranks can be told apart.
+            # Beside the straight line, so that both directions between two ranks are visible.
             ox, oy = -dy * 3, dx * 3
             yield (
                 f'<line x1="{x0 + dx * DOT + ox:.1f}" y1="{y0 + dy * DOT + oy:.1f}" '

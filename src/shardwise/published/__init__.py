@@ -1,7 +1,5 @@
-"""Predictions of published measurements: how far the cost model can be trusted.
-
-Enters: a CSV file of configurations measured by others. Leaves: an `Outcome` for every row and a
-`Summary` of the errors.
+"""Predict published measurements to show how far the cost model can be trusted: an `Outcome` for
+every row of a CSV file, and a `Summary` of the errors.
 """
 
 from shardwise.published.predict import predict_entry, predict_file

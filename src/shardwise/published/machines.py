@@ -1,4 +1,6 @@
-"""The machines that a row names."""
+"""Build the cluster of a row from its device label and a description of its links, such as
+"8x400Gb/s IB per node".
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from shardwise.ir import Graph
 from shardwise.published.rows import Row, Unusable, is_empty, is_unsaid
 from shardwise.simulation.workload import FORWARD, WEIGHT, Launch, NodeCollective, Workload
 
-# Devices of a node that wires connect pair by pair, without a switch.
+# Model devices of a node that are linked pair by pair without a switch: how many links carry what a
+# group's rings send out of each device. Few devices of a cube mesh share few links.
 
 
 # NVLinks between V100s of a DGX-1, p3.16xlarge or p3dn.24xlarge, a hybrid cube mesh: `nvidia-smi
@@ -36,24 +39,24 @@ CUBE_MESH = (
     (0, 0, 1, 0, 1, 2, 0, 2),
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
-WIRES = 6  # of each device
+WIRES = 6  # per device
 WIRE_BYTES_PER_S = 25e9  # NVLink 2, one way
-# PCIe 3.0 x16 carries 12 GB/s (the preset's host_bytes_per_s): where no wire leads.
+# PCIe 3.0 x16 carries 12 GB/s (the preset's host_bytes_per_s), used where there is no link.
 _HOST_WIRES = 12 / 25
 
 
 def slowest(groups: Iterable[tuple[int, ...]]) -> float:
-    """Return the fewest wires that any of the groups has; devices are counted from 0 in
-    their node.
+    """Return the smallest number of links of any group;
+    devices are counted from 0 in their node.
     """
     return min((ring_wires(tuple(sorted(group))) for group in groups), default=float(WIRES))
 
 
 @lru_cache(maxsize=512)
 def ring_wires(devices: tuple[int, ...]) -> float:
-    """Wires out of each device that rings through all `devices` use at once.
+    """Return the links out of each device that rings through all `devices` use at once.
 
-    A ring runs both ways; between two devices, every wire is one.
+    A ring runs in both directions; between two devices, every link is a ring.
 
     >>> [ring_wires(tuple(range(n))) for n in (2, 4, 8)], ring_wires((0, 2, 4, 6))
     ([1, 4, 6], 2)
@@ -61,17 +64,17 @@ def ring_wires(devices: tuple[int, ...]) -> float:
     first, *rest = devices
     if len(devices) == 2:
         return CUBE_MESH[first][rest[0]] or _HOST_WIRES
-    found = (
+    orders = (
         (first, *order, first)
         for order in permutations(rest)
-        if order[0] < order[-1]  # each ring once, not its reverse too
+        if order[0] < order[-1]  # each ring once, not also reversed
     )
-    rings = [ring for ring in found if all(CUBE_MESH[a][b] for a, b in pairwise(ring))]
+    rings = [ring for ring in orders if all(CUBE_MESH[a][b] for a, b in pairwise(ring))]
     return 2 * _most(rings, {}) or _HOST_WIRES
 
 
 def _most(rings: list[tuple[int, ...]], used: dict[frozenset[int], int]) -> int:
-    """How many of the rings run at once, each on wires of its own."""
+    """Return how many of the rings can run at once, each on its own links."""
     best = 0
     for at, ring in enumerate(rings):
         edges = [frozenset(pair) for pair in pairwise(ring)]
@@ -83,24 +86,25 @@ def _most(rings: list[tuple[int, ...]], used: dict[frozenset[int], int]) -> int:
     return best
 
 
-# What training steps reach of a device's rates.
+# Fractions of a device's rates that training steps reach, by kind of device.
 #
-# Presets hold the best rates that others have measured of single operators; a step of a published
-# stack reaches a part of them: its operators are not the best ones of their kind, clocks fall under
-# load, and a model has operators that no table of dims tells. These factors are all that is fitted
-# (`benchmarks/calibrate.py`).
+# Presets hold the best rates measured for single operators. A step of a published stack reaches
+# only a fraction of them: its operators are not the best of their kind, clocks drop under load, and
+# a model has operators that a table of its dims does not reveal. These factors are all that is
+# fitted (`benchmarks/calibrate.py`).
 
 
-# What a step loses by each doubling of the nodes: all ranks wait for the slowest.
+# Loss of a step per doubling of the nodes: all ranks wait for the slowest.
 WAITING = 0.003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Parts of a preset's rates: of products, of fused attention, of memory, of links in a node.
+    """Fractions of a preset's rates: matrix products, fused attention, memory, and links within a
+    node.
 
-    `overlap_loss` is what computing loses of the time in which messages travel: they share memory
-    and multiprocessors. With 1, nothing is hidden.
+    `overlap_loss` is the fraction of communication time that compute loses, because both share
+    memory and multiprocessors. With 1, nothing is hidden.
     """
 
     matmul: float
@@ -110,7 +114,7 @@ class Reached:
     overlap_loss: float = 0.5
 
     def times(self, matmul: float, memory: float) -> Reached:
-        """What is reached of the same rates by a device with such parts of them."""
+        """Return the fractions reached by a device that has these fractions of the same rates."""
         attention = self.attention * matmul
         return replace(
             self, matmul=self.matmul * matmul, attention=attention, memory=self.memory * memory
@@ -149,7 +153,7 @@ REACHED = {
 
 
 def waiting(nodes: int) -> float:
-    """How many times longer a step takes on so many nodes, by waiting for the slowest."""
+    """Return the factor by which waiting for the slowest of `nodes` nodes prolongs a step."""
     return 1.0 + WAITING * math.log2(nodes)
 
 
@@ -161,11 +165,12 @@ def _times(curve: Curve, factor: float) -> Curve:
     return Curve(tuple((size, rate * factor) for size, rate in curve.points))
 
 
-# Devices by the labels that tables give them.
+# Map device labels of published tables, such as "H100-80GB (DGX-H100)" or "a100-sxm4-80gb", to
+# presets, the fractions of their rates that steps reach, and differences of the labelled variant.
 
 
 PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
-# A label's figures of memory that mean the preset's: GB and GiB, and what error correction takes.
+# Memory figures in labels that mean the preset's: GB, GiB, and less what error correction takes.
 _SAME_MEMORY = 0.06
 
 # Name in a label -> preset, and the entry of `REACHED` for it; most specific first. DGX-A100 was
@@ -190,7 +195,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*-?\s*G(?:i?B)?\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A device that differs from its preset: parts of its rates, other links or memory."""
+    """A device that differs from its preset in rates, links or memory."""
 
     matmul: float = 1.0
     memory: float = 1.0
@@ -200,7 +205,7 @@ class Variant:
 
 _SAME = Variant()
 # From the vendor's data sheets, and shared/data/hardware_facts.csv for H100 with HBM2e; the first
-# that a label matches.
+# match wins.
 _VARIANTS = (
     # 756 of 989 TFLOP/s, 2.0 of 3.35 TB/s; PCIe 5.0
     (r"H100.*PCI|PCI.*H100", Variant(matmul=0.76, memory=0.6, link_bytes_per_s=50e9)),
@@ -215,7 +220,9 @@ _VARIANTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A preset by name, what steps reach of it, and how the device differs from it."""
+    """A preset by name, the fractions that steps reach of it,
+    and how the device differs from it.
+    """
 
     preset: str
     name: str
@@ -229,11 +236,11 @@ class Kind:
 
     @property
     def reached(self) -> Reached:
-        """What steps reach of the preset's rates."""
+        """The fractions that steps reach of the preset's rates."""
         return REACHED[self.name]
 
     def memory_bytes(self, usual: int) -> int:
-        """Return the device's memory, where `usual` is the preset's."""
+        """Return the device's memory; `usual` is the preset's."""
         labelled = None if self.memory_gib is None else round(self.memory_gib * GIB)
         if labelled is not None and abs(labelled / usual - 1) > _SAME_MEMORY:
             return labelled
@@ -248,30 +255,33 @@ def read_device(label: str) -> Kind:
     >>> kind.preset, kind.name
     ('h100', 'dgx')
     """
-    variant = next((found for pattern, found in _VARIANTS if _has(label, pattern)), _SAME)
+    variant = next((match for pattern, match in _VARIANTS if _has(label, pattern)), _SAME)
     for pattern, preset, name in _LABELS:
         if _has(label, pattern):
             sizes = [float(size) for size in _MEMORY.findall(label)]
             memory_gib = next((size for size in sizes if size > 0), None)
             return Kind(preset=preset, name=name, variant=variant, memory_gib=memory_gib)
     known = "V100, A100, A800, H100, H800, H200, B200, B300, GB200, GB300, MI300X"
-    raise Unusable(f"unknown device {label!r}; known are {known}")
+    raise Unusable(f"unknown device {label!r}; known devices: {known}")
 
 
 def _has(label: str, pattern: str) -> bool:
-    """Whether a name is in the label, not as a part of another name or number: "DGXB200"."""
+    """Return whether the label contains a name, not as part of another name or number (as
+    "DGXB200").
+    """
     before = "(?:(?<![A-Z0-9])|(?<=DGX)|(?<=HGX))"
     return re.search(rf"{before}(?:{pattern})(?![0-9])", label.upper()) is not None
 
 
-# What a stack that computes products in float8 does differently.
+# Transform the work of a bfloat16 model into that of a stack that computes products in float8.
 #
-# Norms write float8 themselves, and what is gathered is converted before. The last product and all
-# sums stay wide.
+# As in Transformer Engine on Hopper, every operand of a layer's products is converted, and copied
+# once more in transposed form for the weight gradient. Norms write float8 directly, and operands
+# are converted before they are gathered. The last product and all sums keep the wide dtype.
 
 
 FLOAT8 = "float8_e4m3fn"
-# Of an element: read in bfloat16 and written twice; or read in float8 and written once.
+# Bytes per element: read in bfloat16 and written twice; or read in float8 and written once.
 _CONVERTED_BYTES = 2 + 1 + 1
 _COPIED_BYTES = 1 + 1
 
@@ -281,7 +291,7 @@ class Float8:
 
     def __init__(self, graph: Graph, blocks: tuple[str, ...], gathered: int | None) -> None:
         self.graph, self.blocks = graph, blocks
-        self.gathered = gathered  # columns of gradients that are gathered, if any are
+        self.gathered = gathered  # gathered columns of gradients, if any
         self.norms = {node.name for node in graph.nodes if "norm" in node.op}
 
     def change(self, work: Workload) -> Workload:
@@ -306,10 +316,12 @@ class Float8:
         yield replace(launch, kernel=replace(kernel, dtype=FLOAT8, bytes=moved))
 
     def _converted_bytes(self, launch: Launch, converted: set[str]) -> int:
-        """What is read and written before the product; its weight is converted once a step."""
+        """Return the bytes read and written before the product; its weight is converted once a
+        step.
+        """
         _, rows, _, columns = launch.kernel.shape
         if launch.phase == WEIGHT:
-            return 0  # the other two have converted both
+            return 0  # the other two products have converted both operands
         if launch.phase != FORWARD:
             only_copied = columns == self.gathered
         else:
@@ -334,13 +346,13 @@ def _conversion(product: Kernel, num_bytes: int) -> Kernel:
 
 
 def _talk(talk: NodeCollective) -> NodeCollective:
-    """Operands travel in float8; sums in the type of the model."""
+    """Return a collective whose operands travel in float8 and whose sums keep the model's dtype."""
     return replace(talk, num_bytes=talk.num_bytes / 2) if talk.op == "all_gather" else talk
 
 
 _GB = 1e9
 
-# Network of a whole instance, in Gbit/s (aws.amazon.com/ec2/instance-types).
+# Network of an entire instance, in Gbit/s (aws.amazon.com/ec2/instance-types).
 _INSTANCES_GBIT = {
     "p3.8xlarge": 10,
     "p3.16xlarge": 25,
@@ -358,12 +370,12 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
 # Machines of V100s without a switch.
 _CUBES = re.compile(r"p3\.(8|16)xlarge|p3dn\.24xlarge|dgx-1\b", re.IGNORECASE)
 _IN_A_NODE = re.compile(r"nvlink|nvswitch|pcie|dgx|single[\s-]*node|intra", re.IGNORECASE)
-_CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests over the wires', 8 ranks
+_CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests relative to the links', 8 ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A kind of device, and what a row's text says of links (None: as the preset has them)."""
+    """A kind of device and the links that a row describes (None: those of the preset)."""
 
     kind: Kind
     reached: Reached
@@ -373,7 +385,7 @@ class Machine:
 
 
 def read_machine(gpu: str, interconnect: str) -> Machine:
-    """Return the machine of a device label and a text about its links."""
+    """Return the machine described by a device label and a text about its links."""
     kind = read_device(gpu)
     text = "" if is_empty(interconnect) else interconnect
     node, device = _network(gpu, text)
@@ -387,7 +399,7 @@ def read_machine(gpu: str, interconnect: str) -> Machine:
 
 
 def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
-    """Return the row's machines: a preset, with what the row says otherwise."""
+    """Return the row's cluster: a preset with the row's deviations."""
     machine = read_machine(row.gpu, row.interconnect)
     if reached is not None:
         machine = replace(machine, reached=reached)
@@ -414,7 +426,7 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
 
 
 def preset_device(gpu: str) -> Device:
-    """Return the preset's device for a label, with the best rates that single operators reach."""
+    """Return the preset's device for a label, with the best rates of single operators."""
     return _preset_device(read_device(gpu).preset)
 
 
@@ -424,7 +436,9 @@ def _preset_device(name: str) -> Device:
 
 
 def _without_switch(cluster: Cluster, row: Row, reached: float) -> Cluster:
-    """Return a cube mesh: each of the row's groups has the wires between its own devices."""
+    """Return a cube mesh in which each of the row's groups has the links between its
+    own devices.
+    """
     (node,) = cluster.nodes
     if node.link is None or node.count > len(CUBE_MESH):
         return cluster
@@ -438,27 +452,31 @@ def _without_switch(cluster: Cluster, row: Row, reached: float) -> Cluster:
 
 
 def _factors(row: Row, per_node: int) -> Factors:
-    """How much longer collectives of groups in a node take than with all wires, by their size."""
+    """Return how much longer collectives of groups within a node take than with all
+    links, by size.
+    """
     grid = np.arange(row.gpus).reshape(row.pp, row.dp * row.cp, row.tp)
     fewest: dict[int, float] = {}
     for axis, size in enumerate(grid.shape):
         groups = np.moveaxis(grid, axis, -1).reshape(-1, size)
-        if axis == 0:  # stages only send to the next
+        if axis == 0:  # stages only send to the next one
             size = min(size, 2)
             groups = sliding_window_view(groups, size, axis=-1).reshape(-1, size)
         near = groups[groups[:, 0] // per_node == groups[:, -1] // per_node] % per_node
         if size > 1 and near.size:
             few = slowest(map(tuple, np.unique(near, axis=0).tolist()))
             fewest[size] = min(few, fewest.get(size, few))
-    found = tuple(
+    factors = tuple(
         Factor(ranks=size, bytes=Curve.constant(WIRES / few))
         for size, few in sorted(fewest.items())
     )
-    return tuple((operation, found) for operation in OPERATIONS) if found else ()
+    return tuple((operation, factors) for operation in OPERATIONS) if factors else ()
 
 
 def _changed(cluster: Cluster, machine: Machine) -> Cluster:
-    """With what training steps reach, and another memory or link where a row says so."""
+    """Return the cluster with rates that steps reach, and the row's memory or link if it states
+    one.
+    """
     (node,) = cluster.nodes
     variant, link = machine.kind.variant, node.link
     device = machine.reached.times(variant.matmul, variant.memory).on(node.device)
@@ -476,13 +494,13 @@ def _changed(cluster: Cluster, machine: Machine) -> Cluster:
     return replace(cluster, nodes=(node,), network=network)
 
 
-def _equal(nodes: int, most: int) -> int:
-    """How many nodes of each domain a run takes: equally many, as schedulers give them.
+def _equal(nodes: int, per_domain: int) -> int:
+    """Return how many nodes of each domain a run uses: equally many, as schedulers allocate them.
 
-    512 devices of racks of 72 are 8 times 64. Runs that leave half of a domain empty are none.
+    512 devices in racks of 72 are 8 times 64. Runs that leave half of a domain empty do not occur.
     """
-    equal = max((n for n in range(1, most + 1) if nodes % n == 0), default=most)
-    return equal if 2 * equal >= most or nodes <= most else most
+    equal = max((n for n in range(1, per_domain + 1) if nodes % n == 0), default=per_domain)
+    return equal if 2 * equal >= per_domain or nodes <= per_domain else per_domain
 
 
 def _link_of(link: Link, machine: Machine) -> Link:
@@ -492,10 +510,10 @@ def _link_of(link: Link, machine: Machine) -> Link:
 
 
 def _network(label: str, text: str) -> tuple[float | None, float | None]:
-    """Bytes per second of a node, and of each device, as far as the texts say.
+    """Return bytes per second of a node and of each device, as far as the texts state them.
 
-    "8x400Gb/s" counts a node's ports. One rate is a node's, unless the text says "per GPU" or is
-    about InfiniBand, whose ports are one per device.
+    "8x400Gb/s" counts a node's ports. A single rate is a node's, unless the text says "per GPU" or
+    describes InfiniBand, which has one port per device.
     """
     for instance, gbit in _INSTANCES_GBIT.items():
         if instance in f"{label} {text}".lower():
@@ -519,8 +537,7 @@ def _network(label: str, text: str) -> tuple[float | None, float | None]:
 
 
 def unread_links(text: str) -> str:
-    """Return the part of a text about links that says nothing, where no part says the network's
-    rate.
+    """Return the part of a text about links that is not understood, if no part states a rate.
 
     >>> unread_links("NVLink; carrier pigeon")
     'carrier pigeon'
@@ -532,17 +549,19 @@ def unread_links(text: str) -> str:
 
 
 def _rate(part: str) -> float | None:
-    """Return the bytes per second that a text names, by a figure or an InfiniBand generation."""
-    found = _RATE.search(part)
-    if found:
-        size, scale, unit = found.groups()
+    """Return the bytes per second stated in a text, as a number or an InfiniBand generation."""
+    match = _RATE.search(part)
+    if match:
+        size, scale, unit = match.groups()
         return float(size) * (1 if scale == "G" else 1000) * _GB / (8 if unit == "b" else 1)
     ports = [g for name, g in _PORTS_GBIT.items() if re.search(rf"\b{name}\b", part.upper())]
     return ports[0] / 8 * _GB if ports else None
 
 
 def _link(text: str) -> float | None:
-    """Bytes per second one way between devices of a node; NVLink is quoted for both ways."""
+    """Return bytes per second in one direction between devices of a node; NVLink is quoted for
+    both.
+    """
     for part in re.split(r"[;,]", text):
         low = part.lower()
         rate = _rate(part)

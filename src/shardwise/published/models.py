@@ -1,7 +1,8 @@
-"""A decoder-only transformer from its dims.
+"""Build a decoder-only transformer on meta tensors from its dims.
 
-Pre-norm; causal attention; either the GPT variant (layer norm, GELU,
-biases, learned positions) or the Llama variant (RMS norm, gated SiLU, rotary positions).
+`Shape` is the variant that has the row's number of parameters. Blocks are pre-norm with causal
+attention: either the GPT variant (layer norm, GELU, biases, learned positions) or the Llama variant
+(RMS norm, gated SiLU, rotary positions).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """How many parameters it has.
+        """The number of parameters.
 
         >>> gpt2 = Shape(layers=12, hidden=768, ffn_hidden=3072, heads=12, kv_heads=12,
         ...              vocab=50257, positions=1024, gated=False, tied=True)
@@ -66,10 +67,10 @@ class Shape:
 
 
 def shape_of(row: Row) -> Shape:
-    """Return the variant that has the row's number of parameters, as far as that number is rounded.
+    """Return the variant whose number of parameters matches the row's, within its rounding.
 
-    Where several have it, GPT variants are tied and Llama variants are not. Without a number: Llama
-    unless the inner dim is 4 times the outer one.
+    If several match, GPT variants are tied and Llama variants are not. Without a number, it is
+    Llama unless the inner dim is 4 times the outer one.
     """
     variants = [
         Shape(
@@ -94,18 +95,18 @@ def shape_of(row: Row) -> Shape:
 
 
 def _is_fused(row: Row) -> bool:
-    """Whether attention is one kernel, which no column says.
+    """Return whether attention is one kernel, which no column states.
 
-    It is not where softmax is recomputed by itself, nor in float16: V100 has no such kernel, and
-    the stacks that trained so are older than it (flash attention appeared in May 2022), as no
-    device after A100 is.
+    It is not if softmax is recomputed separately, nor in float16: V100 has no such kernel, and
+    stacks that trained in float16 predate it (flash attention appeared in May 2022), unlike every
+    device after A100.
     """
     old = row.dtype == "float16" or row.recompute == "selective"
     return not old or row.kv_heads != row.heads or not read_device(row.gpu).is_old
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and added to its input."""
+    """Attention and an MLP, each after a norm and added to its input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Block(nn.Module):
         key = self.key(x).unflatten(-1, (shape.kv_heads, shape.head_dim)).transpose(1, 2)
         value = self.value(x).unflatten(-1, (shape.kv_heads, shape.head_dim)).transpose(1, 2)
         if rotation is not None:
-            # Costs what a fused rotary kernel costs: one pass that keeps nothing for backward.
+            # Costs as much as a fused rotary kernel: one pass that saves nothing for backward.
             query, key = query * rotation, key * rotation
         if shape.fused:
             mixed = F.scaled_dot_product_attention(
@@ -148,7 +149,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids and labels to the mean loss; made on meta tensors, never run."""
+    """Maps token ids and labels to the mean loss; built on meta tensors, never run."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -187,31 +188,32 @@ def build(
 
 
 def _norm(shape: Shape) -> nn.Module:
-    """RMS norm is a layer norm without its bias here: the same memory traffic, and always fused."""
+    """Return a layer norm without bias for RMS norm: the same memory traffic, and always fused."""
     return nn.LayerNorm(shape.hidden, bias=not shape.gated)
 
 
-# A published row's model with its layouts and execution config, ready to be timed.
+# Prepare the model and layout of a row for simulation.
 #
-# Two layers are captured and stand for all; the workload of a micro-batch is linear in its rows, so
-# that one capture serves every batch size.
+# Two layers are captured and stand for all. The work of a micro-batch is linear in its rows, so one
+# capture serves every batch size.
 #
-# Context parallelism is a finer split of the batch: with balanced rings a rank computes, for every
-# layer, what a fraction 1/cp of the rows costs; its exchange of keys hides behind attention.
+# Context parallelism is modelled as a finer split of the batch: with balanced rings a rank
+# computes, in every layer, what a fraction 1/cp of the rows costs, and the exchange of keys hides
+# behind attention.
 
 
 CAPTURED_LAYERS = 2
 # Sizes of a micro-batch between which work is linear: primes, so that no product of them with a
 # sequence length is one of the model's own dims.
 ROWS = (11, 13)
-# Norms and sums between the products of a block: where sequence parallelism cuts the sequence.
+# Norms and sums between the products of a block, where sequence parallelism shards the sequence.
 _BETWEEN = ("layers.*norm.layer_norm_0", "layers.*.add_*", "norm.layer_norm_0")
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What an `Evaluator` needs of a row."""
+    """The inputs of an `Evaluator` for one row."""
 
     fold: FoldedGraph
     works: WorkloadModel
@@ -219,13 +221,15 @@ class Prepared:
 
 
 class RowWorks(WorkloadModel):
-    """The work of a few layers for micro-batches of any size, even of a part of a row."""
+    """The work of a few layers for micro-batches of any size, even a fraction of a row."""
 
-    keeps_shards = False  # of what is gathered for products, as Megatron does with cut sequences
-    float8: Float8 | None = None  # how products change
+    keeps_shards = (
+        False  # save shards of gathered operands, as Megatron does with sharded sequences
+    )
+    float8: Float8 | None = None  # how products change, if they are computed in float8
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        """Return the work of `rows`; exact sizes are on the line, too."""
+        """Return the work of `rows`; exact sizes lie on the same line."""
         low, high = (self._lowered(self.rows // each) for each in ROWS)
         work = low.between(high, rows)
         if self.keeps_shards:
@@ -233,32 +237,34 @@ class RowWorks(WorkloadModel):
         return self.float8.change(work) if self.float8 is not None else work
 
     def _in_shards(self, work: Workload) -> Workload:
-        """With operands gathered again in backward, behind its products, instead of kept."""
+        """Return the work with operands regathered in backward, behind its products, instead of
+        saved.
+        """
         ranks = {a.axis: a.ranks for a in self.assignments}
         names = ("saved", "saved_selective", "held", "held_selective")
-        kept = {name: getattr(work, name).copy() for name in names}
+        changed = {name: getattr(work, name).copy() for name in names}
         for talk in work.collectives:
             if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:
                 rest = talk.num_bytes * (1 - 1 / math.prod(ranks[a] for a in talk.axes))
-                for array in kept.values():
+                for array in changed.values():
                     array[talk.node] -= min(rest, array[talk.node])
-        return replace(work, **kept)
+        return replace(work, **changed)
 
 
 class Pieces(WorkloadModel):
-    """The same for a model of many layers and a batch of `rows`, counted in parts of a row."""
+    """The work of a model of many layers and a batch of `rows`, counted in fractions of a row."""
 
     def __init__(self, few: WorkloadModel, fold: FoldedGraph, *, rows: int, parts: int) -> None:
         self.few, self.fold, self.parts = few, fold, parts
         self.batch, self.rows = few.batch, rows * parts
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        """Return the work of `rows` parts of a row."""
+        """Return the work of `rows` fractions of a row."""
         return self.few.at(rows / self.parts)
 
 
 def prepare(row: Row, *, num_microbatches: int) -> Prepared:
-    """Return a step of the row's model with so many of its micro-batches."""
+    """Return a step of the row's model with `num_microbatches` of its micro-batches."""
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
     few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
     fold = FoldedGraph.repeated(few.fold.graph, row.layers)
@@ -270,7 +276,7 @@ def prepare(row: Row, *, num_microbatches: int) -> Prepared:
 def _works(
     shape: Shape, seq_len: int, dtype: str, tp: int, cuts_sequence: bool
 ) -> tuple[WorkloadModel, tuple[tuple[str, int], ...]]:
-    """Return the work of a few layers, and the mesh axes that tensor parallelism takes."""
+    """Return the work of a few layers, and the mesh axes of tensor parallelism."""
     float8 = dtype == "float8"
     graph, facts = _graph(shape, seq_len, "bfloat16" if float8 else dtype)
     cluster = Cluster.local(ROWS[0] * tp)
@@ -297,10 +303,11 @@ def _graph(shape: Shape, seq_len: int, dtype: str) -> tuple[Graph, Facts]:
 
 
 def _cuts_sequence(row: Row, shape: Shape) -> bool:
-    """Whether tensor-parallel ranks share what lies between products, which no column says.
+    """Return whether tensor-parallel ranks shard activations between products, which no column
+    states.
 
-    Sequence parallelism came with selective recomputation (Korthikanti et al., 2022) and is part of
-    every stack that computes in bfloat16 since.
+    Sequence parallelism appeared together with selective recomputation (Korthikanti et al., 2022)
+    and is part of every later stack that computes in bfloat16.
     """
     modern = shape.fused or row.recompute == "selective"
     return row.tp > 1 and modern and row.seq_len % row.tp == 0
@@ -329,16 +336,16 @@ def _setting(
 
 
 def _precision(row: Row) -> Precision:
-    """Float32 main parameters and states; gradients stay in the type they are computed in."""
+    """Return float32 main parameters and states; gradients keep the dtype they are computed in."""
     wide = Precision.of(_PRECISIONS[row.compute_dtype])
     return replace(wide, gradients=row.compute_dtype, reduce=row.compute_dtype)
 
 
 def _zero(row: Row) -> int:
-    """Return the level that communicates as the row's stack does.
+    """Return the ZeRO level that communicates as the row's stack does.
 
-    Shared optimizer states mean scattered gradients (the simulation's level 2; its level 1 sums
-    them whole) unless only a part of the data-parallel ranks shares them.
+    Sharded optimizer states imply reduce-scattered gradients (level 2 of the simulation; its level
+    1 all-reduces them) unless only some of the data-parallel ranks share them.
     """
     if row.sharding.level == 1:
         return 0 if row.is_grouped else 2
@@ -346,7 +353,9 @@ def _zero(row: Row) -> int:
 
 
 def _cuts(fold: FoldedGraph, layers: int, stages: int) -> tuple[int, ...]:
-    """Where stages of equally many layers begin; the last and first have one less where needed."""
+    """Return where stages of equally many layers begin;
+    the first and last have one less if needed.
+    """
     starts: dict[str, int] = {}
     for at, block in enumerate(fold.blocks):
         if block:

@@ -1,6 +1,5 @@
-"""Predictions of published configurations.
-
-A row that needs more memory than its device has says so in its status.
+"""Predict step time and memory of published configurations. Every entry yields an `Outcome`; one
+that cannot be predicted, or needs more memory than its device has, says so in its status.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.costs import ClusterCosts
 from shardwise.simulation.step import pairs
 
-# What a prediction could not take from its row as it stands.
-#
-# A row without notes is predicted as it says.
+# List what a prediction could not take from its row literally, and what was used instead. A row
+# without notes is predicted exactly as stated.
 
 
-_FAR = 0.2  # of the number of parameters; no variant of a transformer is so far from another
+_FAR = 0.2  # relative difference in parameters, more than between variants of a transformer
 
 
 def notes_of(row: Row, cluster: Cluster) -> tuple[str, ...]:
-    """What the row says and its prediction does not follow."""
+    """Return where the prediction deviates from the row."""
     return (*_parameters(row), *_nodes(row, cluster), *_links(row))
 
 
@@ -41,10 +39,10 @@ def _parameters(row: Row) -> tuple[str, ...]:
         return (f"params_b is {row.params_text!r}, not a number above 0: the dims alone count",)
     if row.params_b is None:
         return ()
-    found_b = shape_of(row).num_parameters / 1e9
-    if abs(found_b - row.params_b) - row.params_tolerance_b <= _FAR * row.params_b:
+    actual_b = shape_of(row).num_parameters / 1e9
+    if abs(actual_b - row.params_b) - row.params_tolerance_b <= _FAR * row.params_b:
         return ()
-    return (f"params_b is {row.params_b:g}, the dims make {found_b:.3g}: the dims count",)
+    return (f"params_b is {row.params_b:g}, the dims make {actual_b:.3g}: the dims count",)
 
 
 def _nodes(row: Row, cluster: Cluster) -> tuple[str, ...]:
@@ -63,26 +61,26 @@ def _links(row: Row) -> tuple[str, ...]:
 
 
 _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
-# NVIDIA's distributed optimizer keeps what a bfloat16 parameter lacks of its float32 main one,
-# instead of that: so much less of each parameter.
+# NVIDIA's distributed optimizer stores only the low bits that a bfloat16 parameter lacks of its
+# float32 main copy, which saves this many bytes per parameter.
 _REMAINDER_BYTES = 2
-_ADDED_WORDS = 2  # of each parameter, where products add to the sum: it is read and written
+_ADDED_WORDS = 2  # words per parameter that accumulation reads and writes
 
 
 def predict_file(
     path: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Outcome, ...]:
-    """Return the outcomes of all rows of a CSV file; `progress` is told how many are done."""
+    """Return the outcomes of all rows of a CSV file; `progress` is called with the number done."""
     entries = read_entries(path)
-    found = []
+    outcomes = []
     for done, entry in enumerate(entries):
         progress(done, len(entries))
-        found.append(predict_entry(entry))
-    return tuple(found)
+        outcomes.append(predict_entry(entry))
+    return tuple(outcomes)
 
 
 def predict_entry(entry: Entry) -> Outcome:
-    """Return the outcome of one row; never an error."""
+    """Return the outcome of one row; errors become its status."""
     outcome = Outcome(
         row_id=entry.row_id,
         model=entry.model,
@@ -101,7 +99,7 @@ def predict_entry(entry: Entry) -> Outcome:
     except (Unusable, ShardwiseError) as error:
         message = error.message if isinstance(error, ShardwiseError) else str(error)
         return replace(outcome, status=message)
-    except Exception as error:  # a fault of ours in one row must not hide the others
+    except Exception as error:  # a bug that affects one row must not hide the others
         return replace(outcome, status=f"failed: {type(error).__name__}: {error}")
     device = cluster.nodes[0].device
     needed = memory_bytes + device.reserved_bytes
@@ -119,14 +117,16 @@ def predict_entry(entry: Entry) -> Outcome:
 
 
 def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a step and the bytes of the fullest rank.
+    """Return the seconds of a step and the bytes of the fullest rank.
 
-    A few micro-batches are played; in steady state each further one takes as long as the slowest
+    A few micro-batches are simulated; in steady state each further one takes as long as the slowest
     group of ranks computes.
     """
     if row.sharding.level >= 2 and row.is_grouped:
         return _in_replicas(row, cluster)
-    each = row.sharding.level >= 2 and row.pp == 1  # scatters after every micro-batch, as FSDP does
+    each = (
+        row.sharding.level >= 2 and row.pp == 1
+    )  # reduce-scatters after every micro-batch, as FSDP does
     played = 1 if each else min(row.num_microbatches, 2 * row.pp)
     prepared = prepare(row, num_microbatches=played)
     estimate = Evaluator(prepared.fold, cluster).estimate(prepared.works, prepared.setting)
@@ -145,9 +145,10 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
 
 
 def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
-    """Return a row whose groups of ranks share everything, and sum gradients with the other groups.
+    """Return the prediction for a row whose groups of ranks shard everything and all-reduce
+    gradients with other groups.
 
-    One group's step, and for each micro-batch what computing loses to the sums of its shards.
+    It is one group's step plus, for each micro-batch, what compute loses to the sums of its shards.
     """
     assert row.sharding.group is not None
     inner = row.sharding.group // math.gcd(row.sharding.group, row.cp)
@@ -174,7 +175,7 @@ def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
 
 
 def _micro_batch_s(estimate: Estimate, each: bool) -> float:
-    """What one more micro-batch takes; `each` synchronizes for itself."""
+    """Return the time of one more micro-batch; with `each`, it synchronizes its own gradients."""
     if each:
         causes = estimate.timeline.causes
         return estimate.step_time_s - causes["optimizer"] - causes["update"]
@@ -186,26 +187,26 @@ def _micro_batch_s(estimate: Estimate, each: bool) -> float:
 
 
 def _sends_s(cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
-    """How long messages between stages travel for a micro-batch, of the group with the most.
+    """Return how long messages between stages take per micro-batch, for the group with the most.
 
-    The simulation lets the next stage wait for them, but no stage compute slower meanwhile.
+    In the simulation the next stage waits for them, but they do not slow down computing stages.
     """
     costs, groups = ClusterCosts(cluster), prepared.setting.groups
-    found = [0.0] * len(groups)
+    per_group = [0.0] * len(groups)
     for stage, after in pairwise(estimate.stages):
         if stage.group == after.group:
             continue
         ranks = pairs(groups[stage.group].array, groups[after.group].array)
         seconds = costs.collective("send", ranks).seconds(stage.send_bytes)
-        for group in (stage.group, after.group):  # its output one way, the gradient back
-            found[group] += seconds
-    return max(found)
+        for group in (stage.group, after.group):  # its output forward, the gradient back
+            per_group[group] += seconds
+    return max(per_group)
 
 
 def _adding_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
-    """What adding a micro-batch's gradients to those of the earlier ones takes.
+    """Return the time to accumulate a micro-batch's gradients.
 
-    It is a plain pass over memory, at the preset's rate: no operator of a model is as simple.
+    It is a plain pass over memory at the preset's rate: no operator of a model is as simple.
     """
     parts = row.dp * row.cp if prepared.setting.zero else 1
     num_bytes = _ADDED_WORDS * DTYPES[row.compute_dtype].num_bytes * _numel(estimate) * parts
@@ -213,32 +214,36 @@ def _adding_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
 
 
 def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
-    """What sharing optimizer states in groups adds to a step, in seconds.
+    """Return the seconds that sharding optimizer states within groups adds to a step.
 
-    Gradients are summed over all ranks already; each rank updates its part, and the group's ranks
-    gather the new parameters from each other.
+    Gradients are already summed over all ranks; each rank updates its part, and the ranks of the
+    group gather the new parameters from each other.
     """
     assert row.sharding.group is not None
     size = row.sharding.group
-    whole = prepared.setting.groups[0]
-    (_, ranks), *others = whole.mesh.axes
+    group = prepared.setting.groups[0]
+    (_, ranks), *others = group.mesh.axes
     mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
-    group = Group(mesh=mesh, ranks=whole.ranks)
+    group = Group(mesh=mesh, ranks=group.ranks)
     num_bytes = _numel(estimate) * DTYPES[row.compute_dtype].num_bytes
     gather = ClusterCosts(cluster).collective_seconds("all_gather", group, ("inner",), num_bytes)
     return gather - estimate.timeline.causes["optimizer"] * (1 - 1 / size)
 
 
 def _peak_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
-    """Bytes: as if all ranks shared the states, and what each rank has more of them."""
+    """Return the peak bytes if all ranks shared the states, plus the states each rank has beyond
+    that.
+    """
     assert row.sharding.group is not None
     shared = replace(prepared.setting, zero=1)
-    least = Evaluator(prepared.fold, cluster).estimate(prepared.works, shared).peak.peak_bytes
+    shared_bytes = (
+        Evaluator(prepared.fold, cluster).estimate(prepared.works, shared).peak.peak_bytes
+    )
     share = 1 / row.sharding.group - 1 / (row.dp * row.cp)
-    return least + _STATE_BYTES * _numel(estimate) * share
+    return shared_bytes + _STATE_BYTES * _numel(estimate) * share
 
 
 def _numel(estimate: Estimate) -> float:
-    """Return the most parameters that a group of ranks updates."""
+    """Return the largest number of parameters that a group of ranks updates."""
     groups = {stage.group for stage in estimate.stages}
     return max(sum(s.numel for s in estimate.stages if s.group == group) for group in groups)

@@ -1,4 +1,4 @@
-"""Predictions beside what was published: for people, for machines, and as a table of figures."""
+"""Present predictions next to published values as rich tables, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rich.table import Table
 from shardwise.formatting import GIB, digits
 from shardwise.published.rows import Row
 
-# How far predictions are from what was published.
-#
-# Runs of one configuration count once there, with the mean of their times: nothing that knows only
-# the configuration can order them.
+# Summarize how far predictions are from published values: errors of step time over all rows and by
+# device, errors of memory, and the rank correlation within each model's sweep. Repeated runs of one
+# configuration count once, with the mean of their times, since nothing that knows only the
+# configuration can order them.
 
 
-MIN_SWEEP = 4  # rows; the order of fewer says little
+MIN_SWEEP = 4  # rows; the order of fewer means little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was predicted for a row, and what was published; None where there is nothing."""
+    """The prediction for a row and the published values; None where there is none."""
 
     row_id: str
     model: str
@@ -41,21 +41,21 @@ class Outcome:
     published_step_time_s: float | None = None
     published_memory_bytes: int | None = None
     ran_out: bool = False  # as published
-    note: str = ""  # what was not taken as the row says it
+    note: str = ""  # where the prediction deviates from the row
 
     @property
     def is_out_of_memory(self) -> bool:
-        """As predicted."""
+        """Whether the prediction exceeds the device's memory."""
         return self.status.startswith("out of memory")
 
     @property
     def sweep(self) -> str:
-        """The rows that it is compared with: of one model on one kind of device."""
+        """The rows it is compared with: one model on one kind of device."""
         return f"{self.model} on {self.device}"
 
     @property
     def configuration(self) -> Row | None:
-        """All that the prediction is made of: equal for runs that were repeated."""
+        """Everything the prediction depends on; equal for repeated runs."""
         return None if self.row is None else replace(self.row, row_id="")
 
     @property
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Of `count` rows: the median of errors with their sign, and of their sizes."""
+    """The median of signed and of absolute errors over `count` rows."""
 
     count: int
     bias: float
@@ -84,8 +84,8 @@ class Errors:
 class Sweep:
     """Rows of one model on one kind of device, and how well their order is predicted.
 
-    `correlation` is Spearman's, of the time per step of each configuration; `of_runs` is that of
-    single runs, which is lower the more alike configurations and the less alike repeated runs are.
+    `correlation` is Spearman's, over the step time of each configuration; `of_runs` is over single
+    runs, and lower the more similar configurations and the less similar repeated runs are.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All figures of a file; `ran_out` are runs that are published as out of memory."""
+    """All figures of a file; `ran_out` counts runs published as out of memory."""
 
     rows: int
     predicted: int
@@ -111,11 +111,11 @@ class Summary:
 
     @property
     def median_correlation(self) -> float | None:
-        found = [sweep.correlation for sweep in self.sweeps]
-        return float(np.median(found)) if found else None
+        correlations = [sweep.correlation for sweep in self.sweeps]
+        return float(np.median(correlations)) if correlations else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the figures as JSON."""
         return {
             "rows": self.rows,
             "predicted": self.predicted,
@@ -151,14 +151,14 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
 
 
 def errors_of(errors: Iterable[float | None]) -> Errors | None:
-    """Figures of those errors that there are."""
-    found = np.array([e for e in errors if e is not None])
-    if not found.size:
+    """Return statistics of the errors that exist, or None."""
+    known = np.array([e for e in errors if e is not None])
+    if not known.size:
         return None
-    sizes = np.abs(found)
+    sizes = np.abs(known)
     return Errors(
-        count=int(found.size),
-        bias=float(np.median(found)),
+        count=int(known.size),
+        bias=float(np.median(known)),
         median=float(np.median(sizes)),
         p90=float(np.quantile(sizes, 0.9)),
         largest=float(sizes.max()),
@@ -166,7 +166,7 @@ def errors_of(errors: Iterable[float | None]) -> Errors | None:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's; nan where either does not vary.
+    """Return Spearman's rank correlation, NaN if either side does not vary.
 
     >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0])
     0.5
@@ -180,7 +180,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    """1 for the smallest; equal values share the mean of their ranks."""
+    """Return ranks from 1 for the smallest; equal values share the mean of their ranks."""
     array = np.asarray(values, dtype=float)
     below = (array[:, None] > array[None, :]).sum(axis=1)
     equal = (array[:, None] == array[None, :]).sum(axis=1)
@@ -193,22 +193,22 @@ def _sweeps(outcomes: Sequence[Outcome]) -> Iterable[Sweep]:
         runs = [o for o in outcomes if o.sweep == name and o.error is not None]
         if len(runs) < MIN_SWEEP:
             continue
-        alike: dict[object, list[Outcome]] = {}
+        repeated: dict[object, list[Outcome]] = {}
         for index, run in enumerate(runs):
-            alike.setdefault(run.configuration or index, []).append(run)
-        correlation = _correlation(alike.values())
+            repeated.setdefault(run.configuration or index, []).append(run)
+        correlation = _correlation(repeated.values())
         if not math.isnan(correlation):
             yield Sweep(
                 name=name,
                 count=len(runs),
-                configurations=len(alike),
+                configurations=len(repeated),
                 correlation=correlation,
                 of_runs=_correlation([run] for run in runs),
             )
 
 
 def _correlation(groups: Iterable[Sequence[Outcome]]) -> float:
-    """Of the mean times of groups of runs."""
+    """Return the correlation of the mean times of groups of runs."""
     means = [
         (_mean(o.step_time_s for o in group), _mean(o.published_step_time_s for o in group))
         for group in groups
@@ -224,8 +224,8 @@ def _relative(predicted: float | None, published: float | None) -> float | None:
     return None if predicted is None or not published else predicted / published - 1
 
 
-_NARROW = 100  # columns; below, a table leaves out what the JSON has
-_MAX_ROWS = 400  # of a table for people; -o writes all
+_NARROW = 100  # columns; narrower tables omit some of what the JSON has
+_MAX_ROWS = 400  # in a printed table; -o writes all
 _COLUMNS = (
     "row_id",
     "model",
@@ -243,12 +243,12 @@ _COLUMNS = (
 
 
 def to_dict(outcomes: Sequence[Outcome], summary: Summary) -> dict[str, Any]:
-    """For `--json`."""
+    """Return the data for `--json`."""
     return {"rows": [_fields(o) for o in outcomes], "summary": summary.to_dict()}
 
 
 def to_csv(outcomes: Iterable[Outcome]) -> str:
-    """Predicted and published values of all rows, for `-o`."""
+    """Return predicted and published values of all rows as CSV."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, _COLUMNS)
     writer.writeheader()
@@ -257,7 +257,7 @@ def to_csv(outcomes: Iterable[Outcome]) -> str:
 
 
 def show(outcomes: Sequence[Outcome], summary: Summary, console: Console) -> None:
-    """Tables for people."""
+    """Print tables to a console."""
     wide = console.width >= _NARROW
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("row", overflow="fold", ratio=3)

@@ -1,6 +1,5 @@
-"""Rows of a table of published measurements.
-
-Unknown columns are ignored; no row stops the others.
+"""Read a CSV table of published measurements. Every line becomes an `Entry`: a `Row` that can be
+predicted, or the reason why it cannot. Unknown columns are ignored, and no row stops the others.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from pathlib import Path
 from shardwise.errors import ShardwiseError
 from shardwise.formatting import GIB
 
-# Cells of a table of published measurements, as values.
+# Parse cells of a table of published measurements, such as "8.0", "FSDP FULL_SHARD (ZeRO-3)" or
+# "amp_bf16". `Unusable` says why a cell cannot be used.
 
 
-# Cells that say nothing.
+# Placeholders for missing values.
 _EMPTY = {"", "-", "--", "?", "n/a", "na", "nan", "none given", "unknown", "null", "unspecified"}
 _NONE = {"none", "no", "false", "0", "0.0", "off", "disabled"}
 _FULL = {
@@ -48,12 +48,12 @@ _DTYPES = {
     "fp32": "float32",
     "float32": "float32",
 }
-# Beyond what any run has had, ten times or more: a cell in another unit, or of another column.
+# Ten times beyond any known run: a cell in another unit, or of another column.
 _MOST = {"layers": 10_000, "gpus_per_node": 1_024, "heads": 16_384, "gpus": 1 << 20}
 _MOST_OF_ANY = 1 << 28
 _GROUP = re.compile(r"(?:group[s]? of|within|over|across|shard)\s*=?\s*(\d+)")
 _STAGE = re.compile(r"(?:zero|stage)[\s_-]*([0-3])|^([0-3])$")
-_NODE = 8  # ranks of a hybrid's group, unless it says otherwise: a node's devices
+_NODE = 8  # default group of hybrid sharding: a node's devices
 
 
 class Unusable(ValueError):
@@ -62,9 +62,9 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What data-parallel ranks share: ZeRO `level`, among `group` ranks (None: all of them).
+    """The ZeRO `level` of data-parallel ranks, sharded among `group` ranks (None: all of them).
 
-    With `prefetch` new parameters are gathered while the next step's forward runs.
+    With `prefetch`, new parameters are gathered while the next step's forward runs.
     """
 
     level: int
@@ -73,12 +73,12 @@ class Sharding:
 
 
 def is_empty(text: str | None) -> bool:
-    """Whether a cell says nothing."""
+    """Return whether a cell is empty or a placeholder."""
     return text is None or text.strip().lower() in _EMPTY
 
 
 def is_unsaid(text: str | None) -> bool:
-    """Return the same where "none" is no value: a number, a name."""
+    """Return whether a cell is empty, counting "none": for numbers and names."""
     return text is None or is_empty(text) or text.strip().lower() == "none"
 
 
@@ -95,19 +95,19 @@ def number(name: str, text: str) -> float:
     return value
 
 
-def whole(name: str, text: str) -> int:
-    """Return a positive whole number; "8.0" is 8."""
+def integer(name: str, text: str) -> int:
+    """Return a positive integer; "8.0" is 8."""
     value = number(name, text)
     if value != round(value):
         raise Unusable(f"{name} is {text.strip()}, not a whole number")
-    most = _MOST.get(name, _MOST_OF_ANY)
-    if value > most:
-        raise Unusable(f"{name} is {text.strip()}, more than {most:,}: not a training run")
+    maximum = _MOST.get(name, _MOST_OF_ANY)
+    if value > maximum:
+        raise Unusable(f"{name} is {text.strip()}, more than {maximum:,}: not a training run")
     return round(value)
 
 
 def rounding(text: str) -> float:
-    """Half a unit of the last digit that a number shows; "8" and "8.0" may be 7.5 to 8.5.
+    """Return half a unit of the last digit shown; "8" and "8.0" may be 7.5 to 8.5.
 
     >>> rounding("1.16"), rounding("8.0")
     (0.005, 0.5)
@@ -117,7 +117,7 @@ def rounding(text: str) -> float:
 
 
 def read_sharding(text: str) -> Sharding:
-    """How a run's data-parallel ranks share parameters, gradients and optimizer state.
+    """Return how data-parallel ranks shard parameters, gradients and optimizer state.
 
     >>> read_sharding("ZeRO-1 within group of 8")
     Sharding(level=1, group=8, prefetch=False)
@@ -125,8 +125,8 @@ def read_sharding(text: str) -> Sharding:
     low = text.lower().strip()
     # Megatron's: gathers are overlapped (its --overlap-param-gather, on in NVIDIA's recipes).
     prefetch = re.search(r"distributed[\s_-]?optimizer|distopt", low) is not None
-    found = _GROUP.search(low)
-    group = int(found[1]) if found else None
+    match = _GROUP.search(low)
+    group = int(match[1]) if match else None
     stage = _STAGE.search(low)
     if any(word in low for word in ("hsdp", "hybrid", "mics")):
         return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE)
@@ -137,7 +137,7 @@ def read_sharding(text: str) -> Sharding:
     if "grad_op" in low:
         return Sharding(level=2, group=group)
     # Alpa's "reduce-scatter preferred": gradients and optimizer state are shared; its table gives
-    # the very memory of ZeRO-2 for it.
+    # exactly the memory of ZeRO-2 for it.
     if "auto-sharding" in low or "auto_sharding" in low:
         return Sharding(level=2, group=group)
     if any(word in low for word in ("fsdp", "full_shard", "fully_shard", "fully shard")):
@@ -146,11 +146,11 @@ def read_sharding(text: str) -> Sharding:
         return Sharding(level=1, group=group, prefetch=prefetch)
     if low in _NONE or low == "dp" or "ddp" in low or "data parallel" in low or "replicat" in low:
         return Sharding(level=0)
-    raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is not known")
+    raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is unknown")
 
 
 def read_recompute(text: str) -> str:
-    """One of "none", "full" and "selective", by the first word; some layers alone are not known.
+    """Return "none", "full" or "selective" by the first word; partial recomputation is unsupported.
 
     >>> read_recompute("full (uniform, 1 layer)")
     'full'
@@ -165,7 +165,7 @@ def read_recompute(text: str) -> str:
 
 
 def read_precision(text: str) -> str:
-    """Return the dtype that products are computed in; "fp16/bf16 mixed" is its first.
+    """Return the dtype in which products are computed; of "fp16/bf16 mixed", the first.
 
     Every source keeps float32 main parameters, with or without "amp" in the name.
     """
@@ -178,7 +178,7 @@ def read_precision(text: str) -> str:
     raise Unusable(f"precision is {text.strip()!r}: bf16, fp16, fp32 and fp8 are known")
 
 
-# What a row must say: without any of these, step time or memory would be a guess.
+# Required columns: without any of these, step time or memory would be a guess.
 _NEEDED = (
     "layers",
     "hidden",
@@ -193,13 +193,13 @@ _NEEDED = (
     "global_batch",
     "recompute",
 )
-# Of these, the ones in which "none" says something.
+# Those in which "none" is a value.
 _WORDS = ("zero_stage_or_sharding", "recompute")
 # Columns that make a model a mixture of experts, where a table has one of them.
 _EXPERTS = ("experts", "num_experts", "n_experts", "moe_experts", "num_moe_experts")
 # Names of such models: Mixtral-8x7B, Qwen3-235B-A22B, GPT-MoE.
 _MIXTURE = re.compile(r"\bmoe\b|mixtral|experts?\b|\d+x\d+(\.\d+)?b|\d+b-a\d", re.IGNORECASE)
-# Where a table says that a run had too little memory.
+# Columns in which a table reports that a run was out of memory.
 _RESULTS = (
     "derived_step_time_s",
     "derived_tokens_per_s_per_gpu",
@@ -217,12 +217,12 @@ _MAX_FILE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One configuration: a decoder-only transformer, the machines, and how it was split."""
+    """One configuration: a decoder-only transformer, its cluster, and how it was parallelized."""
 
     row_id: str
     model: str
     params_b: float | None
-    params_text: str = ""  # what stands there instead of a number
+    params_text: str = ""  # the cell's text if it is not a number
     params_tolerance_b: float
     layers: int
     hidden: int
@@ -252,7 +252,7 @@ class Row:
 
     @property
     def compute_dtype(self) -> str:
-        """Of everything but products in float8."""
+        """The dtype of everything except products in float8."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
@@ -263,9 +263,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the file: its `row`, or the `reason` it has none, and what was published.
+    """A line of the file: its `row`, or the `reason` why there is none, and the published values.
 
-    `ran_out`: a run that is published as out of memory.
+    `ran_out` marks a run published as out of memory.
     """
 
     row_id: str
@@ -279,11 +279,11 @@ class Entry:
 
 
 def read_entries(path: Path) -> tuple[Entry, ...]:
-    """All lines of a CSV file, in its order."""
+    """Return all lines of a CSV file in order."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ShardwiseError(f"{path} has more than {_MAX_FILE_BYTES >> 20} MiB")
-        # A byte that is no UTF-8 spoils its own cell, not the file.
+        # A byte that is not UTF-8 spoils only its own cell.
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.DictReader(file, restkey="")
             names = [name.strip().lower() for name in reader.fieldnames or ()]
@@ -322,7 +322,7 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
 
 
 def _step_time_s(line: Mapping[str, str], row: Row | None) -> float | None:
-    """Return the published one, or that of the published tokens per second."""
+    """Return the published step time, or the one implied by the published tokens per second."""
     seconds = _optional_number(line, "derived_step_time_s")
     tokens = _optional_number(line, "derived_tokens_per_s_per_gpu")
     if seconds is None and tokens is not None and row is not None:
@@ -331,8 +331,8 @@ def _step_time_s(line: Mapping[str, str], row: Row | None) -> float | None:
 
 
 def _row(row_id: str, line: Mapping[str, str]) -> Row:
-    said = {name: line.get(name) for name in _NEEDED}
-    missing = [n for n, text in said.items() if (is_empty if n in _WORDS else is_unsaid)(text)]
+    cells = {name: line.get(name) for name in _NEEDED}
+    missing = [n for n, text in cells.items() if (is_empty if n in _WORDS else is_unsaid)(text)]
     if missing:
         raise Unusable(f"lacks {', '.join(missing)}")
     sizes = {axis: _or_one(line, axis) for axis in ("tp", "pp", "vpp", "cp")}
@@ -343,7 +343,7 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
     if _MIXTURE.search(model):
         raise Unusable(f"{model} is a mixture of experts: only dense models are predicted")
     gpus, dp = _ranks(line, sizes)
-    heads = whole("heads", line["heads"])
+    heads = integer("heads", line["heads"])
     params, params_b = line.get("params_b", "").strip(), _optional_number(line, "params_b")
     row = Row(
         row_id=row_id,
@@ -351,16 +351,16 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
         params_b=params_b,
         params_text="" if params_b is not None or is_unsaid(params) else params,
         params_tolerance_b=rounding(line.get("params_b", "")),
-        layers=whole("layers", line["layers"]),
-        hidden=whole("hidden", line["hidden"]),
-        ffn_hidden=whole("ffn_hidden", line["ffn_hidden"]),
+        layers=integer("layers", line["layers"]),
+        hidden=integer("hidden", line["hidden"]),
+        ffn_hidden=integer("ffn_hidden", line["ffn_hidden"]),
         heads=heads,
-        kv_heads=_optional_whole(line, "kv_heads") or heads,
-        vocab=whole("vocab", line["vocab"]),
-        seq_len=whole("seq_len", line["seq_len"]),
+        kv_heads=_optional_integer(line, "kv_heads") or heads,
+        vocab=integer("vocab", line["vocab"]),
+        seq_len=integer("seq_len", line["seq_len"]),
         gpu=line["gpu"].strip(),
         gpus=gpus,
-        gpus_per_node=_optional_whole(line, "gpus_per_node"),
+        gpus_per_node=_optional_integer(line, "gpus_per_node"),
         interconnect=line.get("interconnect", "").strip(),
         dtype=read_precision(line["precision"]),
         tp=sizes["tp"],
@@ -369,8 +369,8 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
         cp=sizes["cp"],
         dp=dp,
         sharding=read_sharding(line["zero_stage_or_sharding"]),
-        micro_batch=whole("micro_batch", line["micro_batch"]),
-        global_batch=whole("global_batch", line["global_batch"]),
+        micro_batch=integer("micro_batch", line["micro_batch"]),
+        global_batch=integer("global_batch", line["global_batch"]),
         recompute=read_recompute(line["recompute"]),
     )
     _check(row)
@@ -381,7 +381,7 @@ def _ranks(line: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[int, int]
     """Return the number of GPUs and of data-parallel ranks; either follows from the other."""
     inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
     split = f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']}"
-    gpus, dp = _optional_whole(line, "gpus"), _optional_whole(line, "dp")
+    gpus, dp = _optional_integer(line, "gpus"), _optional_integer(line, "dp")
     if gpus is None and dp is None:
         raise Unusable("lacks gpus, dp")
     if gpus is None:
@@ -397,7 +397,7 @@ def _ranks(line: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[int, int]
 
 
 def _check(row: Row) -> None:
-    """What no run can have been."""
+    """Raise for configurations that cannot have been run."""
     if row.hidden % row.heads:
         raise Unusable(f"hidden {row.hidden} cannot be divided by {row.heads} heads")
     if row.heads % row.kv_heads:
@@ -419,17 +419,17 @@ def _check(row: Row) -> None:
 
 
 def _or_one(line: Mapping[str, str], name: str) -> int:
-    """Return the size of an axis; 0 is what some tables have for one that is not there."""
-    return 1 if line.get(name, "").strip() in ("0", "0.0") else _optional_whole(line, name) or 1
+    """Return the size of an axis; some tables have 0 for an axis that does not exist."""
+    return 1 if line.get(name, "").strip() in ("0", "0.0") else _optional_integer(line, name) or 1
 
 
-def _optional_whole(line: Mapping[str, str], name: str) -> int | None:
+def _optional_integer(line: Mapping[str, str], name: str) -> int | None:
     text = line.get(name, "")
-    return None if is_unsaid(text) else whole(name, text)
+    return None if is_unsaid(text) else integer(name, text)
 
 
 def _optional_number(line: Mapping[str, str], name: str) -> float | None:
-    """Return a number, or None where there is none: "OOM" for a step time is no measurement."""
+    """Return a number or None; "OOM" as a step time is not a measurement."""
     try:
         return number(name, line.get(name, ""))
     except Unusable:

@@ -1,4 +1,3 @@
-"""A training while it runs: `shardwise watch RUN`, on a terminal or as a local page.
-
-Enters: the folder of a run. Leaves: what it shows. It only reads: the run does not know of it.
+"""Follow a training run while it runs: `shardwise watch RUN`, in a terminal or as a local page. It
+only reads the run's folder; the run is not aware of it.
 """

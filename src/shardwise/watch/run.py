@@ -1,7 +1,5 @@
-"""A run as it is now: what it is, how far it is, its figures, and who is slow.
-
-Enters: a run's folder: `metrics.jsonl`, and where they are `run.json` and `ranks.jsonl`. Leaves:
-`Run`, brought up to date by `poll`, and its JSON for the page.
+"""The current state of a run: what it is, its progress, its metrics, and which ranks are slow. A
+`Run` reads `metrics.jsonl` and, if present, `run.json` and `ranks.jsonl`; `poll` updates it.
 """
 
 from __future__ import annotations
@@ -23,14 +21,15 @@ from shardwise.files import read_json
 __all__ = ["ENDED", "MOST", "History", "Run", "Tail", "find_run"]
 
 
-# Figures over all steps in bounded memory.
+# Keep metrics over all steps in bounded memory.
 #
-# When there are too many, neighbours are joined two by two: so a run of any length has the same
-# number of points, and what is new is always at the end.
+# Rows are collected in at most `MOST` buckets of neighbouring rows with the mean, minimum and
+# maximum of every metric. When there are too many, neighbours are merged pairwise, so a run of any
+# length has the same number of points, and new ones are always at the end.
 
 
-MOST = 240  # about as many as can be told apart on a chart
-LARGEST = 1e100  # sums and squares of smaller ones are finite
+MOST = 240  # about as many as a chart can resolve
+LARGEST = 1e100  # sums and squares of smaller values are finite
 
 
 class _Bucket:
@@ -40,33 +39,33 @@ class _Bucket:
 
     def __init__(self, step: int) -> None:
         self.step, self.rows = step, 0
-        self.figures: dict[str, list[float]] = {}  # sum, count, least, most
+        self.figures: dict[str, list[float]] = {}  # sum, count, minimum, maximum
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         self.step, self.rows = step, self.rows + 1
         for name, value in row.items():
-            found = self.figures.get(name)
-            if found is None:
+            figure = self.figures.get(name)
+            if figure is None:
                 self.figures[name] = [value, 1, value, value]
             else:
-                found[0] += value
-                found[1] += 1
-                if value < found[2]:
-                    found[2] = value
-                elif value > found[3]:
-                    found[3] = value
+                figure[0] += value
+                figure[1] += 1
+                if value < figure[2]:
+                    figure[2] = value
+                elif value > figure[3]:
+                    figure[3] = value
 
     def join(self, other: _Bucket) -> None:
         self.step, self.rows = other.step, self.rows + other.rows
-        for name, (total, count, least, most) in other.figures.items():
-            mine = self.figures.setdefault(name, [0.0, 0, math.inf, -math.inf])
-            mine[0] += total
-            mine[1] += count
-            mine[2], mine[3] = min(mine[2], least), max(mine[3], most)
+        for name, (total, count, low, high) in other.figures.items():
+            merged = self.figures.setdefault(name, [0.0, 0, math.inf, -math.inf])
+            merged[0] += total
+            merged[1] += count
+            merged[2], merged[3] = min(merged[2], low), max(merged[3], high)
 
 
 class History:
-    """The course of some figures.
+    """The history of some metrics.
 
     >>> history = History(("loss",))
     >>> for step in range(1, 4):
@@ -78,11 +77,11 @@ class History:
     def __init__(self, names: tuple[str, ...], most: int = MOST) -> None:
         self.names, self._most = names, most
         self._buckets: list[_Bucket] = []
-        self.width = 1  # rows of a bucket
+        self.width = 1  # rows per bucket
         self.rows = 0
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """One row; what is no finite number is left out."""
+        """Add one row; values that are not finite numbers are left out."""
         if not self._buckets or self._buckets[-1].rows >= self.width:
             if len(self._buckets) >= self._most:
                 self._halve()
@@ -95,10 +94,10 @@ class History:
     def _halve(self) -> None:
         old, self._buckets = self._buckets, []
         for place in range(0, len(old), 2):
-            kept = old[place]
+            bucket = old[place]
             if place + 1 < len(old):
-                kept.join(old[place + 1])
-            self._buckets.append(kept)
+                bucket.join(old[place + 1])
+            self._buckets.append(bucket)
         self.width *= 2
 
     def __len__(self) -> int:
@@ -109,7 +108,7 @@ class History:
         return [_mean(bucket, name) for bucket in self._buckets]
 
     def to_json(self, first: int = 0) -> dict[str, Any]:
-        """Columns from a bucket on; figures that never came are left out."""
+        """Return columns from a bucket on; metrics that never appeared are left out."""
         buckets = self._buckets[first:]
         columns = {
             name: {
@@ -124,13 +123,13 @@ class History:
 
 
 def _mean(bucket: _Bucket, name: str) -> float | None:
-    found = bucket.figures.get(name)
-    return None if found is None else found[0] / found[1]
+    figure = bucket.figures.get(name)
+    return None if figure is None else figure[0] / figure[1]
 
 
 def _extreme(bucket: _Bucket, name: str, place: int) -> float | None:
-    found = bucket.figures.get(name)
-    return None if found is None else found[place]
+    figure = bucket.figures.get(name)
+    return None if figure is None else figure[place]
 
 
 def _short(value: float | None) -> float | None:
@@ -138,7 +137,7 @@ def _short(value: float | None) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that can be added up and drawn.
+    """Return whether a value is a number that can be summed and drawn.
 
     >>> is_number(1.5), is_number(None), is_number(float("nan")), is_number(True), is_number(1e300)
     (True, False, False, False, False)
@@ -146,16 +145,16 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST < value < LARGEST
 
 
-# The lines of a file that grows: each call gives those that are new.
+# Follow a growing file of JSON lines: each call returns the new rows.
 #
-# The last line may be half written: it is left for later. A file that became shorter, or another
-# one of the same name (a resumed run leaves out the steps that it does again), is read from its
+# The last line may be incomplete; it is left for later. A file that became shorter, or was replaced
+# by another of the same name (a resumed run drops the steps that it repeats), is read from the
 # beginning.
 
 
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 20
-HEAD = 256  # bytes by which a file is known again
+HEAD = 256  # bytes that identify a file
 
 
 class Tail:
@@ -163,19 +162,21 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.damaged = 0  # lines that are no rows
+        self.damaged = 0  # lines that are not rows
         self._identity: tuple[int, bytes] | None = None
         self._offset = self._lines = 0
 
     def restarted(self) -> bool:
-        """Whether the file is another one now, or was cut: what was read no longer counts."""
+        """Return whether the file was replaced or truncated,
+        so that earlier rows no longer count.
+        """
         if self._identity is None:
             return False
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
                 inode, head = self._identity
-                same = found.st_ino == inode and found.st_size >= self._offset
+                same = status.st_ino == inode and status.st_size >= self._offset
                 if same and file.read(len(head)) == head:
                     return False
         except OSError:
@@ -187,7 +188,7 @@ class Tail:
         return True
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """New rows, as far as their lines are complete."""
+        """Yield new rows whose lines are complete."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -217,8 +218,8 @@ class Tail:
                     yield line
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
-        """Return a row, or nothing for a line that a crash cut off; a file without any row is
-        another.
+        """Return a row, or None for a line truncated by a crash;
+        raise for a file that has no rows.
         """
         try:
             row = json.loads(line)
@@ -227,13 +228,13 @@ class Tail:
         if isinstance(row, dict) and _is_step(row.get("step")):
             return row
         if self._lines == self.damaged + 1:
-            raise self._foreign(f"line {self._lines} is no JSON object with a step")
+            raise self._foreign(f"line {self._lines} is not a JSON object with a step")
         self.damaged += 1
         return None
 
     def _foreign(self, reason: str) -> WatchError:
         return WatchError(
-            f"holds no figures of a training: {reason}",
+            f"contains no training metrics: {reason}",
             where=str(self.path),
             hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG",
         )
@@ -252,18 +253,18 @@ ENDED = {
     "callback": "stopped early",
     "signal": "stopped by a signal; the same command continues it",
     "failed": "failed",
-    "gone": "ended without saying so: its process is gone",
+    "gone": "ended unexpectedly: its process no longer exists",
 }
-RECENT = 50  # steps by which the time left is guessed
-SLOW = 1.1  # times the median: a rank worth a word
-LARGEST_FILE = 1 << 20  # of run.json
+RECENT = 50  # steps from which the remaining time is estimated
+SLOW = 1.1  # times the median: a rank worth mentioning
+LARGEST_FILE = 1 << 20  # bytes of run.json
 LONGEST_TEXT = 500
 FILES = ("metrics.jsonl", "ranks.jsonl", "run.json", "plan.json", "config.json", "trace.json")
 HINT = "the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG"
 
 
 def find_run(folder: Path) -> Path | None:
-    """Return the folder, if a run is there; nothing if it may still come; else an error.
+    """Return the folder if it contains a run, None if a run may still appear, else raise.
 
     One of a run's files stands for its folder.
     """
@@ -279,16 +280,16 @@ def _find_run(folder: Path) -> Path | None:
     if folder.is_file() and folder.name in FILES:
         return _find_run(folder.parent)
     if not folder.is_dir():
-        raise WatchError("is no folder", where=str(folder), hint=HINT)
+        raise WatchError("is not a folder", where=str(folder), hint=HINT)
     if (folder / "metrics.jsonl").is_file():
         return folder
     if (folder / "run.json").is_file():
-        return None  # it has just started
+        return None  # the run has just started
     inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     if inside:
         shown = ", ".join(printable(name) for name in inside[:8]) + (", …" if inside[8:] else "")
         raise WatchError(
-            f"is no run but has {len(inside)}: {shown}",
+            f"is not a run but contains {len(inside)}: {shown}",
             where=str(folder),
             hint=f"shardwise watch {folder / inside[0]}",
         )
@@ -296,7 +297,7 @@ def _find_run(folder: Path) -> Path | None:
 
 
 class Run:
-    """One run, followed."""
+    """One run that is being followed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -317,7 +318,7 @@ class Run:
         self.ranks: dict[str, Any] | None = None
 
     def poll(self) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read what is new; return whether there was anything."""
         before = (self.generation, self.history.rows, self.evaluations.rows, self.state)
         if self._metrics.restarted():
             self.generation += 1
@@ -353,12 +354,12 @@ class Run:
         path = self.folder / "run.json"
         if not path.is_file():
             return
-        found = read_json(path, WatchError, what="file of a run", hint=HINT, max_bytes=LARGEST_FILE)
-        if not isinstance(found, dict) or found.get("format") != "shardwise-run":
-            raise WatchError("is no file of a run", where=str(path), hint=HINT)
-        self.about = found
-        state = str(found.get("state"))
-        self.state = "gone" if state == "running" and _is_gone(found) else state
+        about = read_json(path, WatchError, what="file of a run", hint=HINT, max_bytes=LARGEST_FILE)
+        if not isinstance(about, dict) or about.get("format") != "shardwise-run":
+            raise WatchError("is not a file of a run", where=str(path), hint=HINT)
+        self.about = about
+        state = str(about.get("state"))
+        self.state = "gone" if state == "running" and _is_gone(about) else state
 
     # --- what follows from it ------------------------------------------------------------
 
@@ -368,12 +369,12 @@ class Run:
 
     @property
     def total(self) -> int | None:
-        found = self.about.get("total_steps")
-        return found if isinstance(found, int) and found > 0 else None
+        total_steps = self.about.get("total_steps")
+        return total_steps if isinstance(total_steps, int) and total_steps > 0 else None
 
     @property
     def step_s(self) -> float | None:
-        """The usual time of a step now."""
+        """The typical time of a step now."""
         return median(self._recent) if self._recent else None
 
     @property
@@ -388,7 +389,7 @@ class Run:
 
     @property
     def slow_ranks(self) -> list[dict[str, Any]]:
-        """Those that work longer than their like, the slowest first."""
+        """Ranks that work longer than their peers, the slowest first."""
         rows = self.ranks["slowest"] if self.ranks is not None else []
         return [row for row in rows if row["ratio"] >= SLOW]
 
@@ -402,7 +403,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The state in words."""
+        """The state as text."""
         if self.state in ENDED:
             error = printable(self.about.get("error", ""))
             return ENDED[self.state] + (f": {error}" if self.state == "failed" and error else "")
@@ -413,7 +414,9 @@ class Run:
         return f"running, but nothing new for {quiet:.0f} s" if quiet > usual else "running"
 
     def to_json(self, generation: int = -1, width: int = 0, first: int = 0) -> dict[str, Any]:
-        """All that a page shows; of the history what is new since the one it names."""
+        """Return everything a page shows; of the history,
+        what is new since the given generation.
+        """
         known = generation == self.generation and width == self.history.width
         since = min(max(0, first), len(self.history)) if known else 0
         return {
@@ -440,7 +443,7 @@ class Run:
 
 
 def printable(value: object) -> str:
-    """Text without characters that would move a cursor or turn lines around.
+    """Return text without characters that would move the cursor or reverse lines.
 
     >>> printable("a" + chr(27) + "[2J")
     'a�[2J'
@@ -455,7 +458,7 @@ def _number(value: Any) -> float | None:
 
 
 def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is shown of a line of `ranks.jsonl`; nothing where it is not one."""
+    """Return what is shown of a line of `ranks.jsonl`, or None for another line."""
     spread = {name: row.get(name) for name in ("own_s", "step_s", "memory_bytes")}
     slowest, count = row.get("slowest"), row.get("ranks")
     if not is_number(count) or not isinstance(slowest, list):
@@ -471,9 +474,9 @@ def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
         "step": row["step"],
         "ranks": count,
         **{
-            name: {k: found[k] for k in ("min", "median", "max")}
-            for name, found in spread.items()
-            if found
+            name: {k: figure[k] for k in ("min", "median", "max")}
+            for name, figure in spread.items()
+            if figure
         },
         "slowest": [{k: s[k] for k in names if is_number(s.get(k))} for s in slowest],
         "each": lists if all(name in lists for name in ("own_s", "memory_bytes")) else None,
@@ -489,7 +492,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _is_gone(about: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote this, on this machine, is no longer there."""
+    """Return whether the process that wrote this, on this machine, no longer exists."""
     pid = about.get("pid")
     if about.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
         return False

@@ -1,8 +1,8 @@
-"""A run as a local page: a small server of three files and one address of data.
+"""Serve a run as a local page: three static files and one data endpoint.
 
-Enters: a `Run`. Leaves: a server on one address, loopback unless another is named. It answers GET
-alone, for names that it knows; nothing of a request becomes a path. The Host header has to be this
-server's, so that no page of another site can read it by a name that leads here.
+The server listens on loopback unless another address is given. It answers only GET, for known
+names; nothing of a request becomes a path. The Host header must be this server's, so that no page
+of another site can read it through a DNS name that resolves here.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-FRESH_S = 0.5  # a run's files are read at most so often
+FRESH_S = 0.5  # seconds between reads of a run's files
 TIMEOUT_S = 10.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own.
+    """Return whether an address is this machine's loopback.
 
     >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
     (True, True, False)
@@ -69,16 +69,18 @@ class WatchServer:
         return f"http://{f'[{here}]' if ':' in here else here}:{self.port}/"
 
     def serve(self) -> None:
-        """Answer until `close`."""
+        """Answer requests until `close`."""
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
-        """Stop, from another thread or after `serve`."""
+        """Stop serving; may be called from another thread."""
         self._server.shutdown()
         self._server.server_close()
 
     def knows(self, host: str) -> bool:
-        """Whether a Host header means this server, and no name that only leads here."""
+        """Return whether a Host header names this server,
+        not just a DNS name that resolves here.
+        """
         name, port = _split_host(host)
         if name is None or (80 if port is None else port) != self.port:
             return False
@@ -86,7 +88,7 @@ class WatchServer:
             return True
         if is_loopback(self.host):
             return False
-        try:  # an address is no name that another could point here
+        try:  # unlike a name, nobody else can point an address here
             ipaddress.ip_address(name)
         except ValueError:
             return name == platform.node().lower()
@@ -97,7 +99,7 @@ class WatchServer:
         return self._pages.get(path)
 
     def data(self, query: str) -> bytes:
-        """What is new since the state that a query names."""
+        """Return what is new since the state that a query names."""
         asked = parse_qs(query, max_num_fields=8)
         generation, width, first = (
             _whole(asked.get(name, [""])[0]) for name in ("generation", "width", "from")
@@ -106,8 +108,8 @@ class WatchServer:
             if time.monotonic() - self._read_at >= FRESH_S:
                 self.run.poll()
                 self._read_at = time.monotonic()
-            found = self.run.to_json(generation, width, first)
-        return json.dumps(found, allow_nan=False).encode()
+            state = self.run.to_json(generation, width, first)
+        return json.dumps(state, allow_nan=False).encode()
 
 
 def _whole(text: str) -> int:
@@ -115,7 +117,7 @@ def _whole(text: str) -> int:
 
 
 def _split_host(host: str) -> tuple[str | None, int | None]:
-    """Name and port of a Host header."""
+    """Return the name and port of a Host header."""
     try:
         parts = urlsplit(f"//{host}")
         return (parts.hostname if parts.netloc == host else None), parts.port
@@ -132,7 +134,7 @@ def _listen(owner: WatchServer, host: str, port: int) -> ThreadingHTTPServer:
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """A browser that went away is no error."""
+            """Ignore browsers that disconnect."""
 
     try:
         return Server((host, port), Handler)
@@ -144,7 +146,7 @@ def _listen(owner: WatchServer, host: str, port: int) -> ThreadingHTTPServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handles one connection."""
 
     watch: WatchServer
     timeout = TIMEOUT_S
@@ -153,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self.watch.knows(self.headers.get("Host", "")):
-            self._answer(HTTPStatus.FORBIDDEN, b"this server goes by another name\n", "text/plain")
+            self._answer(HTTPStatus.FORBIDDEN, b"Host header not allowed\n", "text/plain")
             return
         address = urlsplit(self.path)
         if address.path == "/data":
@@ -163,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
                 text = json.dumps({"error": str(error)}).encode()
                 self._answer(HTTPStatus.OK, text, "application/json")
             except ValueError:
-                self._answer(HTTPStatus.BAD_REQUEST, b"no such question\n", "text/plain")
+                self._answer(HTTPStatus.BAD_REQUEST, b"invalid query\n", "text/plain")
             return
         page = self.watch.page(address.path)
         if page is None:
@@ -172,11 +174,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, *page)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A request that is none, or of another method."""
+        """Answer a malformed request, or one of another method."""
         self.close_connection = True
         other = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if other else HTTPStatus(code)
-        self._answer(status, b"GET alone\n" if other else b"no such request\n", "text/plain")
+        self._answer(
+            status, b"only GET is supported\n" if other else b"invalid request\n", "text/plain"
+        )
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)
@@ -194,4 +198,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not told."""
+        """Do not log requests."""

@@ -1,6 +1,5 @@
-"""A run on a terminal: a panel that is drawn anew, or lines where the output is no terminal.
-
-Enters: a `Run`. Leaves: what rich shows, or text. All names are text: nothing in them is markup.
+"""Show a run in a terminal: a panel that is redrawn, or plain lines if the output is not a
+terminal. Names are plain text; nothing in them is interpreted as markup.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SLOWEST = 3
 
 
 def panel(run: Run, width: int) -> RenderableType:
-    """Return the run in a box of the terminal's width."""
+    """Return the run as a box of the terminal's width."""
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -45,16 +44,16 @@ def panel(run: Run, width: int) -> RenderableType:
 
 
 def progress_text(run: Run) -> str:
-    """How far it is, how long it takes, and its state."""
+    """Return the progress, remaining time and state."""
     of = f" of {run.total:,} ({run.step / run.total:.0%})" if run.total else ""
     left = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
     return f"step {run.step:,}{of}{left}, {run.status}"
 
 
 def _rows(run: Run, width: int) -> list[tuple[str, str]]:
-    """What is known, by name."""
+    """Return what is known, as label and text."""
     now = run.latest
-    found: list[tuple[str, str | None]] = [
+    rows: list[tuple[str, str | None]] = [
         ("loss", _loss(run, width)),
         ("evaluation", _digits(now.get("evaluation_loss"))),
         ("throughput", _throughput(run, width)),
@@ -65,7 +64,7 @@ def _rows(run: Run, width: int) -> list[tuple[str, str]]:
         ("ranks", _ranks(run)),
         ("skipped", f"{run.skipped:,} steps without a finite loss" if run.skipped else None),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in rows if text]
 
 
 def _figure(value: float | None, form: str) -> str | None:
@@ -73,7 +72,7 @@ def _figure(value: float | None, form: str) -> str | None:
 
 
 def _digits(loss: float | None) -> str | None:
-    """Return a loss; of one that grew beyond all measure only its first digits."""
+    """Return a loss as text; of a huge one, only its first digits."""
     return None if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
@@ -104,7 +103,11 @@ def _step_time(run: Run) -> str | None:
     text = short_seconds(run.step_s)
     predicted = run.predicted_step_s
     if predicted:
-        guess = ", a guess for unknown machines" if run.about.get("known_machines") is False else ""
+        guess = (
+            ", an estimate for an unknown cluster"
+            if run.about.get("known_machines") is False
+            else ""
+        )
         text += (
             f", {run.step_s / predicted:.2f} times the predicted {short_seconds(predicted)}{guess}"
         )
@@ -113,8 +116,8 @@ def _step_time(run: Run) -> str | None:
 
 def _memory(run: Run) -> str | None:
     if run.ranks is not None and run.ranks["ranks"] > 1:
-        found = run.ranks["memory_bytes"]
-        return f"{found['min'] / GIB:.2f} to {found['max'] / GIB:.2f} GiB on a rank"
+        spread = run.ranks["memory_bytes"]
+        return f"{spread['min'] / GIB:.2f} to {spread['max'] / GIB:.2f} GiB on a rank"
     value = run.latest.get("memory_bytes")
     return None if value is None else f"{value / GIB:.2f} GiB"
 
@@ -125,11 +128,11 @@ def _ranks(run: Run) -> str | None:
     own = run.ranks["own_s"]
     text = f"work {short_seconds(own['min'])} to {short_seconds(own['max'])} of a step"
     slow = [f"rank {s['rank']} {s['ratio']:.2f}x" for s in run.slow_ranks[:SLOWEST]]
-    return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; none is slow"
+    return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; no rank is slow"
 
 
 def line(run: Run) -> str:
-    """Return the run in one line, for logs."""
+    """Return the run as one line, for logs."""
     parts = [progress_text(run)]
     for name, text in _rows(run, 0):
         if name in ("loss", "throughput", "step time", "memory"):
@@ -149,7 +152,7 @@ def summary(run: Run, width: int) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Values as blocks of text, the newest to the right; what is missing is a gap.
+    """Return values as block characters, the newest to the right; missing values are gaps.
 
     >>> sparkline([4.0, 3.0, None, 1.0], 4)
     '█▆ ▁'

@@ -133,6 +133,6 @@ def test_times_of_messages_are_checked(seconds):
         Network.of(["a", "b"], {}, {("a", "b"): send})
 
 
-def test_cards_have_a_rate_each_way():
-    with pytest.raises(ClusterError, match="2 rates out and 1 in"):
+def test_cards_need_a_rate_in_each_direction():
+    with pytest.raises(ClusterError, match=r"\b2\b.*\b1\b"):
         Network.of_cards([1e9, 1e9], [1e9])

@@ -117,7 +117,7 @@ function evaluations(data) {
 function showRanks(ranks) {
   if (!ranks) return;
   const slow = ranks.slowest.filter((row) => row.ratio >= SLOW);
-  const who = slow.length ? `slow: ${slow.slice(0, 5).map((row) => `rank ${row.rank} (${row.ratio.toFixed(2)}x)`).join(", ")}` : "none is slow";
+  const who = slow.length ? `slow: ${slow.slice(0, 5).map((row) => `rank ${row.rank} (${row.ratio.toFixed(2)}x)`).join(", ")}` : "no rank is slow";
   text("ranks-text", ranks.ranks === 1
     ? `One rank works ${seconds(ranks.own_s.max)} of a step of ${seconds(ranks.step_s.max)}.`
     : `At step ${whole(ranks.step)}, ${whole(ranks.ranks)} ranks work from ${seconds(ranks.own_s.min)} to ${seconds(ranks.own_s.max)} of a step of ${seconds(ranks.step_s.max)}; ${who}.`);
