@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.cost import fused as attention
-from shardwise.cost import fused as fused_norm
-from shardwise.cost import signature as shapes
+from shardwise.cost.fused import attention_cost, is_fused_attention, is_fused_norm, norm_cost
 from shardwise.cost.kernels import (
     MEMORY,
     CallCost,
@@ -32,7 +30,7 @@ from shardwise.cost.kernels import (
     touched_bytes,
 )
 from shardwise.cost.runtime_call import runtime_function
-from shardwise.cost.signature import Signature, call_signature, cast
+from shardwise.cost.signature import Signature, call_on_meta, call_signature, cast
 from shardwise.cost.storages import StorageTracker
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType, map_refs
@@ -101,7 +99,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        found = shapes.call(func, args, options)
+        found = call_on_meta(func, args, options)
         if func.is_view:
             return found
         results = list(tensors(found))
@@ -197,10 +195,10 @@ def call_cost(
 def cost_of(signature: Signature) -> CallCost:
     """Return the cost of a call, computed once per signature."""
     try:
-        if attention.is_fused_attention(signature):
-            return attention.attention_cost(signature)
-        if fused_norm.is_fused_norm(signature):
-            return fused_norm.norm_cost(signature)
+        if is_fused_attention(signature):
+            return attention_cost(signature)
+        if is_fused_norm(signature):
+            return norm_cost(signature)
         return _Trial(signature).run()
     except Exception as error:  # an operator may refuse meta tensors in any way
         reason = str(error).strip().split("\n")[0]

@@ -152,7 +152,7 @@ broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # torch le
 _PLAIN = (int, float, bool, complex, str, torch.dtype, type(None))
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)` for meta tensors."""
     rule = _RULES.get(func)
     if rule is not None:
