@@ -150,7 +150,7 @@ def test_a_redistribution_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(redistribution, table, dict(getattr(redistribution, table)))
     rotate = redistribution.Primitive(name="rotate", copies=1, volume=1)
     redistribution.register("rotate", "S", "T", rotate, rotate)
-    found = redistribution.between("S", "T")
-    assert found is redistribution.REDISTRIBUTIONS["rt.rotate"]
-    assert not found.is_local
-    assert found.forward.collective == "rotate"
+    entry = redistribution.between("S", "T")
+    assert entry is redistribution.REDISTRIBUTIONS["rt.rotate"]
+    assert not entry.is_local
+    assert entry.forward.collective == "rotate"

@@ -91,12 +91,12 @@ class Search:
         self.seen: list[Held] = []  # every `Held` has a number, so that states hash quickly
         self.numbers: dict[Held, int] = {}
 
-    def number(self, held: Held) -> int:
-        """Return the number of what is held of a value."""
-        found = self.numbers.get(held)
+    def number(self, placements: Held) -> int:
+        """Return the number of the placements of a value."""
+        found = self.numbers.get(placements)
         if found is None:
-            found = self.numbers[held] = len(self.seen)
-            self.seen.append(held)
+            found = self.numbers[placements] = len(self.seen)
+            self.seen.append(placements)
         return found
 
     def step(self, index: int, node: Node, states: list[State]) -> list[State]:
@@ -111,8 +111,8 @@ class Search:
         unborn = (UNBORN,) * len(new)
         groups: dict[tuple[int, ...], list[State]] = {}
         for state in states:
-            held = (*state.held, *unborn)
-            groups.setdefault(tuple(held[i] for i in where), []).append(state)
+            numbers = (*state.held, *unborn)
+            groups.setdefault(tuple(numbers[i] for i in where), []).append(state)
         best: dict[tuple[int, ...], State] = {}
         for numbers, members in groups.items():
             present = {n: self._known(i) for n, i in zip(operands, numbers, strict=True)}
@@ -176,8 +176,7 @@ class Search:
         key = (name, mine, theirs)
         found = self.turned.get(key)
         if found is None:
-            held = self.seen[mine]
-            found = sum(self._price(name, held, needed) for needed in self.seen[theirs])
+            found = sum(self._price(name, self.seen[mine], need) for need in self.seen[theirs])
             self.turned[key] = found
         return found
 
