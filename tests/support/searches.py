@@ -1,8 +1,4 @@
-"""Searches that end as those for many ranks do, for tests of what is made of their plans.
-
-For few ranks a search goes on with other cuts and layouts (`planner/search/polish.py`), which takes
-most of its time. `tests/unit/planner/search` shows what comes of that.
-"""
+"""Searches without the local search that follows on few ranks (`planner/local_search.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import pytest
 
 @contextlib.contextmanager
 def unpolished() -> Iterator[None]:
-    """Within it, `sw.plan` and all that calls it leave plans as the search found them."""
+    """Plan without the local search."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.planner.local_search.MAX_RANKS", 0)
         yield

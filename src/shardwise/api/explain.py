@@ -1,4 +1,4 @@
-"""Why a plan does what it does: every node with its choice on every mesh axis, and each move."""
+"""Explain a plan: why the planner chose it, or what it does with every node of a graph."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan, Resolved, resolve
+from shardwise.plans.explain import explain_plan
+from shardwise.plans.text import format_plan
 from shardwise.program import Pipeline, Program, build_pipeline, lower
 from shardwise.sharding.candidates import candidates
 
 NAME_WIDTH = 32
 
 
-def explain(graph: Graph, plan: Plan, node: str | None = None) -> str:
-    """All nodes in one line each; or one node with everything it could do."""
+def explain(target: Graph | Plan, plan: Plan | None = None, node: str | None = None) -> str:
+    """Explain a plan that `sw.plan` made, or what a plan does with the nodes of a graph.
+
+    `explain(plan)` says why it was chosen and not the runner-up, where its time and memory go, and
+    what would change them. `explain(graph, plan)` lists all nodes with their choice on every mesh
+    axis and each redistribution; with `node`, everything that one node could do.
+    """
+    if isinstance(target, Plan):
+        if plan is not None or node is not None:
+            raise PlanError(
+                "the nodes of a plan need the model", hint="sw.explain(graph, plan, node)"
+            )
+        return explain_plan(target)
+    if plan is None:
+        raise PlanError("no plan to explain", hint="sw.explain(graph, plan), or sw.explain(plan)")
+    return _explain_nodes(target, plan, node)
+
+
+def _explain_nodes(graph: Graph, plan: Plan, node: str | None) -> str:
     if plan.is_scheduled:
         pipeline = build_pipeline(graph, plan)
         if node is None:
@@ -23,11 +42,11 @@ def explain(graph: Graph, plan: Plan, node: str | None = None) -> str:
     resolved = resolve(graph, plan)
     if node is not None:
         return _one_node(resolved, node)
-    return "\n".join([str(plan), "", *_nodes(resolved, lower(resolved))])
+    return "\n".join([format_plan(plan), "", *_nodes(resolved, lower(resolved))])
 
 
 def _every_stage(pipeline: Pipeline) -> str:
-    lines = [str(pipeline.plan), "", str(pipeline.schedule)]
+    lines = [format_plan(pipeline.plan), "", str(pipeline.schedule)]
     for stage in pipeline.stages:
         lines += ["", f"stage {stage.index} on ranks {format_ranks(stage.ranks)}:"]
         for transfer in pipeline.transfers:

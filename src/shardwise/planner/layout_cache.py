@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from shardwise.cluster import Device, Mesh
 from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
 from shardwise.ir import Graph, Node, Parameter, TensorType
 from shardwise.layouts.beam import assign, cut_tables
+from shardwise.layouts.build import Built, build
+from shardwise.layouts.factor_graph import Floats
 from shardwise.layouts.moves import plan_moves
-from shardwise.layouts.options import Options
+from shardwise.layouts.options import Option, Options
 from shardwise.layouts.problem import (
     Assignment,
     LayoutAxis,
@@ -25,8 +29,9 @@ from shardwise.layouts.problem import (
     Placements,
     Task,
 )
-from shardwise.layouts.solve import solve_options
+from shardwise.layouts.solve import MAX_JOINT, assignments_of, solve_options
 from shardwise.layouts.tie_layers import LayerTies
+from shardwise.planner.k_best import k_best, k_best_lean
 from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
 from shardwise.program.lower import local_call
 from shardwise.redistribution import REDISTRIBUTIONS
@@ -41,7 +46,7 @@ from shardwise.simulation.workload import Workload, WorkloadModel, batch_rows
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
 LONG_ROW = 128  # elements
-FASTEST, LEAN, MIXED, LEANEST = range(4)  # variants of layouts
+FASTEST, LEAN, MIXED, LEANEST, RANKED = range(5)  # variants; ids >= RANKED are of `k_best`
 WEIGHTS = {LEAN: 0.5, LEANEST: 1e4}  # price of filling the memory, in micro-batches
 
 
@@ -52,6 +57,22 @@ class Layouts:
     works: WorkloadModel
     solution: LayoutSolution
     axes: tuple[tuple[str, int], ...]  # tensor-parallel mesh axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedLayouts:
+    """Layouts under the variant `number` by which `LayoutCache.get` returns them.
+
+    `seconds` are those of nodes and redistributions for one micro-batch: a lower bound. `likely`
+    also guesses its part of gradient reductions and of the optimizer. `state_bytes` are parameters,
+    gradients and optimizer state of a rank; `saved_bytes` what nodes save for backward.
+    """
+
+    seconds: float
+    likely: float
+    number: int
+    state_bytes: float
+    saved_bytes: float
 
 
 class LayoutCache:
@@ -76,6 +97,7 @@ class LayoutCache:
         self.inputs = batch_inputs(fold.graph, None)
         self.rows = batch_rows(fold.graph)
         self._solved: dict[tuple[int, int], Layouts] = {}
+        self._numbers: dict[tuple[int, str], int] = {}  # variants of `k_best`
         self._batch: Assignment | None = None
         self._problems: dict[tuple[int, int], tuple[Options, CallPrices]] = {}
 
@@ -89,6 +111,75 @@ class LayoutCache:
         if key not in self._solved:
             self._solved[key] = self._solve(tp, layout)
         return self._solved[key]
+
+    def k_best(
+        self,
+        tp: int,
+        dp: int,
+        num_microbatches: int,
+        group: Group,
+        k: int,
+        below: float,
+    ) -> tuple[list[RankedLayouts], bool]:
+        """Return the likely cheapest layouts for a configuration's micro-batch, and the cheapest
+        with a price on memory; and whether there are no others whose nodes take less than `below`.
+
+        Of layouts that cost the same at every node, the one whose nodes produce least.
+        """
+        tensor, graph = self._tensor(tp), self.fold.graph
+        task = self._task(tensor, max(1, min(self.rows, dp * num_microbatches)))
+        options = Options(graph, self.facts, task)
+        if options.num_joint() > MAX_JOINT:
+            return [], False
+        device, clock = self.evaluator.cluster.device(0), self.evaluator.clock
+        prices = _SizedPrices(graph, self.facts, task, group, device, clock, num_microbatches)
+        built = build(options, prices, limit=float("inf"))
+        held = {  # what parameters cost, by the variables of how they are stored
+            number: built.model.variables[number].unary
+            for number in {built.sources[value] for value in built.parameters}
+        }
+        below += sum(float(costs.max()) for costs in held.values())
+        sizes = prices.made_bytes(built)
+        found = k_best(built.model, k, below, built.sources.values(), sizes)
+        solutions = {tuple(choice.chosen.items()): choice for choice in found.solutions}
+        for weight in WEIGHTS.values() if solutions else ():
+            per_byte = weight * found.solutions[0].cost / self.memory_bytes
+            for choice in k_best_lean(built.model, k, per_byte, built.sources.values(), sizes):
+                solutions.setdefault(tuple(choice.chosen.items()), choice)
+        ranked = []
+        for choice in solutions.values():
+            assignments = assignments_of(task, built, choice.chosen, choice.cost)
+            states = sum(float(built.model.variables[n].weight[choice.chosen[n]]) for n in held)
+            total = built.model.weigh(choice.chosen)
+            ranked.append(
+                RankedLayouts(
+                    seconds=choice.cost - sum(float(c[choice.chosen[n]]) for n, c in held.items()),
+                    likely=choice.cost,
+                    number=self._number(tp, assignments, tensor),
+                    state_bytes=states,
+                    saved_bytes=total - states,
+                )
+            )
+        return ranked, found.complete
+
+    def min_numel(self, tp: int) -> float:
+        """Return the trained elements of a rank if all of them are sharded."""
+        trained = (p.value for p in self.fold.graph.parameters if p.requires_grad)
+        return sum(prod(self.fold.graph.values[value].shape) for value in trained) / tp
+
+    def _number(
+        self, tp: int, assignments: tuple[Assignment, ...], tensor: tuple[tuple[str, int], ...]
+    ) -> int:
+        """The variant under which `get` returns these layouts."""
+        names = [axis for axis, _ in tensor]
+        own = [a for a in assignments if a.axis in names]
+        text = str([[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in own])
+        key = (tp, text)
+        if key not in self._numbers:
+            number = self._numbers[key] = RANKED + len(self._numbers)
+            solution = replace(self.get(tp, FASTEST).solution, assignments=assignments)
+            self._solved[tp, number] = self._layouts(solution, tensor)
+        return self._numbers[key]
 
     def with_rows(self, rows: int) -> LayoutCache:
         """Return the same layouts for a batch of fewer rows."""
@@ -397,3 +488,21 @@ class CallPrices:
     def _local(self, value: str, layout: Layout) -> TensorType:
         kind = self.graph.values[value]
         return TensorType(local_shape(layout, kind.shape, self.coordinate), kind.dtype)
+
+
+class _SizedPrices(CallPrices):
+    """Prices with the sizes of results."""
+
+    def made_bytes(self, built: Built) -> dict[int, Floats]:
+        """Return the bytes that nodes produce on a rank, for every state of every variable."""
+        found = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
+        for node in self.graph.nodes:
+            options = built.options[node.name]
+            found[built.nodes[node.name]] += [self._made(node, option) for option in options]
+        return found
+
+    def _made(self, node: Node, option: Option) -> float:
+        return sum(
+            self._bytes(value, self._layout(placements))
+            for value, placements in zip(node.outputs, option.gives, strict=True)
+        )

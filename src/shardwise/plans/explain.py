@@ -39,7 +39,7 @@ OPTION_TEXTS = {
     "grouping": "device order {}",
     "cuts": "stages from nodes {}",
 }
-LAYOUTS = ("fastest", "lean", "mixed", "leanest")
+LAYOUTS = ("fastest", "lean", "mixed", "leanest", "ranked")
 
 
 def plan_text(plan: Plan, width: int = WIDTH) -> str:
@@ -250,7 +250,7 @@ def option_text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         value = (", " if name == "cuts" else "+").join(map(str, value)) or "nothing"
     if name == "layout":
-        value = LAYOUTS[value]
+        value = LAYOUTS[min(value, len(LAYOUTS) - 1)]
     return OPTION_TEXTS.get(name, name + "={}").format("none" if value in ("", None) else value)
 
 
@@ -321,7 +321,8 @@ def outlook(found: SearchResult, width: int) -> list[str]:
 
 
 def _local_search(summary: LocalSearchSummary) -> str:
-    text = f"other stage boundaries: {summary.simulated:,} more simulated, "
+    layouts = f" and {summary.layouts:,} other layouts" if summary.layouts else ""
+    text = f"other stage boundaries{layouts}: {summary.simulated:,} more simulated, "
     if summary.gain > 0:
         text += f"of which the best, {summary.gain:.2%} faster than the search's, is this plan"
     else:

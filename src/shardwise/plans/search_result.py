@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import PlanError
 from shardwise.schema import Hook, KeyPath, Reader
 
-LAYOUT_NAMES = ("", "lean layouts", "mixed layouts", "leanest layouts")
+LAYOUT_NAMES = ("", "lean layouts", "mixed layouts", "leanest layouts", "ranked layouts")
 HINT = "make the figures again: shardwise plan MODULE.py:FUNCTION --cluster c.yaml"
 CAUSES = {  # where the time of a step goes, in the order of reports
     "compute": "computing",
@@ -77,7 +77,7 @@ class ParallelConfig:
         if self.offload:
             parts.append(f"offload {'+'.join(self.offload)}")
         if self.layout:
-            parts.append(LAYOUT_NAMES[self.layout])
+            parts.append(LAYOUT_NAMES[min(self.layout, len(LAYOUT_NAMES) - 1)])
         if self.cuts:
             parts.append(f"stages from nodes {', '.join(map(str, self.cuts))}")
         if self.grouping:
@@ -146,8 +146,9 @@ class SearchGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSearchSummary:
-    """What the local search after the main search tried: other stage boundaries."""
+    """What the local search after the main search tried: other stage boundaries and layouts."""
 
+    layouts: int
     simulated: int  # configurations
     gain: float  # as a fraction of the step
     complete: bool  # whether everything that could be faster was tried

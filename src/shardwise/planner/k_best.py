@@ -1,0 +1,186 @@
+"""Enumerate the k cheapest solutions of a layout problem.
+
+Variables are decided one after the other. Prefixes that agree in all variables to which costs are
+still to come have the same continuations, so of each such class the `k` cheapest are enough: the
+first `k` solutions are exact. Only where there are more than `MAX_PREFIXES` the cheapest are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwise.layouts.factor_graph import Floats, Ints, Model
+
+MAX_PREFIXES = 4_000
+DIGITS = 9  # up to which equal costs are the same
+MAX_TABLE = 1_000_000  # entries of the costs that several variables share; larger ones are ignored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChoice:
+    """The state of every variable, by its number, and their total cost."""
+
+    cost: float
+    chosen: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KBest:
+    """Solutions, cheapest first; `complete` if there are no others below the limit."""
+
+    solutions: tuple[LayoutChoice, ...]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """Costs of the states of some variables together, in the order of the table's dimensions."""
+
+    members: tuple[int, ...]
+    table: Floats
+
+
+def k_best(
+    model: Model,
+    k: int,
+    below: float = float("inf"),
+    distinguished: Collection[int] = (),
+    sizes: Mapping[int, Floats] | None = None,
+) -> KBest:
+    """Return up to `k` solutions that cost less than `below`, cheapest first.
+
+    Of solutions with equal costs and weights in every part, and equal states of the variables
+    `distinguished`, only the smallest by `sizes` is returned.
+    """
+    factors = _factors(model)
+    order = _order(model, factors)
+    place = {variable: at for at, variable in enumerate(order)}
+    ends = [max(place[v] for v in factor.members) for factor in factors]
+    costs, picks = np.array([model.constant]), np.zeros((1, 0), dtype=np.int64)
+    complete = True
+    for at, variable in enumerate(order):
+        ending = [f for f, end in zip(factors, ends, strict=True) if end == at]
+        costs, picks = _decide(model.variables[variable].unary, ending, place, costs, picks)
+        kept = np.flatnonzero(costs < below)
+        costs, picks = costs[kept], picks[kept]
+        later = {v for f, end in zip(factors, ends, strict=True) if end > at for v in f.members}
+        live = sorted(place[v] for v in later if place[v] <= at)
+        counts = [len(model.variables[order[p]]) for p in live]
+        kept = _cheapest(costs, _classes(picks[:, live], counts), k)
+        complete &= len(kept) < MAX_PREFIXES
+        costs, picks = costs[kept], picks[kept]
+    if not len(costs):
+        return KBest(solutions=(), complete=True)
+    size = np.zeros(len(costs))
+    for variable, made in (sizes or {}).items():
+        size += made[picks[:, place[variable]]]
+    cheap = np.lexsort((size, _rounded(costs)))[:k]
+    parts = _parts(model, factors, order, picks[cheap], distinguished)
+    first = cheap[np.sort(np.unique(parts, axis=0, return_index=True)[1])]
+    solutions = tuple(
+        LayoutChoice(cost=float(costs[i]), chosen=dict(zip(order, picks[i].tolist(), strict=True)))
+        for i in first.tolist()
+    )
+    return KBest(solutions=solutions, complete=complete and len(cheap) < k)
+
+
+def k_best_lean(
+    model: Model,
+    k: int,
+    per_byte: float,
+    distinguished: Collection[int] = (),
+    sizes: Mapping[int, Floats] | None = None,
+) -> Iterator[LayoutChoice]:
+    """Yield up to `k` solutions that are the cheapest with a price on bytes, with their cost
+    without it.
+    """
+    variables = {
+        number: replace(v, unary=v.unary + per_byte * v.weight)
+        for number, v in model.variables.items()
+    }
+    lean = replace(model, variables=variables)
+    for choice in k_best(lean, k, distinguished=distinguished, sizes=sizes).solutions:
+        yield replace(choice, cost=choice.cost - per_byte * model.weigh(choice.chosen))
+
+
+def _factors(model: Model) -> list[_Factor]:
+    found = [_Factor(key, table) for key, table in model.pairs.items()]
+    for star in model.stars:
+        members = tuple(star.members())
+        if np.prod([len(model.variables[v]) for v in members]) <= MAX_TABLE:
+            found.append(_Factor(members, star.table()))
+    return found
+
+
+def _order(model: Model, factors: Sequence[_Factor]) -> list[int]:
+    """Nodes in their order; what nodes only read, just before the first of them."""
+    first: dict[int, float] = {}
+    for factor in factors:
+        producer, *users = factor.members
+        if users and producer > min(users):
+            first[producer] = min(first.get(producer, producer), min(users) - 0.5)
+    return sorted(model.variables, key=lambda v: (first.get(v, v), v))
+
+
+def _decide(
+    unary: Floats, ending: Sequence[_Factor], place: Mapping[int, int], costs: Floats, picks: Ints
+) -> tuple[Floats, Ints]:
+    """Extend every prefix by every state of the next variable."""
+    at, states = picks.shape[1], np.arange(len(unary))
+    total = costs[:, None] + unary[None, :]
+    for factor in ending:
+        rows = [
+            states[None, :] if place[v] == at else picks[:, place[v], None] for v in factor.members
+        ]
+        total = total + factor.table[tuple(rows)]
+    longer = np.concatenate(
+        [np.repeat(picks, len(states), axis=0), np.tile(states, len(costs))[:, None]], axis=1
+    )
+    return total.ravel(), longer
+
+
+def _parts(
+    model: Model,
+    factors: Sequence[_Factor],
+    order: Sequence[int],
+    picks: Ints,
+    distinguished: Collection[int],
+) -> Floats:
+    """Costs and weights of every solution by part, rounded; the states of `distinguished`."""
+    at = {variable: picks[:, i] for i, variable in enumerate(order)}
+    found = [np.zeros(len(picks))]
+    for number, variable in model.variables.items():
+        found += [variable.unary[at[number]], variable.weight[at[number]]]
+    found += [f.table[tuple(at[v] for v in f.members)] for f in factors]
+    rounded = [_rounded(column) for column in found]
+    return np.stack([*rounded, *(at[v].astype(np.float64) for v in sorted(distinguished))], axis=1)
+
+
+def _rounded(column: Floats) -> Floats:
+    """Fractions of the largest value, without the last digits."""
+    largest = float(np.abs(column).max()) or 1.0
+    return np.round(column / largest, DIGITS)
+
+
+def _classes(live: Ints, sizes: Sequence[int]) -> Ints:
+    """A number for every prefix: equal where the states of live variables are."""
+    kind = np.zeros(len(live), dtype=np.int64)
+    for column, size in zip(live.T, sizes, strict=True):
+        kind = np.unique(kind * size + column, return_inverse=True)[1].ravel()
+    return kind
+
+
+def _cheapest(costs: Floats, kind: Ints, k: int) -> Ints:
+    """The cheapest of every class of prefixes, and of all of them."""
+    if not len(costs):
+        return np.zeros(0, dtype=np.int64)
+    order = np.lexsort((costs, kind))
+    sizes = np.bincount(kind)
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    kept = order[rank < k]
+    if len(kept) > MAX_PREFIXES:
+        kept = kept[np.argsort(costs[kept], kind="stable")[:MAX_PREFIXES]]
+    return np.sort(kept)
