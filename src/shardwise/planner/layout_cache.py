@@ -131,14 +131,14 @@ class LayoutCache:
         options = Options(graph, self.facts, task)
         if options.num_joint() > MAX_JOINT:
             return [], False
-        device, clock = self.evaluator.cluster.device(0), self.evaluator.clock
-        prices = _SizedPrices(graph, self.facts, task, group, device, clock, num_microbatches)
+        device, costs = self.evaluator.cluster.device(0), self.evaluator.costs
+        prices = _SizedPrices(graph, self.facts, task, group, device, costs, num_microbatches)
         built = build(options, prices, limit=float("inf"))
-        held = {  # what parameters cost, by the variables of how they are stored
+        stored = {  # what parameters cost, by the variables of how they are stored
             number: built.model.variables[number].unary
             for number in {built.sources[value] for value in built.parameters}
         }
-        below += sum(float(costs.max()) for costs in held.values())
+        below += sum(float(c.max()) for c in stored.values())
         sizes = prices.made_bytes(built)
         found = k_best(built.model, k, below, built.sources.values(), sizes)
         solutions = {tuple(choice.chosen.items()): choice for choice in found.solutions}
@@ -149,11 +149,12 @@ class LayoutCache:
         ranked = []
         for choice in solutions.values():
             assignments = assignments_of(task, built, choice.chosen, choice.cost)
-            states = sum(float(built.model.variables[n].weight[choice.chosen[n]]) for n in held)
+            states = sum(float(built.model.variables[n].weight[choice.chosen[n]]) for n in stored)
             total = built.model.weigh(choice.chosen)
             ranked.append(
                 RankedLayouts(
-                    seconds=choice.cost - sum(float(c[choice.chosen[n]]) for n, c in held.items()),
+                    seconds=choice.cost
+                    - sum(float(c[choice.chosen[n]]) for n, c in stored.items()),
                     likely=choice.cost,
                     number=self._number(tp, assignments, tensor),
                     state_bytes=states,
