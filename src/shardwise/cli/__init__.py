@@ -205,7 +205,9 @@ def explain(
         ),
     ],
     wanted: Wanted,
-    node: Annotated[str | None, typer.Option("--node", help="All that one node could do.")] = None,
+    node: Annotated[
+        str | None, typer.Option("--node", help="Show every option of one node.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say why a plan is the best; or what it splits and communicates, and where in your code."""

@@ -40,7 +40,7 @@ def advise(
     precision: Annotated[str | None, typer.Option("--precision", help="bf16, fp16, …")] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory-gib", min=1e-6, help="What a plan may use of each device."),
+        typer.Option("--memory-gib", min=1e-6, help="Memory limit per device."),
     ] = None,
     no_progress: Annotated[
         bool, typer.Option("--no-progress", help="Do not show progress.")

@@ -99,10 +99,10 @@ def convert(
         typer.Option("--config", help="For hf: config.json, or the folder with it."),
     ] = None,
     section: Annotated[
-        str, typer.Option("--section", help="What to take as the model: ema, …")
+        str, typer.Option("--section", help="Which weights to take as the model: ema, …")
     ] = "model",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of floating-point tensors: bfloat16, …")
+        str | None, typer.Option("--dtype", help="Dtype of floating-point tensors: bfloat16, …")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -178,10 +178,10 @@ def export(
         Path | None, typer.Option("--config", help="For a folder: config.json, or the folder.")
     ] = None,
     section: Annotated[
-        str, typer.Option("--section", help="What to take as the model: ema, …")
+        str, typer.Option("--section", help="Which weights to take as the model: ema, …")
     ] = "model",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of floating-point weights: bfloat16, …")
+        str | None, typer.Option("--dtype", help="Dtype of floating-point weights: bfloat16, …")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

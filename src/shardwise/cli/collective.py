@@ -110,7 +110,7 @@ Operation = Annotated[
     typer.Option("--op", help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, …"),
 ]
 Bytes = Annotated[str, typer.Option("--bytes", help="The size of the data: 64MB, 16MiB, 4096.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="The type of an element.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of an element.")]
 Root = Annotated[int | None, typer.Option("--root", help="Root rank (broadcast and reduce only).")]
 Members = Annotated[
     str, typer.Option("--members", help="The ranks of the group: 0-3,8. All if empty.")
@@ -183,7 +183,9 @@ def show(
     dtype: Dtype = "float32",
     root: Root = None,
     members: Members = "",
-    rank: Annotated[int | None, typer.Option("--rank", help="The list of one rank.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help="Show only what this rank does.")
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option("--svg", help="Output file: a picture of the trees.")
     ] = None,

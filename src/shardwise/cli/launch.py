@@ -50,7 +50,7 @@ def launch(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the job.")] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="Where ranks meet; 0: any that is free."),
+        typer.Option("--port", min=0, max=65535, help="Rendezvous port; 0 picks a free one."),
     ] = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", min=1, help="Start-up timeout in seconds.")
@@ -59,7 +59,8 @@ def launch(
         float, typer.Option("--grace-s", min=0, help="Seconds to wait before killing processes.")
     ] = 20,
     ssh_program: Annotated[
-        str | None, typer.Option("--ssh-program", help="Instead of ssh or the file's.")
+        str | None,
+        typer.Option("--ssh-program", help="SSH client, instead of ssh or the cluster file's."),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -69,7 +70,7 @@ def launch(
         list[str] | None,
         typer.Option("--option", help="NAME=VALUE of sbatch, Kubernetes (image, …) or Ray."),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Of the job.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the job.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only.")] = False,
 ) -> None:
     """Start a command on every node of a cluster, or write a job file that does."""

@@ -49,7 +49,7 @@ class Wanted:
         callback=_check_strategy,
     ) = None
     cluster: _option(  # type: ignore[valid-type]
-        str | None, "--cluster -c", "Plan for these machines: a file, or h100:8x8 (8 nodes of 8)."
+        str | None, "--cluster -c", "Cluster: a file, or h100:8x8 (8 nodes of 8)."
     ) = None
     ranks: _option(  # type: ignore[valid-type]
         int | None, "--ranks -n", "Number of ranks.", min=1, show_default="2, or dp x tp x pp"
@@ -80,7 +80,7 @@ class Wanted:
     memory_gib: _option(  # type: ignore[valid-type]
         float | None,
         "--memory-gib",
-        "What a plan may use of each device, with --cluster.",
+        "Memory limit per device, with --cluster.",
         min=1e-6,
     ) = None
     constraint: _option(  # type: ignore[valid-type]
@@ -90,7 +90,9 @@ class Wanted:
         Path | None, "--table", "Measured times of operators.", exists=True, dir_okay=False
     ) = None
     all_devices: _option(  # type: ignore[valid-type]
-        bool, "--all-devices", "Also use devices that slow the step, with --cluster."
+        bool,
+        "--all-devices",
+        "Use all devices, even those that slow the step down, with --cluster.",
     ) = False
     no_progress: _option(bool, "--no-progress", "Do not show progress.") = False  # type: ignore[valid-type]
     plan_file: _option(  # type: ignore[valid-type]

@@ -24,7 +24,9 @@ def profile(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Of each CPU process.")] = 1,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="Threads of each CPU process.")
+    ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, shorter.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 300,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

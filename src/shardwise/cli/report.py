@@ -39,7 +39,7 @@ def report(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", "-c", help="Simulate on these machines: a file, or h100:8x8."),
+        typer.Option("--cluster", "-c", help="Cluster to simulate: a file, or h100:8x8."),
     ] = None,
     table: Annotated[
         Path | None,

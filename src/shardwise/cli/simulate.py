@@ -35,7 +35,8 @@ def simulate(
         typer.Argument(metavar="[MODULE.py:FUNCTION]", help="Simulate this model anew."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", "-c", help="On these machines: a file, or h100:8x8.")
+        str | None,
+        typer.Option("--cluster", "-c", help="Cluster to simulate: a file, or h100:8x8."),
     ] = None,
     table: Annotated[
         Path | None,

@@ -33,7 +33,7 @@ def train(
         Path, typer.Argument(metavar="CONFIG.yaml", help="What to train.", show_default=False)
     ],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Another value: optimizer.args.lr=1e-3.")
+        list[str] | None, typer.Option("--set", help="Override a value: optimizer.args.lr=1e-3.")
     ] = None,
     ranks: Annotated[
         int | None,
@@ -41,7 +41,9 @@ def train(
     ] = None,
     folder: Annotated[
         str | None,
-        typer.Option("--folder", help="For all files.", show_default="runs/CONFIG"),
+        typer.Option(
+            "--folder", help="Folder for all files of the run.", show_default="runs/CONFIG"
+        ),
     ] = None,
     resume: Annotated[
         str | None, typer.Option("--resume", help="auto, never, or a checkpoint.")
@@ -180,13 +182,13 @@ def watch(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print what is there, and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     wait_s: Annotated[
         float, typer.Option("--wait-s", min=0, help="Seconds to wait for a run to begin.")
     ] = 60.0,
     page: Annotated[bool, typer.Option("--page", help="Serve a local page.")] = False,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Of the page; 0 takes a free one.")
+        int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0 picks a free one.")
     ] = 0,
     host: Annotated[
         str, typer.Option("--host", help="Address of the page; loopback is this machine alone.")
