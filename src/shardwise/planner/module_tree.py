@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.dtypes import dtype_name
+from shardwise.ir.blocks import is_number
 from shardwise.messages.program import format_ranks
 from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans import Plan
@@ -294,7 +295,7 @@ class Folder:
         children: list[_Folded] = []
         alike: dict[int, list[_Folded]] = {}
         for child in map(self._fold, module.children.values()):
-            known = alike.setdefault(child.kind, []) if _is_number(child.module.name) else []
+            known = alike.setdefault(child.kind, []) if is_number(child.module.name) else []
             first = next((other for other in known if _same(other, child)), None)
             if first is None:
                 children.append(child)
@@ -316,10 +317,6 @@ class Folder:
             names=[module.name],
             children=children,
         )
-
-
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit()
 
 
 def _same(one: _Folded, other: _Folded) -> bool:
