@@ -7,7 +7,7 @@ The answer depends on the operation, the group and the sizes alone: all ranks of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from torch import Tensor
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError
 from shardwise.messages import CollectiveChoice, MessageProgram
-from shardwise.runtime.collectives.communication_thread import Handle
-from shardwise.runtime.collectives.messenger import BACKENDS, TIMEOUT_S, Messenger
-from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from shardwise.runtime.transport.base import Group, Pending
+
+if TYPE_CHECKING:  # imported on first use: most plans use the library for every collective
+    from shardwise.runtime.collectives.communication_thread import Handle
+    from shardwise.runtime.collectives.shared_memory import SharedBuckets
 
 __all__ = ["CollectiveBackends", "Derive"]
 
@@ -27,9 +28,10 @@ __all__ = ["CollectiveBackends", "Derive"]
 Ranks = tuple[int, ...]
 Derive = Callable[[CollectiveChoice, Ranks, int, int, Sequence[int]], MessageProgram | None]
 ADDED = torch_dtypes(can_train=True)
+DEFAULT_TIMEOUT_S = 300.0
 
 
-class _Way(Protocol):
+class _Implementation(Protocol):
     """Does operations of one group, in place."""
 
     on_host: bool  # whether tensors must be in host memory
@@ -43,6 +45,8 @@ class _Messages:
     def __init__(
         self, ranks: Ranks, group: dist.ProcessGroup, derive: Derive, limit: float
     ) -> None:
+        from shardwise.runtime.collectives.messenger import Messenger
+
         self.ranks, self.derive = ranks, derive
         self.messenger = Messenger(group, timeout_s=limit)
         self.on_host = self.messenger.backend != "nccl"
@@ -84,8 +88,8 @@ class CollectiveBackends:
         timeout_s: float | None = None,
     ) -> None:
         self.started = 0
-        self._of: dict[tuple[str, Ranks], tuple[CollectiveChoice, _Way]] = {}
-        known: dict[tuple[bool, Ranks], _Way | None] = {}
+        self._of: dict[tuple[str, Ranks], tuple[CollectiveChoice, _Implementation]] = {}
+        known: dict[tuple[bool, Ranks], _Implementation | None] = {}
         for choice in choices:
             for ranks in choice.groups if derive is not None and not choice.is_library else ():
                 if dist.get_rank() not in ranks:
@@ -98,7 +102,7 @@ class CollectiveBackends:
                     )
                 key = (choice.has_trees, ranks)
                 if key not in known:
-                    known[key] = _open(choice, ranks, group, derive, timeout_s or TIMEOUT_S)
+                    known[key] = _open(choice, ranks, group, derive, timeout_s or DEFAULT_TIMEOUT_S)
                 way = known[key]
                 if way is not None:
                     self._of[choice.operation, ranks] = (choice, way)
@@ -162,7 +166,7 @@ class CollectiveBackends:
 
     def _find(
         self, operation: str, group: Group, num_bytes: int
-    ) -> tuple[CollectiveChoice, _Way] | None:
+    ) -> tuple[CollectiveChoice, _Implementation] | None:
         result = self._of.get((operation, group.ranks))
         if result is None or not num_bytes or num_bytes < result[0].min_bytes:
             return None
@@ -176,8 +180,11 @@ def _open(
     group: dist.ProcessGroup,
     derive: Derive | None,
     limit: float,
-) -> _Way | None:
-    """Return a group's shared memory; None on all of its ranks where they cannot share any."""
+) -> _Implementation | None:
+    """Open a group's implementation; None on all of its ranks where they cannot share memory."""
+    from shardwise.runtime.collectives.messenger import BACKENDS
+    from shardwise.runtime.collectives.shared_memory import SharedBuckets
+
     if choice.has_trees:
         assert derive is not None
         if str(dist.get_backend(group)) not in BACKENDS:  # several: messages need one
