@@ -43,7 +43,7 @@ model: {name: tests.support.trainer:Net, args: {dropout: 0.1}}
 data: {train: {name: tests.support.trainer:Samples, args: {size: 23}}, batch_size: 4, workers: 0}
 steps: 8
 optimizer: {name: AdamW, args: {lr: 0.02}}
-schedule: {name: CosineAnnealingLR, args: {T_max: total_steps}}
+lr_schedule: {name: CosineAnnealingLR, args: {T_max: total_steps}}
 checkpoints: {every_steps: 2, keep_last: 3}
 logs: {console: "off", jsonl: true}
 folder: runs/first
