@@ -329,7 +329,7 @@ class _Factory:
     ) -> rt.StepProgram:
         """A program for another batch, mode or world over the same parameters."""
         step = self.steps[key.step]
-        with starting(self.timeout_s) as agree:
+        with starting(self.timeout_s, self._reason()) as agree:
             self._take_state()
             graph, program = self.compile(step, batch, key.training)
             agree(program.fingerprint, constants_of(graph))
@@ -340,6 +340,12 @@ class _Factory:
         loaded.attach(store)
         store.reducer.declare(key, loaded.parameters)
         return self._step(step, graph, loaded, mesh, store)
+
+    def _reason(self) -> str:
+        """Say why a new program is needed."""
+        if self.state.number() != self._captured:
+            return f"{self.state.last_change} changed"
+        return "for another kind of batch, mode or frozen parameters"
 
     def _take_state(self) -> None:
         """Let the next captures be of the model as it is now, with the same parameters frozen."""

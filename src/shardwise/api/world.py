@@ -115,6 +115,7 @@ class PythonState:
         self._parameters = [(n, weakref.ref(p)) for n, p in model.named_parameters()]
         self._number, self._numbers = 0, itertools.count(1)
         self._current: Snapshots = {}
+        self.last_change = ""  # what was different when the state changed last
         self._registered, self._num_registered = registered, 0
         self._hooks: list[int] = []  # of parameters
         self._known: list[tuple[Snapshots, int]] = []
@@ -157,6 +158,8 @@ class PythonState:
         self._set(present)
         if before == present:
             return self._number
+        changed = [k for k in {**before, **present} if before.get(k) != present.get(k)]
+        self.last_change = changed[0].split(_ID)[0]
         for known, number in self._known:
             if known == present:
                 self._number = number
@@ -164,10 +167,9 @@ class PythonState:
         self._number = next(self._numbers)
         self._known = [*self._known[-STATES + 1 :], (present, self._number)]
         if self._number in MANY:
-            changed = [k for k in {**before, **present} if before.get(k) != present.get(k)]
-            name = changed[0].split(_ID)[0]
             warnings.warn(
-                f"the model is captured for the {self._number + 1}th time because {name} "
+                f"the model is captured for the {self._number + 1}th time because "
+                f"{self.last_change} "
                 f"changed; each capture costs as much as a first step. {_CURE}",
                 stacklevel=user_level(),
             )

@@ -293,22 +293,30 @@ class BatchCheck:
         self._axis, self._device = axis, device
         self._steps = 0
 
-    def __call__(self, batch: Any) -> None:
-        """Count a step, and raise if it is one of those that are checked and ranks differ."""
+    def __call__(self, batch: Any, history: int = 0) -> None:
+        """Count a step, and raise if it is one of those that are checked and ranks differ.
+
+        `history` stands for the programs that this rank has chosen so far.
+        """
         due = self._steps < FIRST_BATCH_CHECKS or self._steps % BATCH_CHECK_EVERY == 0
         self._steps += 1
         if due:
-            check_same_batch(batch, self._axis, self._device)
+            check_same_batch(batch, self._axis, self._device, history)
 
 
-def check_same_batch(batch: Any, axis: Axis, device: torch.device | str = "cpu") -> None:
+_STATE = "the model's attributes, hooks or requires_grad, or variables that its code reads"
+
+
+def check_same_batch(
+    batch: Any, axis: Axis, device: torch.device | str = "cpu", history: int = 0
+) -> None:
     """Refuse batches that differ between ranks, naming the ranks and the input."""
     if axis.size == 1:
         return
-    result = list(leaves(batch))
-    shape = [len(result), zlib.crc32(repr(signature(batch)).encode())]
-    _compare(shape, ["the batch's shapes, types or plain values"] * 2, axis, device)
-    _compare([_checksum(value) for _, value in result], [path for path, _ in result], axis, device)
+    parts = list(leaves(batch))
+    shape = [history, len(parts), zlib.crc32(repr(signature(batch)).encode())]
+    _compare(shape, [_STATE, *["the batch's shapes, types or plain values"] * 2], axis, device)
+    _compare([_checksum(value) for _, value in parts], [path for path, _ in parts], axis, device)
 
 
 def _compare(numbers: list[int], names: list[str], axis: Axis, device: torch.device | str) -> None:

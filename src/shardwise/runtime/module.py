@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +23,7 @@ from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.gather_state import share
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.operators.support import widened
+from shardwise.runtime.rendezvous import count_run, starting
 from shardwise.runtime.rng import Rng
 from shardwise.runtime.step import ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.store import ParameterStore
@@ -39,6 +42,7 @@ from shardwise.runtime.user_model import (
 __all__ = ["ParallelModule"]
 
 World = Callable[[], Hashable]
+AGREED_CHANGES = 3  # from one state of the world to another, that all ranks agree on at once
 
 
 def _no_world() -> Hashable:
@@ -82,6 +86,8 @@ class ParallelModule(nn.Module):
         self._place_of = {name: place for place, name in enumerate(names)}
         self._world = world
         self._registered = registered or RegisteredHooks()
+        self._num_runs, self._history = 0, 0
+        self._last_world, self._changes = world(), Counter[tuple[Hashable, Hashable]]()
         self._num_registered = -1  # hooks when they were last looked for on our own tensors
         self.steps = tuple(steps)
         self._programs = Programs(store, specialize, programs or {}, warns=mesh.rank == 0)
@@ -195,11 +201,32 @@ class ParallelModule(nn.Module):
     ) -> tuple[ProgramKey, StepProgram]:
         self.store.require_values()
         if local:
-            return self._local_program(batch, step, training)
-        key = self._key(batch, step, training)
-        if self._check_batch is not None:
-            self._check_batch(batch)
-        return key, self._programs.get(key, batch)
+            found = self._local_program(batch, step, training)
+        else:
+            key = self._key(batch, step, training)
+            if key.world != self._last_world:
+                self._agree_on_world(key)
+            if self._check_batch is not None:
+                self._check_batch(batch, self._history)
+            found = key, self._programs.get(key, batch)
+        self._num_runs += 1
+        count_run()
+        return found
+
+    def _agree_on_world(self, key: ProgramKey) -> None:
+        """Agree with other ranks that flags or Python state have changed, and note when.
+
+        A loop that goes back and forth between two states is trusted after a few times: what it
+        does is then compared together with batches. New programs are agreed on when made.
+        """
+        change = (self._last_world, key.world)
+        self._last_world = key.world
+        text = repr((self._num_runs, key.world)).encode(errors="backslashreplace")
+        self._history = zlib.crc32(text, self._history)
+        self._changes[change] += 1
+        if key in self._programs and self._changes[change] <= AGREED_CHANGES:
+            with starting(self.timeout_s, "flags or Python state have changed") as agree:
+                agree(f"{self._history:08x}")
 
     def _local_program(
         self, batch: Any, step: str, training: bool

@@ -32,6 +32,7 @@ __all__ = [
     "Heartbeat",
     "Liveness",
     "Rendezvous",
+    "count_run",
     "first_line",
     "group_store",
     "has_peers",
@@ -197,6 +198,7 @@ class Heartbeat:
         self.group = dist.group.WORLD
         self.rank = dist.get_rank()
         self.cause: str | None = None
+        self.num_runs = 0  # of programs that this rank has begun to run
         self._connection = Connection(timeout_s=10.0)
         self._stop = threading.Event()
         self._beat(0)
@@ -213,7 +215,7 @@ class Heartbeat:
                 self._beat(beats)
 
     def _beat(self, beats: int) -> None:
-        text = json.dumps([beats, self.cause is not None])
+        text = json.dumps([beats, self.cause is not None, self.num_runs])
         self._connection.write(f"heartbeat/{self.rank}", text)
 
     def end(self) -> None:
@@ -240,6 +242,12 @@ def start_heartbeat() -> Heartbeat | None:
     return _heartbeat
 
 
+def count_run() -> None:
+    """Count that this rank begins to run a program, which the others must run as well."""
+    if _heartbeat is not None:
+        _heartbeat.num_runs += 1
+
+
 class Liveness:
     """What heartbeats say about other ranks, observed from this one."""
 
@@ -249,11 +257,16 @@ class Liveness:
 
     def heartbeat(self, rank: int) -> tuple[int | None, bool]:
         """Return a rank's counter, and whether it knows the cause of a failure."""
-        text = self._connection.read(f"heartbeat/{rank}")
-        if text is None:
-            return None, False
-        beats, knows_cause = json.loads(text)
+        beats, knows_cause, _ = self._read(rank)
         return beats, knows_cause
+
+    def num_runs(self, rank: int) -> int:
+        """Return how many programs a rank has begun to run, as far as is known."""
+        return self._read(rank)[2]
+
+    def _read(self, rank: int) -> tuple[int | None, bool, int]:
+        text = self._connection.read(f"heartbeat/{rank}")
+        return (None, False, 0) if text is None else tuple(json.loads(text))
 
     def observe(self, rank: int) -> tuple[int | None, float]:
         """Return a rank's counter, and for how many seconds it has not changed."""
@@ -270,6 +283,7 @@ class Rendezvous:
     """One rank's part in an operation of all ranks; this base class is that of a single rank."""
 
     rank, world = 0, 1
+    reason = ""  # why this rank takes part, for messages
 
     def publish(self, point: str, text: str = "") -> None:
         """Announce that this rank has reached a point."""
@@ -294,7 +308,7 @@ class _StoreRendezvous(Rendezvous):
     def __init__(self, name: str, error: type[ShardwiseError]) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         start_heartbeat()
-        self.name, self._error = name, error
+        self.name, self._error, self.reason = name, error, ""
         self._connection = _connection()
         # The store counts, when a rank begins: one that fails early has taken part, and the next
         # rendezvous of all ranks have the same number again.
@@ -369,16 +383,26 @@ class _StoreRendezvous(Rendezvous):
         self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
         """Name missing ranks that died, never began, or take too long."""
-        dead, absent = [], []
+        dead, absent, ahead = [], [], []
         for rank in missing:
             beats, unchanged_s = liveness.observe(rank)
+            num_runs = liveness.num_runs(rank)  # read before whether the rank has joined
             if beats is not None and unchanged_s > DEAD_AFTER_S:
                 dead.append(rank)
             if self._connection.count(f"{self.name}/joined/{rank}") < self.number:
                 absent.append(rank)
+                if _heartbeat is not None and num_runs > _heartbeat.num_runs:
+                    ahead.append(rank)
         join_s = min(_JOIN_S, timeout_s)
         if dead:
             raise RankError(f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s")
+        if ahead:
+            raise RankError(
+                f"rank {self.rank} needs another program{self.reason}, while {name_ranks(ahead)} "
+                "already run the step with the present one",
+                hint="change attributes, global variables, hooks and requires_grad on every rank "
+                "alike, and give all ranks the same batches",
+            )
         if absent and waited > join_s:
             raise RankError(
                 f"ranks {absent} of {self.world} did not begin to {self.name} within {join_s:g} s",
@@ -461,7 +485,7 @@ def require_ranks(num_ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def starting(timeout_s: float = 60.0) -> Iterator[Agree]:
+def starting(timeout_s: float = 60.0, reason: str = "") -> Iterator[Agree]:
     """Start together: the body makes a program and calls the function that this yields.
 
         with starting(timeout_s) as agree:
@@ -471,12 +495,14 @@ def starting(timeout_s: float = 60.0) -> Iterator[Agree]:
     `agree` returns once all ranks have called it with the same fingerprint and the same `values`
     of the names they share (`agree(fingerprint, {"name": "value"})`). Otherwise it raises a
     `RankError`, the same on all ranks, that names those that failed in their body, are missing
-    after `timeout_s`, or differ. The first rank to know how the start ended records it.
+    after `timeout_s`, run a program already, or differ. `reason` says why this rank needs a new
+    program. The first rank to know how the start ended records it.
     """
     if not has_peers():
         yield lambda fingerprint, values=None: None
         return
     rendezvous = open_rendezvous("start")
+    rendezvous.reason = f" ({reason})" if reason else ""
     ranks = range(rendezvous.world)
 
     def agree(fingerprint: str, values: Mapping[str, str] | None = None) -> None:

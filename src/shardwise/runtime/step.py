@@ -326,6 +326,9 @@ class Programs:
         self._made, self._seconds = 0, 0.0
         self._limit = MANY_PROGRAMS
 
+    def __contains__(self, key: ProgramKey) -> bool:
+        return key in self._kept
+
     def items(self) -> Iterator[tuple[ProgramKey, StepProgram]]:
         """Iterate over all programs, in an order that is the same on every rank."""
         yield from self._kept.items()

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from shardwise.api.parallelize import parallelize
+from shardwise.api.weights import Init
 from shardwise.checkpoint import load_checkpoint, save_checkpoint
 from shardwise.cluster import Cluster
 from shardwise.errors import BatchError
@@ -64,8 +65,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
     A batch has `replicas` times `per_device_train_batch_size` samples: by default as many as the
     plan has data-parallel ranks, and with "auto" as there are ranks. `weights` is a checkpoint or
     Hugging Face folder to start from, of which each rank reads its shards: the model may be on
-    meta. `timeout_s` is how long ranks wait for each other when they start. Everything else is as
-    in `transformers.Trainer`.
+    meta. `init` initializes a model on meta, as in `sw.parallelize`. `timeout_s` is how long ranks
+    wait for each other when they start. Everything else is as in `transformers.Trainer`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         cluster: Cluster | str | Path | None = None,
         replicas: int | None = None,
         weights: str | Path | None = None,
+        init: Init | None = None,
         timeout_s: float = 300.0,
         **keywords: Any,
     ) -> None:
@@ -88,6 +90,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             seed=args.seed,
         )
         self._replicas, self._weights, self._timeout_s = replicas, weights, timeout_s
+        self._init = init
         self._plan: Plan | None = None
         self._parallel: ParallelModel | None = None
         self._stand_in: nn.Module | None = None
@@ -165,6 +168,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
                     plan,
                     device=self.args.device,
                     seed=self.args.seed,
+                    init=self._init,
                     compile=bool(self.args.torch_compile),
                     timeout_s=self._timeout_s,
                 )

@@ -7,6 +7,7 @@ does what the user's step logged; `backward` is left with the hooks around it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import runtime as rt
+from shardwise.api.weights import Init
 from shardwise.cluster import Cluster
 from shardwise.errors import CaptureError, OptimizerError
 from shardwise.integrations.lightning.library import (
@@ -53,6 +55,21 @@ _NOT_SO_HERE = (
 )
 
 
+def _in_dtype(init: Init, dtype: torch.dtype) -> Init:
+    """Return `init` as it runs outside of the trainer, whose precision may set a default dtype."""
+
+    @functools.wraps(init)
+    def run(*module: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return init(*module)
+        finally:
+            torch.set_default_dtype(before)
+
+    return run
+
+
 class ShardwiseStrategy(Processes):
     """Run a LightningModule's steps under a Shardwise plan.
 
@@ -63,6 +80,7 @@ class ShardwiseStrategy(Processes):
     A batch of the DataLoader is the global batch of all ranks. `evaluate="whole"` runs validation
     during `fit` as plain Python with gathered weights, for steps that cannot be captured.
     `elementwise=True` declares that a custom optimizer class may update shards of parameters.
+    `init` gives weights to a module on meta, as in `sw.parallelize`.
     """
 
     strategy_name = "shardwise"
@@ -75,6 +93,7 @@ class ShardwiseStrategy(Processes):
         evaluate: Literal["captured", "whole"] = "captured",
         elementwise: bool | None = None,
         seed: int = 0,
+        init: Init | None = None,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
         timeout_s: float = 300.0,
@@ -86,7 +105,7 @@ class ShardwiseStrategy(Processes):
             timeout=timedelta(seconds=timeout_s),
         )
         self._evaluate, self._elementwise = evaluate, elementwise
-        self._seed, self._seconds = seed, timeout_s
+        self._seed, self._init, self._seconds = seed, init, timeout_s
         self._reset()
 
     def _reset(self) -> None:
@@ -193,9 +212,15 @@ class ShardwiseStrategy(Processes):
                 return saved
             return self.request.make(model, batch, ranks, device, precision.of_plan)
 
+        init = None if self._init is None else _in_dtype(self._init, torch.get_default_dtype())
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
             self.plan = training.start(
-                batch, make_plan, optimized, seed=self._seed, timeout_s=self._seconds
+                batch,
+                make_plan,
+                optimized,
+                seed=self._seed,
+                init=init,
+                timeout_s=self._seconds,
             )
         pm = training.parallel
         loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}

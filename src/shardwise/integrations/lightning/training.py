@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardwise import runtime as rt
 from shardwise.api.parallelize import parallelize
+from shardwise.api.weights import Init
 from shardwise.errors import BatchError, CaptureError, ProgramError
 from shardwise.frontend.hooks import share_hooks
 from shardwise.integrations.lightning.library import LightningModule, seed_worker
@@ -48,13 +49,20 @@ class Training:
         optimized: frozenset[str],
         *,
         seed: int,
+        init: Init | None,
         timeout_s: float,
     ) -> Plan:
         """Plan, and take the weights; parameters that no optimizer has are not trained."""
         with _frozen(self.module, optimized):
             plan = make_plan(self.model)
             self.pm = parallelize(
-                self.model, batch, plan, device=self.device, seed=seed, timeout_s=timeout_s
+                self.model,
+                batch,
+                plan,
+                device=self.device,
+                seed=seed,
+                init=init,
+                timeout_s=timeout_s,
             )
             self.pm.flags.ignore_originals()  # the module's own flags are back after this
         self._remember(self._key(batch, training=True))

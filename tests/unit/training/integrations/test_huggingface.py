@@ -28,6 +28,18 @@ def make(folder: Path, kind: Any = ShardwiseTrainer, **keywords: Any) -> Any:
     return kind(model, TrainingArguments(**args), train_dataset=hf.Points(), **keywords)
 
 
+def test_a_model_on_meta_gets_its_weights_from_init(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = hf.Classifier()
+    losses = []
+    for options in ({"model": hf.Classifier()}, {"model": model, "init": hf.Classifier}):
+        trainer = make(tmp_path, args={"logging_steps": 1}, **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 2
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-7, atol=1e-9)
+
+
 def test_optimizer_and_schedule_of_the_user_are_the_same_on_parts(tmp_path: Path) -> None:
     found = []
     for kind in (Trainer, ShardwiseTrainer):

@@ -38,6 +38,22 @@ def test_a_training_equals_plain_lightning(plain: Run) -> None:
     }
 
 
+def test_a_module_on_meta_gets_its_weights_from_init() -> None:
+    def seeded() -> Classifier:
+        torch.manual_seed(5)
+        return Classifier()
+
+    def on_meta() -> Classifier:
+        module = seeded()
+        module.embed.to("meta")
+        module.head.to("meta")
+        return module
+
+    options = {"num_sanity_val_steps": 0, "max_steps": 3}
+    expected = fit("auto", seeded, **options)
+    assert_same(fit(ShardwiseStrategy("ddp", init=seeded), on_meta, **options), expected)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,0 +1,109 @@
+"""Python state that changes on one rank alone: named at once, or with the next check of batches."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import BatchError
+from shardwise.listening import listening_socket
+from shardwise.runtime import consistency
+from shardwise.runtime.module import AGREED_CHANGES
+
+BATCH = {"x": torch.ones(4, 3)}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.beta = nn.Linear(3, 2), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x).square().sum() * self.beta
+
+
+def parallel(model: nn.Module, timeout: float = 60.0) -> Any:
+    plan = sw.strategies.ddp(sw.capture(model, BATCH), sw.Cluster.local(dist.get_world_size()))
+    return sw.parallelize(model, BATCH, plan, timeout_s=timeout)
+
+
+def back_on_one_rank(rank_that_changes: int) -> tuple[str, str, int]:
+    """Both programs are known, so that each rank could run its own for ever."""
+    model = Scaled()
+    with mock.patch.object(consistency, "BATCH_CHECK_EVERY", 4):
+        pm = parallel(model)
+        for _ in range(AGREED_CHANGES + 1):
+            for beta in (2.0, 1.0):
+                model.beta = beta
+                pm.train_step(BATCH)
+        if dist.get_rank() == rank_that_changes:
+            model.beta = 2.0
+        for number in range(9):
+            try:
+                pm.train_step(BATCH)
+            except BatchError as error:
+                return error.message, str(error.where), number
+    return "", "", -1
+
+
+@pytest.mark.distributed
+def test_another_known_program_on_one_rank(pool: Callable[[int], Any]) -> None:
+    for message, where, number in pool(2).run(back_on_one_rank, 1, timeout=100):
+        assert "[1]" in message
+        assert "requires_grad" in where
+        assert 0 <= number < 4
+
+
+def worker(rank: int, port: int, what: str, seconds: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = Scaled()
+    pm = parallel(model, timeout=90.0)
+    for frozen in (False, True, False):
+        model.line.bias.requires_grad_(not frozen)
+        pm.train_step(BATCH)
+    if rank == 1 and what == "beta":
+        model.beta = 3.0
+    elif rank == 1:
+        model.line.bias.requires_grad_(False)
+    start = time.monotonic()
+    try:
+        pm.train_step(BATCH)
+    finally:
+        (seconds / str(rank)).write_text(f"{time.monotonic() - start}")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["beta", "flags"])
+def test_a_change_on_one_rank_is_named_at_once(tmp_path: Path, what: str) -> None:
+    with listening_socket("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    code = "import sys; from tests.distributed.test_state_of_one_rank import worker, Path; "
+    code += "worker(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(port), what, str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    for rank, text in enumerate(errors):
+        assert re.search(rf"RankError: .*rank 1 .*{what}", text), text
+        assert float((tmp_path / str(rank)).read_text()) < 30
