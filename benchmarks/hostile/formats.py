@@ -30,7 +30,7 @@ from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.messages.check import check as check_messages
 from shardwise.messages.trees import Forest, Tree, Wire
 from shardwise.published.rows import read_entries
-from shardwise.report.recorded import read_trace
+from shardwise.reports.recorded import read_trace
 from shardwise.runtime.loader import load
 from shardwise.schedules import Schedule, make
 from shardwise.schedules.check import check as check_schedule

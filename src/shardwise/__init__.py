@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.planner import strategies
     from shardwise.planner.plan import plan
     from shardwise.plans import Plan, Precision, Stage
-    from shardwise.report.build import report
+    from shardwise.reports.build import report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
     from shardwise.simulation.estimate import simulate
@@ -89,7 +89,7 @@ _HOME = {
     "parallelize": "shardwise.api.parallelize",
     "plan": "shardwise.planner.plan",
     "register_rule": "shardwise.sharding",
-    "report": "shardwise.report.build",
+    "report": "shardwise.reports.build",
     "save_checkpoint": "shardwise.checkpoint",
     "simulate": "shardwise.simulation.estimate",
     "tune": "shardwise.tuning.tune",

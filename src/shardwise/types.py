@@ -22,8 +22,8 @@ from shardwise.messages import CollectiveChoice
 from shardwise.planner.options import Constraints
 from shardwise.plans import ParameterEntry
 from shardwise.plans.search_result import SearchResult
-from shardwise.report.document import Report
-from shardwise.report.recorded import Recording
+from shardwise.reports.document import Report
+from shardwise.reports.recorded import Recording
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.optimizer import HasStore, Params, ShardedOptimizer
 from shardwise.schedules import Schedule

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.render import render
+from shardwise.reports.render import render
 
 if importlib.util.find_spec("playwright") is None:
     collect_ignore_glob = ["test_*.py"]  # `make test-browser` installs it

@@ -1,6 +1,6 @@
 """Reports made by hand: what the page must be able to show, without planning anything.
 
-Enters: sizes. Leaves: the JSON of a report in the form of `shardwise.report`.
+Enters: sizes. Leaves: the JSON of a report in the form of `shardwise.reports`.
 """
 
 from __future__ import annotations

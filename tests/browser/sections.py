@@ -1,6 +1,6 @@
 """The sections of reports made by hand.
 
-Enters: sizes. Leaves: the JSON of each section in the form of `shardwise.report.document`.
+Enters: sizes. Leaves: the JSON of each section in the form of `shardwise.reports.document`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from shardwise import formatting
-from shardwise.report.render import frame, render
+from shardwise.reports.render import frame, render
 from tests.browser.documents import HOSTILE, hostile, report, sparse
 
 pytestmark = pytest.mark.browser

@@ -49,7 +49,7 @@ CHECK = """
 
 
 def test_spans_are_found_and_drawn(browser: Any) -> None:
-    module = (files("shardwise.report") / "page" / "spans.js").read_text(encoding="utf-8")
+    module = (files("shardwise.reports") / "page" / "spans.js").read_text(encoding="utf-8")
     page = browser.new_page()
     script = module.replace("export class", "class")
     assert page.evaluate(f"() => {{ {script} {CHECK} }}") == []

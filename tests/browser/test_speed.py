@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from shardwise.report.render import render
+from shardwise.reports.render import render
 from tests.browser.documents import large
 
 pytestmark = pytest.mark.browser

@@ -1,6 +1,6 @@
 """The timelines of reports made by hand: predicted, as a schedule, and recorded.
 
-Enters: sizes. Leaves: the JSON of each in the form of `shardwise.report.document`.
+Enters: sizes. Leaves: the JSON of each in the form of `shardwise.reports.document`.
 """
 
 from __future__ import annotations

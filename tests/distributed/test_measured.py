@@ -13,8 +13,8 @@ import torch
 
 import shardwise as sw
 from shardwise.cluster import Cluster
-from shardwise.report.measured import both_traces, compare
-from shardwise.report.recorded import read_trace
+from shardwise.reports.measured import both_traces, compare
+from shardwise.reports.recorded import read_trace
 from tests.support import trainer
 from tests.support.pool import Pool
 from tests.support.training import make, plan_for

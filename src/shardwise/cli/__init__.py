@@ -124,7 +124,7 @@ def _finish_plan(
 ) -> None:
     """Write the plan to `out`, with its code, and print it."""
     if out is not None:
-        from shardwise.report.render import with_code_if_quick
+        from shardwise.reports.render import with_code_if_quick
 
         made = with_code_if_quick(made, graph, target)
         made.save(out)

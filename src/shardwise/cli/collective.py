@@ -194,7 +194,7 @@ def show(
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
     from shardwise.errors import ProgramError
     from shardwise.messages import check, svg
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.sections import write_whole
     from shardwise.schema import Reader
 
     require_own(picture, "picture", option="--svg")

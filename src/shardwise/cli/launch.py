@@ -159,7 +159,7 @@ def _write(text: str, out: Path | None) -> None:
     if out is None:
         typer.echo(text, nl=False)
         return
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.sections import write_whole
 
     write_whole(out, text)
     typer.echo(str(out))

@@ -157,7 +157,7 @@ class Wanted:
         """Return the plan that is the fastest by times measured here, and write these times."""
         import shardwise
         from shardwise.cost import OpTable
-        from shardwise.report.sections import writing
+        from shardwise.reports.sections import writing
 
         options = self.search_options()
         table = options.pop("table", None) or OpTable()

@@ -103,7 +103,7 @@ def require_own(path: Path | None, kind: str, *, option: str = "-o") -> None:
     """Refuse a path at which a file of another kind is, or at which none can be written."""
     if path is None:
         return
-    from shardwise.report.sections import require_writable, writing
+    from shardwise.reports.sections import require_writable, writing
 
     require_writable(path, option=option)
     if not path.is_file():

@@ -37,7 +37,7 @@ def profile(
     from rich.console import Console
 
     from shardwise.profiling import profile as measure
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.sections import write_whole
 
     require_own(out, "cluster")
     console = Console(stderr=True)
@@ -78,7 +78,7 @@ def predict(
     from rich.console import Console
 
     from shardwise.published import predict_file, report, summarize
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.sections import write_whole
 
     require_own(out, "predictions")
     console = Console(stderr=True)

@@ -15,8 +15,8 @@ from shardwise.formatting import Column, amount, seconds, size, table, terminal_
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
-    from shardwise.report.diff import Change, Cost, Difference
-    from shardwise.report.recorded import Recording
+    from shardwise.reports.diff import Change, Cost, Difference
+    from shardwise.reports.recorded import Recording
 
 
 def report(
@@ -53,8 +53,8 @@ def report(
 ) -> None:
     """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
     import shardwise
-    from shardwise.report.recorded import read_trace
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.recorded import read_trace
+    from shardwise.reports.sections import write_whole
 
     if not as_json or out != Path("report.html"):
         require_own(out, "report")
@@ -63,7 +63,7 @@ def report(
     with about(plan_file):
         plan = _filled(load_plan(plan_file), target, cluster, table)
         recording = None if trace is None else read_trace(trace)
-        made = shardwise.report(plan, trace=recording)
+        made = shardwise.reports(plan, trace=recording)
     page = None if as_json and out == Path("report.html") else made.html
     if perfetto is not None:
         write_whole(perfetto, json.dumps(_timelines(plan, recording)), option="--perfetto")
@@ -92,8 +92,8 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
             )
         return plan
     from shardwise.cost import OpTable
-    from shardwise.report.build import with_figures
-    from shardwise.report.render import with_code
+    from shardwise.reports.build import with_figures
+    from shardwise.reports.render import with_code
 
     machines = None if cluster is None else cluster_of(cluster)
     _, graph = capture_target(target, plan=plan)
@@ -103,7 +103,7 @@ def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | N
 
 
 def _timelines(plan: Plan, recording: Recording | None) -> object:
-    from shardwise.report.measured import both_traces, compare
+    from shardwise.reports.measured import both_traces, compare
     from shardwise.simulation import stored_estimate
 
     estimate = stored_estimate(plan)
@@ -125,7 +125,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two plans, and what it costs."""
-    from shardwise.report.diff import diff as compare
+    from shardwise.reports.diff import diff as compare
 
     require_own(perfetto, "trace", option="--perfetto")
     plans = [load_plan(path) for path in (before, after)]
@@ -142,8 +142,8 @@ def diff(
 
 
 def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
-    from shardwise.report.diff import side_by_side
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.diff import side_by_side
+    from shardwise.reports.sections import write_whole
     from shardwise.simulation import stored_estimate
 
     named = [(f.stem, plan, stored_estimate(plan)) for f, plan in zip(files, plans, strict=True)]

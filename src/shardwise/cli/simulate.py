@@ -84,7 +84,7 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
 def write_trace(path: Path, estimate: Estimate, plan: Plan) -> None:
     """The timeline and memory in the Chrome trace format; a process per group, with its ranks."""
     from shardwise.messages.program import format_ranks
-    from shardwise.report.sections import write_whole
+    from shardwise.reports.sections import write_whole
 
     found: dict[str, Any] = estimate.timeline.trace(estimate.memory)
     for event in found["traceEvents"]:

@@ -159,7 +159,7 @@ def _fit(line: str) -> list[str]:
 
 def plan_html(plan: Plan) -> str:
     """Return the verdict and the report of a plan that was searched for; else its text."""
-    build = import_module("shardwise.report.build")  # in a layer above this one
+    build = import_module("shardwise.reports.build")  # in a layer above this one
     try:
         report = build.report(plan)
         verdict = report.verdict

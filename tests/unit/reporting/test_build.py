@@ -17,8 +17,8 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.planner.figures import with_figures
 from shardwise.plans.explain import explain_json, explain_plan
-from shardwise.report.render import with_code
-from shardwise.report.timeline import critical_chain
+from shardwise.reports.render import with_code
+from shardwise.reports.timeline import critical_chain
 from shardwise.simulation import stored_estimate
 from tests.support.reported import HOSTILE, LAYERS
 

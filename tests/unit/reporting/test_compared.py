@@ -19,7 +19,7 @@ from shardwise.plans.search_result import (
     SimulatedConfig,
     StepTimes,
 )
-from shardwise.report.build import plans_of
+from shardwise.reports.build import plans_of
 
 BEST = ParallelConfig(dp=2, tp=2, pp=2, schedule="1f1b", num_microbatches=4)
 OTHERS = {

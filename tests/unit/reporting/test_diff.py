@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise import cli
 from shardwise.cli.report import difference_text
 from shardwise.messages import CollectiveChoice
-from shardwise.report.diff import diff
+from shardwise.reports.diff import diff
 from tests.support.reported import HOSTILE, LAYERS
 
 

@@ -15,8 +15,8 @@ from shardwise.plans.search_result import (
     StageTimes,
     StepTimes,
 )
-from shardwise.report import timeline
-from shardwise.report.timeline import MOST_CLASSES, Step, classes_of
+from shardwise.reports import timeline
+from shardwise.reports.timeline import MOST_CLASSES, Step, classes_of
 from shardwise.simulation import stored_estimate
 
 

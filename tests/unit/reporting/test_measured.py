@@ -20,10 +20,10 @@ import shardwise as sw
 from shardwise.api.parallelize import trace_labels
 from shardwise.cluster import Cluster
 from shardwise.errors import TraceError
-from shardwise.report import recorded
-from shardwise.report.build import predicted_causes
-from shardwise.report.measured import MOST_ROWS, Measured, both_traces, compare
-from shardwise.report.recorded import read_trace
+from shardwise.reports import recorded
+from shardwise.reports.build import predicted_causes
+from shardwise.reports.measured import MOST_ROWS, Measured, both_traces, compare
+from shardwise.reports.recorded import read_trace
 from shardwise.runtime.tracing import Event, merge, write_trace
 from shardwise.simulation import Estimate
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.report.render import embedded, frame, render
+from shardwise.reports.render import embedded, frame, render
 
-PAGE = Path(str(files("shardwise.report") / "page"))
+PAGE = Path(str(files("shardwise.reports") / "page"))
 SCRIPTS = sorted(PAGE.glob("*.js"))
 NAMES = st.text(st.characters(exclude_categories=()), max_size=40)
 

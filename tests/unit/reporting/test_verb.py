@@ -10,8 +10,8 @@ import pytest
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.report import sections as files
-from shardwise.report.sections import write_whole
+from shardwise.reports import sections as files
+from shardwise.reports.sections import write_whole
 
 SOURCE = """
 import torch

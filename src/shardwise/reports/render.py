@@ -24,8 +24,8 @@ from shardwise.ir import Graph
 from shardwise.messages.program import format_ranks, parse_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import GeneratedCode, GeneratedFile, PlanDetails
-from shardwise.report.document import Code, CodeFile
-from shardwise.report.sections import source_row
+from shardwise.reports.document import Code, CodeFile
+from shardwise.reports.sections import source_row
 
 FIRST = "main"  # the module that imports all others
 STYLES = ("base", "parts", "sections", "print")
@@ -91,7 +91,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _read(name: str) -> str:
-    return (files("shardwise.report") / "page" / name).read_text(encoding="utf-8")
+    return (files("shardwise.reports") / "page" / name).read_text(encoding="utf-8")
 
 
 @cache

@@ -19,8 +19,8 @@ from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import PARAMETER_COLUMNS, PlanDetails, SearchResult
-from shardwise.report.document import CollectiveWay, Machines, MemoryBar, Modules, RankClass
-from shardwise.report.timeline import short
+from shardwise.reports.document import CollectiveWay, Machines, MemoryBar, Modules, RankClass
+from shardwise.reports.timeline import short
 from shardwise.simulation import Estimate, MemoryUse
 from shardwise.simulation.stored import memory_over_time
 

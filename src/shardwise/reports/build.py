@@ -16,17 +16,17 @@ from shardwise.errors import PlanError
 from shardwise.plans import Plan
 from shardwise.plans.explain import difference, idle_devices, option_text, why_not
 from shardwise.plans.search_result import CAUSES, PlanDetails, SearchResult, SimulatedConfig
-from shardwise.report.document import Cause, Compared, Headroom, Report, Verdict
-from shardwise.report.sections import machines_of, memory_of, modules_of, ways_of
-from shardwise.report.steps import PASSES
-from shardwise.report.timeline import Step, classes_of, groups_of
+from shardwise.reports.document import Cause, Compared, Headroom, Report, Verdict
+from shardwise.reports.sections import machines_of, memory_of, modules_of, ways_of
+from shardwise.reports.steps import PASSES
+from shardwise.reports.timeline import Step, classes_of, groups_of
 from shardwise.simulation import Estimate, stored_estimate
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.cost import OpTable
     from shardwise.ir import Graph
-    from shardwise.report.recorded import Recording
+    from shardwise.reports.recorded import Recording
 
 __all__ = ["predicted_causes", "predicted_passes"]
 
@@ -119,7 +119,7 @@ def report(
     """
     plan = with_figures(plan, graph, cluster, table)
     if graph is not None:
-        from shardwise.report.render import with_code
+        from shardwise.reports.render import with_code
 
         plan = with_code(plan, graph)
     estimate = stored_estimate(plan)
@@ -185,7 +185,7 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
 
 
 def _code(details: PlanDetails) -> Any:
-    from shardwise.report.render import read_code
+    from shardwise.reports.render import read_code
 
     return read_code(details)
 
@@ -231,7 +231,7 @@ def _measured(
     made: Report, trace: Recording | str | Path, plan: Plan, estimate: Estimate
 ) -> Report:
     """Return the report with a recorded run laid over it."""
-    from shardwise.report.measured import compare
+    from shardwise.reports.measured import compare
 
     found = compare(trace, plan, estimate)
     beyond = found.ratio - 1

@@ -16,10 +16,10 @@ from shardwise.formatting import digits, short_seconds
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import CAUSES as PREDICTED
-from shardwise.report.build import predicted_causes, predicted_passes
-from shardwise.report.recorded import Recording, read_trace
-from shardwise.report.steps import PASSES, RankStep, RecordedStep, Spans, recorded_step
-from shardwise.report.timeline import ranks_label
+from shardwise.reports.build import predicted_causes, predicted_passes
+from shardwise.reports.recorded import Recording, read_trace
+from shardwise.reports.steps import PASSES, RankStep, RecordedStep, Spans, recorded_step
+from shardwise.reports.timeline import ranks_label
 from shardwise.simulation import Estimate
 
 __all__ = ["CAUSES", "Cause", "Disagreement", "Measured", "both_traces", "compare", "disagreements"]

@@ -13,7 +13,7 @@ from shardwise.messages.program import format_ranks
 from shardwise.plans import ParameterEntry, Plan
 from shardwise.plans.search_result import CAUSES
 from shardwise.plans.text import SHOWN
-from shardwise.report.timeline import ranks_label
+from shardwise.reports.timeline import ranks_label
 from shardwise.simulation import Estimate, stored_estimate
 
 Pair = tuple[Any, Any]

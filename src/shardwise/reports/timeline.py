@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from shardwise.formatting import seconds
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
-from shardwise.report.document import RankClass, RankGroup, ScheduleGrid, TimelineChart, TimelineRow
+from shardwise.reports.document import (
+    RankClass,
+    RankGroup,
+    ScheduleGrid,
+    TimelineChart,
+    TimelineRow,
+)
 from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import Levels, levels_of
 from shardwise.simulation import Estimate

@@ -253,18 +253,18 @@ class Report:
     @property
     def html(self) -> str:
         """The page: one file without references to others."""
-        from shardwise.report.render import render
+        from shardwise.reports.render import render
 
         return render(self)
 
     def save(self, path: str | Path) -> None:
         """Write the page; an earlier file stays until the new one is complete."""
-        from shardwise.report.sections import write_whole
+        from shardwise.reports.sections import write_whole
 
         write_whole(path, self.html)
 
     def _repr_html_(self) -> str:
-        from shardwise.report.render import frame
+        from shardwise.reports.render import frame
 
         return frame(self.html)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardwise.arrays import Floats
 from shardwise.errors import TraceError
-from shardwise.report.recorded import Recording
+from shardwise.reports.recorded import Recording
 
 __all__ = ["PASSES", "RankStep", "RecordedStep", "Spans", "recorded_step"]
 
