@@ -212,6 +212,27 @@ def test_values_and_learning_rates_that_differ_are_noticed(pool: Callable[[int],
         assert "ranks [1] have another 'lr' than rank 0" in told["rate"]
 
 
+def diverging_pieces() -> tuple[str, str]:
+    """What is said of pieces that two ranks of an axis hold in common."""
+    pm, batch = start("hybrid", {"dp": 2, "tp": 2, "zero": 3})
+    optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
+    pm.train_step(batch)
+    before = error_of(optimizer.step)
+    entry = pm.store.entry("norm.bias")
+    if pm.mesh.coordinates["tp"] == 1:
+        with torch.no_grad():
+            entry.piece.add_(0.25)
+    return before, error_of(pm.store.replicas.compare)
+
+
+@pytest.mark.slow
+def test_pieces_that_are_replicated_over_another_axis(pool: Callable[[int], Pool]) -> None:
+    for before, after in pool(4).run(diverging_pieces, timeout=200):
+        assert before == "no error"
+        assert "norm.bias is not the same on ranks" in after
+        assert "differs by up to 0.25" in after
+
+
 class Constant(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,23 @@ def test_verify_gives_a_certificate(capsys: pytest.CaptureFixture[str], target: 
     assert certificate["ok"] is True
     assert certificate["max_relative_error"] < 1e-9
     assert certificate["failures"] == []
+
+
+def test_verify_checks_edited_code(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+) -> None:
+    folder = tmp_path / "out"
+    assert run(capsys, "compile", target, "--strategy", "ddp", "--out", str(folder))[0] == 0
+    (file,) = folder.glob("rank_*.py")
+    assert "shardwise verify MODEL.py:FUNCTION --program FOLDER" in file.read_text()
+    assert run(capsys, "verify", target, "--program", str(folder))[0] == 0
+    lines = file.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if " = F.linear(" in line)
+    lines.insert(place + 1, re.sub(r"(\s*)(\w+) = .*", r"\1\2 = \2 * 1.5", lines[place]))
+    file.write_text("\n".join(lines))
+    code, out, _ = run(capsys, "verify", target, "--program", str(folder), "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
 
 
 def test_a_difference_exits_with_1(

@@ -36,6 +36,9 @@ from shardwise.sharding.placements import Layout
 from shardwise.sharding.rule import MeshAxis
 from shardwise.version import __version__
 
+HOW_TO_CHECK = "Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER"
+
+
 # Parameters, cuts and number types as source text, for the tables at the head of a file.
 
 
@@ -115,7 +118,7 @@ def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
     return (
         f'"""{whose}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
-        f"{comment(graph.fingerprint)}.\nSafe to edit; verify it again afterwards.\n"
+        f"{comment(graph.fingerprint)}.\n{HOW_TO_CHECK}\n"
         f'{collectives_text(plan.collectives)}"""\n'
     )
 

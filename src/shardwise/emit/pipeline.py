@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardwise.dtypes import dtype_name
 from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT
-from shardwise.emit.module import collectives_text, emit, splits_text
+from shardwise.emit.module import HOW_TO_CHECK, collectives_text, emit, splits_text
 from shardwise.emit.quote import comment, literal, mapping
 from shardwise.ir import Ref
 from shardwise.plans import TIME
@@ -49,7 +49,7 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         f"plan {comment(plan.name)}.",
         "",
         f"Written by shardwise {__version__} for the graph {comment(pipeline.graph.fingerprint)}.",
-        f'Safe to edit; verify it again afterwards.\n{collectives_text(plan.collectives)}"""',
+        f'{HOW_TO_CHECK}\n{collectives_text(plan.collectives)}"""',
         "",
         "from shardwise import runtime as rt",
         "",

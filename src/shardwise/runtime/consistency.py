@@ -178,30 +178,37 @@ class Replicas:
         held = list(self._held())
         if not held or self.mesh.size == 1:
             return None
-        sums = [checksum(value) for _, value, _ in held]
-        rows = [[number] for number in torch.stack([s.cpu() for s in sums]).tolist()]
+        sums = torch.stack([checksum(value).cpu() for _, value, _, _ in held]).tolist()
+        rows = [[number, *bounds] for number, (*_, bounds) in zip(sums, held, strict=True)]
         every = gather_rows(self.mesh.world, rows, self.store.device)
-        for place, (name, value, classes) in enumerate(held):
-            differing = any(len({every[rank][place][0] for rank in ranks}) > 1 for ranks in classes)
-            if differing and (error := self._compare_closely(name, value, classes)) is not None:
-                return error
+        for place, (name, value, classes, _) in enumerate(held):
+            found = [row[place] for row in every]
+            classes = _of_equal_bounds(classes, [bounds for _, *bounds in found])
+            if any(len({found[rank][0] for rank in ranks}) > 1 for ranks in classes):
+                longest = max(high - low for _, low, high in found)
+                error = self._compare_closely(name, value, classes, longest)
+                if error is not None:
+                    return error
         return None
 
-    def _held(self) -> Iterator[tuple[str, Tensor, list[list[int]]]]:
-        """Iterate over this rank's tensors: name, value, mesh positions that hold the same."""
+    def _held(self) -> Iterator[tuple[str, Tensor, list[list[int]], tuple[int, int]]]:
+        """Iterate over this rank's tensors: name, value, mesh positions that may hold the same,
+        and which elements of the rank's part of the tensor these are.
+        """
         if self.mesh.size > 1:
             for name, value in self.store.buffers.items():
-                yield name, value, [list(range(self.mesh.size))]
+                yield name, value, [list(range(self.mesh.size))], (0, value.numel())
         for entry in self.store.entries:
             if classes := self._alike(entry):
-                yield entry.spec.name, entry.leaf.detach(), classes
+                value = entry.piece if entry.zero == 3 else entry.leaf
+                bounds = entry.bounds if entry.zero == 3 else (0, entry.numel)
+                yield entry.spec.name, value.detach(), classes, bounds
 
     def _alike(self, entry: Entry) -> list[list[int]]:
-        """Return the classes of mesh positions that hold the same values of a parameter."""
+        """Return the classes of mesh positions that may hold the same values of a parameter."""
         distinct = {split.axis for split in entry.spec.splits}
         if entry.zero == 3:
-            # Ranges of a flat buffer differ between ranks that shard its other tensors unevenly.
-            return []
+            distinct |= set(entry.spec.sync)
         classes: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.mesh.size):
             place = coordinates(self.mesh.axes, rank)
@@ -210,11 +217,12 @@ class Replicas:
         return [ranks for ranks in classes.values() if len(ranks) > 1]
 
     def _compare_closely(
-        self, name: str, value: Tensor, classes: list[list[int]]
+        self, name: str, value: Tensor, classes: list[list[int]], longest: int
     ) -> RankError | None:
         """Return whether values differ by more than rounding; all ranks of the mesh call it."""
         world, size = self.mesh.world, self.mesh.size
         flat = value.detach().to(self.store.device).reshape(-1)
+        flat = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         first_of = {rank: ranks[0] for ranks in classes for rank in ranks}
         firsts = torch.tensor([first_of.get(r, r) for r in range(size)], device=flat.device)
@@ -241,6 +249,18 @@ class Replicas:
             hint="change parameters and buffers on all ranks, from values that are equal "
             "everywhere",
         )
+
+
+def _of_equal_bounds(classes: list[list[int]], bounds: list[list[int]]) -> list[list[int]]:
+    """Divide classes of ranks by the elements that each holds.
+
+    Ranges of a flat buffer differ between ranks that shard its other tensors unevenly.
+    """
+    divided: dict[tuple[int, ...], list[int]] = {}
+    for number, ranks in enumerate(classes):
+        for rank in ranks:
+            divided.setdefault((number, *bounds[rank]), []).append(rank)
+    return [ranks for ranks in divided.values() if len(ranks) > 1]
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """FusedGPT on Mesh(dp=2, tp=2), plan hybrid: ranks 0, 2.
 
 Written by shardwise for the graph G.
-Safe to edit; verify it again afterwards.
+Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER
 """
 
 import torch

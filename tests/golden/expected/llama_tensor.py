@@ -1,7 +1,7 @@
 """LlamaForCausalLM on Mesh(tp=2), plan tensor: rank 0.
 
 Written by shardwise for the graph G.
-Safe to edit; verify it again afterwards.
+Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER
 """
 
 import torch

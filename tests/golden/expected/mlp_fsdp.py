@@ -1,7 +1,7 @@
 """MLP on Mesh(dp=3), plan fsdp: ranks 0, 1, 2.
 
 Written by shardwise for the graph G.
-Safe to edit; verify it again afterwards.
+Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER
 """
 
 import torch.nn.functional as F
