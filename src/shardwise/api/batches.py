@@ -117,7 +117,7 @@ def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
         for key, choice in plan.nodes.items()
         if key in fitting.nodes or not _may_exist(key, modules)
     }
-    return plan.with_(inputs=inputs, nodes=nodes)
+    return fitting.with_(inputs=inputs, nodes=nodes)
 
 
 def _may_exist(key: str, modules: Iterable[str]) -> bool:

@@ -20,7 +20,8 @@ from shardwise.messages.trees import Forest
 from shardwise.schema import Form, OneOf, Range, Reader, Stored, Writer, check_fields
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # that a step repeats, with trees
-WAYS = ("library", "hierarchical", "solved", "shared")  # shared: memory of one host
+IMPLEMENTATIONS = ("library", "hierarchical", "solved", "shared")  # shared: memory of one host
+TIMED = (*IMPLEMENTATIONS, *(f"{name} measured" for name in IMPLEMENTATIONS))
 REFERENCE_BYTES = 16 << 20  # at which times are compared in a plan's text
 RankRanges = Annotated[Ranks, Form(parse_ranks, format_steps)]
 Seconds = Annotated[float, Range(0)]
@@ -37,9 +38,9 @@ class CollectiveChoice:
 
     operation: Annotated[str, OneOf(OPERATIONS)]
     groups: tuple[RankRanges, ...]
-    uses: Annotated[str, OneOf(WAYS), Stored(always=True)] = "library"
+    uses: Annotated[str, OneOf(IMPLEMENTATIONS), Stored(always=True)] = "library"
     predicted_s: Annotated[
-        Mapping[Annotated[str, OneOf(WAYS, "implementation")], Seconds], Stored(always=True)
+        Mapping[Annotated[str, OneOf(TIMED, "implementation")], Seconds], Stored(always=True)
     ] = field(default_factory=dict)
     min_bytes: Annotated[int, Range(0), Stored(always=True)] = 0
     latency_s: Annotated[float, Range(0), Stored(always=True)] = 0.0

@@ -12,7 +12,7 @@ from itertools import combinations
 from shardwise.cluster import Cluster
 from shardwise.cost.selection import chooser
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.messages.choice import OPERATIONS, WAYS, Chooser, CollectiveChoice
+from shardwise.messages.choice import IMPLEMENTATIONS, OPERATIONS, Chooser, CollectiveChoice
 from shardwise.plans import Plan
 from shardwise.simulation.costs import Group
 from shardwise.simulation.estimate import check_cluster
@@ -29,8 +29,11 @@ def choose(plan: Plan, cluster: Cluster, *, use: str = "", most_ranks: int = MOS
     library's are kept unless that saves more than a tenth of their time, and for groups of more
     than `most_ranks`. `use` forces a way where it is possible: "library", "hierarchical", "solved".
     """
-    if use and use not in WAYS:
-        raise PlanError(f"no way {use!r}{did_you_mean(use, WAYS)}", hint=", ".join(WAYS))
+    if use and use not in IMPLEMENTATIONS:
+        raise PlanError(
+            f"there is no implementation {use!r}{did_you_mean(use, IMPLEMENTATIONS)}",
+            hint=", ".join(IMPLEMENTATIONS),
+        )
     return with_choices(plan, chooser(check_cluster(plan, cluster), most_ranks, use))
 
 
