@@ -35,8 +35,8 @@ from benchmarks.memory_cases import CASES, Case
 from shardwise import runtime as rt
 from shardwise.api.compile import cast_model
 from shardwise.api.memory import SingleRank
+from shardwise.runtime.memory import grow_segments
 from shardwise.runtime.mesh import axis_groups
-from shardwise.runtime.offload import grow_segments
 from shardwise.runtime.transport.process_group import ProcessGroupTransport, _combinations
 from shardwise.simulation.memory import Budget
 

@@ -13,7 +13,7 @@ from shardwise.collectives import Network, solve
 from shardwise.errors import LinkError, ProgramError, RankError
 from shardwise.messages import MessageProgram
 from shardwise.runtime.collectives.messenger import Messenger
-from shardwise.runtime.collectives.rounds import batches, run_rounds, write_rounds
+from shardwise.runtime.collectives.script import batches, run_rounds, write_rounds
 from tests.support.pool import Pool
 from tests.support.tiers import thinned
 

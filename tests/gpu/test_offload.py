@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.runtime.memory import offload_activations
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.offload import offload_activations
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
 from tests.support.mixed import SHAPES, Module
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime import operators
+from shardwise import runtime as operators
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _generator = torch.Generator().manual_seed(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.runtime import operators
+from shardwise import runtime as operators
 from shardwise.runtime.rng import Rng
 from tests.property.rule_examples_math import CONSTANT, EXAMPLES, RUN, Arguments, f
 from tests.support.rules import check_rule

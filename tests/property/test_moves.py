@@ -21,6 +21,7 @@ from shardwise.layouts.costs import kind
 from shardwise.layouts.moves import Move, plan_moves
 from shardwise.program.lower import _Lowering
 from shardwise.runtime.splits import Split, take_local
+from shardwise.runtime.transport.threads import run_threads
 from shardwise.sharding import placements as pl
 from shardwise.sharding.dims import Structure, choices, length, merge, whole
 from shardwise.sharding.placements import (
@@ -160,7 +161,7 @@ def check(mesh_axes: dict[str, int], shape: tuple[int, ...], held: Layout, neede
         assert_local(x.grad, weight, gradient_layout(held), mesh, "gradient")
 
     try:
-        rt.run_threads(prod(mesh_axes.values()), run, timeout_s=20)
+        run_threads(prod(mesh_axes.values()), run, timeout_s=20)
     except BaseException as error:
         error.add_note(f"{mesh_axes} {shape}: {held} -> {needed}: {[m.fn for m in moves]}")
         raise

@@ -40,6 +40,7 @@ from shardwise.plans import Plan
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline
 from shardwise.runtime.optimizer import ELEMENTWISE
 from shardwise.runtime.step import ModuleStep, PipelineStep
+from shardwise.runtime.transport.fake import FakeRng, FakeTransport, disconnect
 from shardwise.simulation.memory import MemoryUse
 
 # Run operators on tensors without data, and count the bytes that they would take, by kind.
@@ -200,7 +201,7 @@ class SingleRank:
         recorder: rt.Recorder | None = None,
         on_gradient: Callable[[Tensor], None] = lambda leaf: None,
         mesh: rt.ProcessMesh | None = None,
-        transport: type[rt.FakeTransport] = rt.FakeTransport,
+        transport: type[FakeTransport] = FakeTransport,
     ) -> None:
         plan, graph = program.plan, program.graph
         self.program, self.device = program, device
@@ -221,7 +222,7 @@ class SingleRank:
             )
             self.step = ModuleStep(loaded, loaded.module, self.mesh, device, options, recorder)
         if mesh is None:
-            rt.disconnect(self.store, on_gradient)
+            disconnect(self.store, on_gradient)
         self.module = rt.ParallelModule(
             self.store, self.mesh, numbers, lambda *_: self.step, check_batches=False
         )
@@ -241,7 +242,7 @@ class SingleRank:
         return found
 
 
-def _mesh(plan: Plan, rank: int, transport: rt.FakeTransport) -> rt.ProcessMesh:
+def _mesh(plan: Plan, rank: int, transport: FakeTransport) -> rt.ProcessMesh:
     stage = next(s for s in plan.all_stages if rank in s.ranks)
     return rt.ProcessMesh(
         dict(stage.mesh.axes),
@@ -330,7 +331,7 @@ class _Player(SingleRank):
             program,
             rank,
             ledger.device,
-            rng=rt.FakeRng,
+            rng=FakeRng,
             recorder=_Windows(ledger),
             on_gradient=lambda leaf: ledger.mark("gradients", [leaf.grad]),
         )

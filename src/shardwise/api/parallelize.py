@@ -43,9 +43,9 @@ from shardwise.frontend.sizes import GraphsBySize
 from shardwise.ir import Graph
 from shardwise.malloc_tuning import keep_pages
 from shardwise.plans import Plan, model_fingerprint
-from shardwise.runtime.collectives.backends import Derive
+from shardwise.runtime.collectives import Derive
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
-from shardwise.runtime.offload import grow_segments
+from shardwise.runtime.memory import grow_segments
 from shardwise.runtime.rendezvous import require_ranks, starting
 from shardwise.runtime.step import ModuleStep, PipelineStep
 

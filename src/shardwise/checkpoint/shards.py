@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, did_you_mean
+from shardwise.runtime.memory import settle
 from shardwise.runtime.module import ParallelModule
-from shardwise.runtime.offload import settle
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.splits import local_runs
 

@@ -23,7 +23,7 @@ from shardwise.ir import TensorType
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rng import Rng, Splits
 from shardwise.runtime.splits import Of, whole_length
-from shardwise.runtime.transport.base import Group, Pending, Transport
+from shardwise.runtime.transport import Group, Pending, Transport
 from shardwise.runtime.transport.fake import FakeTransport
 from shardwise.sharding.rule import MeshAxis
 from shardwise.shares import Shares

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.ir import Ref, TensorType, format_arg
-from shardwise.runtime.operators.support import widened
+from shardwise.runtime.operators import widened
 from shardwise.sharding.rule import MeshAxis
 
 _IGNORED = frozenset({"key"})  # names the source of random numbers

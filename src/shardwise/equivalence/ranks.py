@@ -21,7 +21,7 @@ from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
 from shardwise.runtime.loader import LoadedPipeline, build, load
 from shardwise.runtime.splits import Split, assemble, local_shape
-from shardwise.runtime.transport.threads import Collective
+from shardwise.runtime.transport.threads import Collective, run_threads
 from shardwise.sharding.placements import PARTIAL, REPLICATE, Layout, Partial, Placement, Replicate
 
 # Runs emitted source, a thread per rank, for one training step.
@@ -69,7 +69,7 @@ def run_ranks(
             return _train_once(by_rank[rank], mesh, program, state, inputs)
 
     collective = along_trees(program.plan)
-    return rt.run_threads(program.mesh.size, run, timeout_s=timeout_s, collective=collective)
+    return run_threads(program.mesh.size, run, timeout_s=timeout_s, collective=collective)
 
 
 def along_trees(plan: Plan) -> Collective | None:
@@ -282,7 +282,7 @@ class Stages:
                 return self._train_once(loaded, state, inputs)
 
         collective = along_trees(self.plan)
-        return rt.run_threads(self.num_ranks, run, timeout_s=timeout_s, collective=collective)
+        return run_threads(self.num_ranks, run, timeout_s=timeout_s, collective=collective)
 
     def _train_once(
         self,

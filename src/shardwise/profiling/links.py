@@ -15,7 +15,7 @@ from shardwise.messages import Chunk, Instruction, MessageProgram
 from shardwise.profiling.compute import FEWEST_SAMPLES, largest, meet, timed
 from shardwise.runtime.collectives.messenger import Messenger
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
-from shardwise.runtime.transport.base import Group
+from shardwise.runtime.transport import Group
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 # What computing and communicating cost each other when they happen at once.

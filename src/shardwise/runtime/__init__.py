@@ -8,43 +8,56 @@ from shardwise.runtime.consistency import (
     checksum,
     gather_rows,
     require_same_lengths,
+    share,
+    share_lists,
     signature,
 )
 from shardwise.runtime.failures import naming_failures
-from shardwise.runtime.gather_state import share, share_lists
+from shardwise.runtime.grad_sync import LossScaler
+from shardwise.runtime.memory import keep_products
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.module import ParallelModule
-from shardwise.runtime.operators.attention import attention, log_softmax, softmax
-from shardwise.runtime.operators.embedding import embedding_rows, grouped_mm
-from shardwise.runtime.operators.factories import (
+from shardwise.runtime.operators import (
+    empty_result,
+    empty_results,
+    no_channels,
+    require_in_range,
+)
+from shardwise.runtime.operators.positions import (
     arange,
+    embedding_rows,
     eye,
+    grouped_mm,
     linspace,
     nothing,
     one_hot,
     tril,
     triu,
 )
-from shardwise.runtime.operators.losses import cross_entropy, nll_loss, partial_loss
-from shardwise.runtime.operators.norms import batch_norm, layer_norm, rms_norm, weight_norm
 from shardwise.runtime.operators.reductions import (
     all_true,
     amax,
     amin,
     any_true,
+    batch_norm,
+    layer_norm,
     logsumexp,
     partial_mean,
+    rms_norm,
     std,
     std_mean,
     var,
     var_mean,
     vector_norm,
+    weight_norm,
 )
-from shardwise.runtime.operators.support import (
-    empty_result,
-    empty_results,
-    no_channels,
-    require_in_range,
+from shardwise.runtime.operators.softmax import (
+    attention,
+    cross_entropy,
+    log_softmax,
+    nll_loss,
+    partial_loss,
+    softmax,
 )
 from shardwise.runtime.optimizer import ShardedOptimizer, clip_grad_norm_, optimizer
 from shardwise.runtime.parameters import (
@@ -55,9 +68,7 @@ from shardwise.runtime.parameters import (
     declare,
     declare_buffer,
 )
-from shardwise.runtime.pipeline.spec import OutputSpec, PipelineSpec, StageSpec
-from shardwise.runtime.pipeline.tied_parameters import TiedSpec
-from shardwise.runtime.pipeline.transfers import TransferSpec
+from shardwise.runtime.pipeline import OutputSpec, PipelineSpec, StageSpec, TiedSpec, TransferSpec
 from shardwise.runtime.pipeline.weight_grad import (
     WeightQueue,
     addmm,
@@ -66,8 +77,6 @@ from shardwise.runtime.pipeline.weight_grad import (
     linear,
     matmul,
 )
-from shardwise.runtime.precision import LossScaler
-from shardwise.runtime.recompute import keep_products
 from shardwise.runtime.redistribute import (
     all_to_all,
     as_partial,
@@ -96,32 +105,25 @@ from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.step import ProgramKey, StepOptions, StepProgram
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, Records, bubble_fraction, probe, recording
-from shardwise.runtime.transport.fake import (
-    FakeRng,
-    FakeTransport,
-    UninitializedTransport,
-    disconnect,
-)
 from shardwise.runtime.transport.process_group import process_meshes
-from shardwise.runtime.transport.threads import run_threads
 from shardwise.runtime.user_model import RegisteredHooks, TrainedFlags, hooked
 
 __all__ = [
-    "BATCH_CHECK_EVERY", "BufferSpec", "FakeRng", "FakeTransport", "LossScaler", "OutputSpec",
+    "BATCH_CHECK_EVERY", "BufferSpec", "LossScaler", "OutputSpec",
     "ParallelModule", "ParameterSpec", "ParameterStore", "PipelineSpec", "ProcessMesh",
     "ProgramKey", "Recorder", "Records", "RegisteredHooks", "Rng", "Scope", "ShardedOptimizer",
     "Split", "StageSpec", "StepOptions", "StepProgram", "TiedSpec", "TrainedFlags",
-    "TransferSpec", "UninitializedTransport", "WeightQueue", "addmm", "all_to_all", "all_true",
+    "TransferSpec", "WeightQueue", "addmm", "all_to_all", "all_true",
     "alpha_dropout", "amax", "amin", "any_true", "arange", "as_partial", "attach", "attention",
     "batch_norm", "bernoulli", "bubble_fraction", "checksum", "clip_grad_norm_", "conv",
-    "cross_entropy", "declare", "declare_buffer", "disconnect", "draw", "draw_like", "dropout",
+    "cross_entropy", "declare", "declare_buffer", "draw", "draw_like", "dropout",
     "embedding", "embedding_rows", "empty_result", "empty_results", "eye", "fanout", "gather",
     "gather_fanout", "gather_rows", "grouped_mm", "hooked", "keep_products", "layer_norm",
     "linear", "linspace", "log_softmax", "logsumexp", "matmul", "multinomial",
     "naming_failures", "native_dropout", "nll_loss", "no_channels", "nothing", "once",
     "one_hot", "optimizer", "pad", "partial_loss", "partial_mean", "probe", "process_meshes",
     "recording", "reduce", "reduce_fanout", "reduce_scatter", "require_in_range",
-    "require_same_lengths", "rms_norm", "run_threads", "shard", "share", "share_lists",
+    "require_same_lengths", "rms_norm", "shard", "share", "share_lists",
     "signature", "softmax", "std", "std_mean", "take", "take_local", "tril", "triu", "var",
     "var_mean", "vector_norm", "weight_norm",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks that ranks agree: on values that they hold in common, and on their batches.
+"""Exchange and compare values of all ranks: replicas, batches, and the state of pipeline stages.
 
 A checksum is computed where the tensor is, from its bits, in integer arithmetic: equal tensors have
 equal checksums on every kind of device.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ from torch import Tensor
 
 from shardwise.errors import BatchError, RankError
 from shardwise.runtime.mesh import Axis, ProcessMesh, coordinates
-from shardwise.runtime.parameters import Entry
+from shardwise.runtime.parameters import Entry, torch_dtype
+from shardwise.runtime.transport import unwrap_transport
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
-from shardwise.runtime.transport.recording import unwrap_transport
 
 if TYPE_CHECKING:
     from shardwise.runtime.store import ParameterStore
@@ -39,6 +40,8 @@ __all__ = [
     "gather_rows",
     "leaves",
     "require_same_lengths",
+    "share",
+    "share_lists",
     "signature",
 ]
 
@@ -360,3 +363,69 @@ def _checksum(value: Any) -> int:
         return zlib.crc32(repr(value).encode())
     flat = value.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
+def share(
+    mesh: ProcessMesh,
+    mine: Mapping[str, Tensor | None],
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor | None]:
+    """Return the tensors of all groups by name; ranks of a group hold the same. All ranks call it.
+
+    A name that several groups have is taken from the first.
+    """
+    if len(mesh.groups) == 1:
+        return dict(mine)
+    everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
+    tables = share_lists(mesh, _described(mine), device)
+    result: dict[str, Tensor | None] = {}
+    for ranks, names in zip(mesh.groups, tables, strict=True):
+        root = everyone.ranks.index(ranks[0])
+        same: dict[int, Tensor] = {}
+        for name, shape, dtype, number in names:
+            if shape is None:
+                result.setdefault(name, None)
+                continue
+            if number not in same:
+                held = mine[name] if rank in ranks else None
+                full = (
+                    torch.empty(shape, dtype=torch_dtype(dtype), device=device)
+                    if held is None
+                    else held.detach().to(device).contiguous()
+                )
+                same[number] = everyone.broadcast(full, root).wait()
+            result.setdefault(name, same[number])
+    return result
+
+
+def share_lists(
+    mesh: ProcessMesh, mine: Sequence[Any], device: torch.device | str = "cpu"
+) -> list[list[Any]]:
+    """Return the lists of all groups, as JSON transmits them; all ranks call it."""
+    if len(mesh.groups) == 1:
+        return [list(mine)]
+    everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
+    result = []
+    for ranks in mesh.groups:
+        root = everyone.ranks.index(ranks[0])
+        text = json.dumps(list(mine)).encode() if rank in ranks else b""
+        length = everyone.broadcast(torch.tensor([len(text)], device=device), root).wait()
+        data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+        if rank in ranks:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        data = everyone.broadcast(data, root).wait()
+        result.append(json.loads(bytes(data.cpu().numpy())))
+    return result
+
+
+def _described(tensors: Mapping[str, Tensor | None]) -> list[list[object]]:
+    """Name, shape, type and number of every tensor; names of the same tensor share a number."""
+    numbers: dict[int, int] = {}
+    rows: list[list[object]] = []
+    for name, tensor in tensors.items():
+        if tensor is None:
+            rows.append([name, None, "", -1])
+            continue
+        number = numbers.setdefault(id(tensor), len(numbers))
+        rows.append([name, list(tensor.shape), str(tensor.dtype), number])
+    return rows

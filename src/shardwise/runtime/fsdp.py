@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.parameters import Entry, FlatGroup
-from shardwise.runtime.transport.base import Pending
+from shardwise.runtime.transport import Pending
 
 __all__ = ["Pass", "Unit", "Units"]
 

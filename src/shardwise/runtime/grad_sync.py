@@ -1,4 +1,4 @@
-"""Synchronize gradients: sum them over ranks while backward still runs.
+"""Synchronize gradients: sum them over ranks while backward still runs; scale the loss.
 
 Each gradient belongs to a `Reduction`: an all-reduce of one large gradient in place, of a bucket
 of small ones, or a reduce-scatter of a flat group (zero 2 and 3). It starts when its last gradient
@@ -19,20 +19,27 @@ Where storage requires a sum nevertheless, only the first of equal ranks contrib
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
+from shardwise.runtime.memory import host_empty
 from shardwise.runtime.mesh import Axis, ProcessMesh
-from shardwise.runtime.offload import host_empty
 from shardwise.runtime.parameters import Entry, FlatGroup, ParameterSpec, buckets
-from shardwise.runtime.transport.base import Pending
+from shardwise.runtime.transport import Pending
 
-__all__ = ["Reducer", "Reduction", "sync_axis"]
+__all__ = [
+    "LossScaler",
+    "Reducer",
+    "Reduction",
+    "sync_axis",
+]
 
 
 OUTSTANDING_BYTES = 256 << 20  # more than this in flight: wait for the oldest
@@ -435,3 +442,66 @@ def _split(flat: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
 def _give(entry: Entry, grad: Tensor) -> None:
     entry.take_gradients_in(entry.master)
     entry.leaf.grad = grad
+
+
+class LossScaler:
+    """The factor on the loss that keeps small gradients in half precision from underflowing.
+
+    Gradients are divided by it when they are complete; a step with an infinite or NaN gradient on
+    any rank is skipped by the optimizer on all of them. A dynamic factor falls after overflows and
+    grows in their absence.
+
+    >>> scaler = LossScaler(init_scale=8.0, growth_interval=2)
+    >>> [scaler.update(overflow) or scaler.scale for overflow in (True, False, False)]
+    [4.0, 4.0, 8.0]
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+    ) -> None:
+        self.scale = float(init_scale)
+        self.growth_factor, self.backoff = growth_factor, backoff
+        self.growth_interval, self.dynamic = growth_interval, dynamic
+        self.good_steps = 0
+
+    @classmethod
+    def static(cls, scale: float) -> LossScaler:
+        """Return a scaler whose factor never changes."""
+        return cls(scale, dynamic=False)
+
+    def update(self, overflow: bool) -> None:
+        """Note the outcome of an optimizer step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.scale *= self.backoff
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= self.growth_factor
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` continues from."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def overflow_on_any_rank(tensors: Iterable[Tensor], mesh: ProcessMesh, near: torch.device) -> bool:
+    """Return whether an element is infinite or NaN on any rank of the plan; all ranks call it."""
+    norms = [torch.linalg.vector_norm(t, math.inf) for t in tensors if t.numel()]
+    result = torch.zeros(1, dtype=torch.int32, device=near)
+    if norms:
+        finite = torch.stack([torch.isfinite(norm).to(near) for norm in norms]).all()
+        result += ~finite
+    return bool(mesh.everyone.all_reduce(result, "max").wait().item())

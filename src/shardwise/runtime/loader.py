@@ -24,8 +24,8 @@ from torch import nn
 from shardwise.errors import BatchError, ProgramError
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec
+from shardwise.runtime.pipeline import PipelineSpec, StageModules
 from shardwise.runtime.pipeline.executor import Executor
-from shardwise.runtime.pipeline.spec import PipelineSpec, StageModules
 from shardwise.runtime.rng import Rng
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.tracing import Recorder
-from shardwise.runtime.transport.base import Group, LocalTransport, Pending, Transport
-from shardwise.runtime.transport.recording import RecordingTransport
+from shardwise.runtime.transport import (
+    Group,
+    LocalTransport,
+    Pending,
+    RecordingTransport,
+    Transport,
+)
 from shardwise.shares import axes_of, part, product
 
 __all__ = ["TIME", "Axis", "ProcessMesh", "TimeAxis", "axis_groups"]

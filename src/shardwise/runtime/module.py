@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError, ProgramError, did_you_mean
-from shardwise.runtime.consistency import BatchCheck, leaves, signature
+from shardwise.runtime.consistency import BatchCheck, leaves, share, signature
 from shardwise.runtime.failures import naming_failures
-from shardwise.runtime.gather_state import share
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.operators.support import widened
+from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import count_run, starting
 from shardwise.runtime.rng import Rng
 from shardwise.runtime.step import ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, Trace, align, gather_events, merge, write_trace
+from shardwise.runtime.transport import unwrap_transport
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
-from shardwise.runtime.transport.recording import unwrap_transport
 from shardwise.runtime.user_model import (
     RegisteredHooks,
     TrainedFlags,

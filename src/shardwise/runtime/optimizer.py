@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import OptimizerError, did_you_mean
-from shardwise.runtime.gather_state import share, share_lists
+from shardwise.runtime.consistency import share, share_lists
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.shards import ShardTensor
 from shardwise.runtime.store import ParameterStore

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.runtime.memory import CopyStream, host_empty
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.offload import CopyStream, host_empty
 from shardwise.runtime.splits import Split
-from shardwise.runtime.transport.base import Pending
+from shardwise.runtime.transport import Pending
 from shardwise.shares import part
 
 __all__ = [

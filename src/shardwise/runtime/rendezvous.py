@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardwise.errors import RankError, ShardwiseError
-from shardwise.listening import listening_socket
 
 __all__ = [
     "Agree",
@@ -72,6 +71,8 @@ def host_store(
     torch's own store accepts connections on every interface, and whoever reaches its port can read
     and write what ranks publish.
     """
+    from shardwise.listening import listening_socket
+
     listener = listening_socket(host, port, num_hosts=num_hosts)
     return TCPStore(
         host_name=host,

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from shardwise.batch import flatten_batch, path_name, read_batch, rebuild_output
 from shardwise.errors import LossError, ProgramError
 from shardwise.runtime.loader import CapturedModel, LoadedModule, LoadedPipeline, naming_places
+from shardwise.runtime.memory import offload_activations
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.offload import offload_activations
 from shardwise.runtime.splits import local_shape, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from shardwise.errors import PlanMismatch, ProgramError, WeightsError, did_you_mean
 from shardwise.runtime.consistency import Replicas
 from shardwise.runtime.fsdp import Units
-from shardwise.runtime.grad_sync import Reducer, sync_axis
+from shardwise.runtime.grad_sync import LossScaler, Reducer, overflow_on_any_rank, sync_axis
+from shardwise.runtime.memory import host_empty, settle
 from shardwise.runtime.mesh import ProcessMesh, coordinates
-from shardwise.runtime.offload import host_empty, settle
-from shardwise.runtime.operators.support import widened
+from shardwise.runtime.operators import widened
 from shardwise.runtime.parameters import (
     BufferSpec,
     Entry,
@@ -39,7 +39,6 @@ from shardwise.runtime.parameters import (
     locate,
     torch_dtype,
 )
-from shardwise.runtime.precision import LossScaler, overflow_on_any_rank
 from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
 from shardwise.runtime.tracing import Recorder

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import PlanMismatch, did_you_mean
 from shardwise.formatting import size as format_bytes
-from shardwise.runtime.gather_state import share
+from shardwise.runtime.consistency import share
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.shards import hook_error
 from shardwise.runtime.store import ParameterStore

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardwise.arrays import Floats
 from shardwise.cost import Kernel
-from shardwise.runtime.recompute import SHORT
+from shardwise.runtime.memory import SHORT
 
 MODES = ("", "_selective", "_full")
 

@@ -23,7 +23,7 @@ from shardwise.plans import Plan, Resolved, model_fingerprint
 from shardwise.program.lower import lower_place
 from shardwise.program.program import RankProgram, Step
 from shardwise.redistribution import REDISTRIBUTIONS
-from shardwise.runtime.recompute import PASSING
+from shardwise.runtime.memory import PASSING
 from shardwise.sharding.factors import Facts
 from shardwise.shares import Shares, part
 from shardwise.simulation.folded_graph import FoldedGraph

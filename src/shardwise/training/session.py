@@ -23,7 +23,7 @@ from shardwise.api.parallelize import parallelize
 from shardwise.checkpoint import CheckpointManager, Saving, load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
-from shardwise.runtime.precision import overflow_on_any_rank
+from shardwise.runtime.grad_sync import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
 from shardwise.training.config import TrainConfig, config_to_json
 from shardwise.training.data import BatchParts, MapLoader, StreamLoader, make_source, whole_like

@@ -25,9 +25,9 @@ from shardwise.errors import RankError
 from shardwise.ir import Graph, TensorType
 from shardwise.plans import Plan
 from shardwise.processes import fork_ranks
-from shardwise.runtime import UninitializedTransport
-from shardwise.runtime.offload import grow_segments
+from shardwise.runtime.memory import grow_segments
 from shardwise.runtime.optimizer import optimizer
+from shardwise.runtime.transport.fake import UninitializedTransport
 
 WARM_UPS, STEPS = 2, 6
 Samples = tuple[list[float], list[float]]  # seconds of training and of the optimizer

@@ -18,7 +18,7 @@ from shardwise.messages import CollectiveChoice
 from shardwise.messages.choice import REFERENCE_BYTES
 from shardwise.plans import Plan
 from shardwise.runtime.rendezvous import require_ranks, starting
-from shardwise.runtime.transport.base import Group
+from shardwise.runtime.transport import Group
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the chunks that the model chose

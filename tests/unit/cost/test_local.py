@@ -12,13 +12,14 @@ import torch
 from shardwise import runtime as rt
 from shardwise.cost import CallCost, call_cost
 from shardwise.ir import Ref, TensorType
+from shardwise.runtime.transport.fake import FakeRng, FakeTransport
 from shardwise.sharding.rule import MeshAxis
 
 A, B, C = (Ref(name) for name in "abc")
 FLOAT, HALF, INT = torch.float32, torch.bfloat16, torch.int64
 TP = MeshAxis(("tp",))
 ROWS, WIDTH = 6, 8
-MESH = rt.ProcessMesh({"tp": 2}, 0, rt.FakeTransport(0, 2))
+MESH = rt.ProcessMesh({"tp": 2}, 0, FakeTransport(0, 2))
 RANDOM = {"shape": (2 * ROWS, WIDTH), "splits": (("tp", 0, ((1, 2 * ROWS, 1),)),), "key": "node"}
 X, V = (ROWS, WIDTH), (WIDTH,)
 LABELS = ("int", ROWS)
@@ -90,7 +91,7 @@ def real(name: str) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         options = {k: bound(v) for k, v in kwargs.items()}
         if "splits" in options:
-            options |= {"rng": rt.FakeRng(0, "exact", MESH), "key": "node"}
+            options |= {"rng": FakeRng(0, "exact", MESH), "key": "node"}
         return function(*(bound(a) for a in args), **options)
 
     return called

@@ -18,9 +18,9 @@ from shardwise.equivalence.ranks import subject_of
 from shardwise.equivalence.reference import Reference, widen_graph
 from shardwise.equivalence.trial import Trial
 from shardwise.program import Pipeline, RankProgram, build_pipeline
-from shardwise.runtime.pipeline.batch_slicing import BatchReader
+from shardwise.runtime.pipeline.executor import BatchReader
 from shardwise.runtime.pipeline.p2p import Exchange, Message
-from shardwise.runtime.pipeline.tied_parameters import TiedParameters
+from shardwise.runtime.pipeline.transfers import TiedParameters
 from shardwise.runtime.store import ParameterStore
 from tests.support.tiers import thinned
 from tests.unit.equivalence.cases import build

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.cluster import Cluster
-from shardwise.runtime.offload import GROWING, SETTINGS, grow_segments
+from shardwise.runtime.memory import GROWING, SETTINGS, grow_segments
 from shardwise.simulation.memory import Budget
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -86,6 +86,6 @@ class _Echo:
     rank, world_size = 0, 2
 
     def all_reduce(self, flat, op, group):  # type: ignore[no-untyped-def]
-        from shardwise.runtime.transport.base import Pending
+        from shardwise.runtime.transport import Pending
 
         return Pending(flat)

@@ -21,8 +21,12 @@ from shardwise.collectives import Network, solve
 from shardwise.errors import ProgramError
 from shardwise.messages import Chunk, Instruction, MessageProgram, interpret
 from shardwise.runtime.collectives.messenger import run_script
-from shardwise.runtime.collectives.rounds import message_rounds, run_rounds, write_rounds
-from shardwise.runtime.collectives.script import write_script
+from shardwise.runtime.collectives.script import (
+    message_rounds,
+    run_rounds,
+    write_rounds,
+    write_script,
+)
 from shardwise.runtime.failures import Wait, follow
 
 LIMIT_S = 20.0

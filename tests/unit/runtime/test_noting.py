@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.tracing import Recorder, own_seconds
-from shardwise.runtime.transport.recording import RecordingTransport, unwrap_transport
+from shardwise.runtime.transport import RecordingTransport, unwrap_transport
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
+from shardwise.runtime.memory import offload_activations
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.offload import offload_activations
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
 from tests.support.mixed import SHAPES, Module, full_state
 from tests.support.threads import on

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise import runtime as operators
 from shardwise import runtime as rt
 from shardwise.errors import ProgramError
-from shardwise.runtime import operators
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.transport.threads import run_threads
 

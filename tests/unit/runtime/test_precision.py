@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.runtime.grad_sync import LossScaler
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
 from shardwise.runtime.parameters import ParameterSpec
-from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from tests.support.mixed import SHAPES, Module, Net, data, full_state

@@ -7,15 +7,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.runtime import (
-    FakeRng,
-    FakeTransport,
-    UninitializedTransport,
-    dropout,
-    run_threads,
-)
+from shardwise.runtime import dropout
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.transport.base import Group, Pending, Transport
+from shardwise.runtime.transport import Group, Pending, Transport
+from shardwise.runtime.transport.fake import FakeRng, FakeTransport, UninitializedTransport
+from shardwise.runtime.transport.threads import run_threads
 
 SIZES = [3, 2]
 

@@ -20,9 +20,17 @@ from torch import Tensor
 
 from shardwise.errors import LinkError, ProgramError, RankError
 from shardwise.messages import MessageProgram
-from shardwise.runtime.collectives.communication_thread import CommunicationThread, Handle
-from shardwise.runtime.collectives.rounds import Exchange, Rounds, batches, run_rounds, write_rounds
-from shardwise.runtime.collectives.script import Act, Script, write_script
+from shardwise.runtime.collectives import CommunicationThread, Handle
+from shardwise.runtime.collectives.script import (
+    Act,
+    Exchange,
+    Rounds,
+    Script,
+    batches,
+    run_rounds,
+    write_rounds,
+    write_script,
+)
 from shardwise.runtime.failures import StallDetector, Wait
 
 __all__ = [

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError, did_you_mean
-from shardwise.runtime.collectives.communication_thread import CommunicationThread, Handle
+from shardwise.runtime.collectives import CommunicationThread, Handle
 from shardwise.runtime.collectives.links import ROLL_S, Links, connect
 
 __all__ = [

@@ -1,55 +1,157 @@
-"""Operators on sharded dims that communicate or need special care inside."""
+"""Operators on sharded dims that communicate or need special care inside.
 
-from shardwise.runtime.operators.attention import attention, log_softmax, softmax
-from shardwise.runtime.operators.embedding import embedding_rows, grouped_mm
-from shardwise.runtime.operators.losses import cross_entropy, nll_loss, partial_loss
-from shardwise.runtime.operators.norms import batch_norm, layer_norm, rms_norm, weight_norm
-from shardwise.runtime.operators.reductions import (
-    all_true,
-    amax,
-    amin,
-    any_true,
-    logsumexp,
-    partial_mean,
-    std,
-    std_mean,
-    var,
-    var_mean,
-    vector_norm,
-)
-from shardwise.runtime.operators.support import (
-    empty_result,
-    empty_results,
-    no_channels,
-    require_in_range,
-)
+This module has what they share: sums over ranks, local ranges, empty shards and index checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.dtypes import torch_pairs
+from shardwise.errors import BatchError, ProgramError
+from shardwise.runtime import primitives as moves
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.splits import Of, runs
 
 __all__ = [
-    "all_true",
-    "amax",
-    "amin",
-    "any_true",
-    "attention",
-    "batch_norm",
-    "cross_entropy",
-    "embedding_rows",
     "empty_result",
     "empty_results",
-    "grouped_mm",
-    "layer_norm",
-    "log_softmax",
-    "logsumexp",
-    "nll_loss",
     "no_channels",
-    "partial_loss",
-    "partial_mean",
     "require_in_range",
-    "rms_norm",
-    "softmax",
-    "std",
-    "std_mean",
-    "var",
-    "var_mean",
-    "vector_norm",
-    "weight_norm",
 ]
+
+
+WIDENED = torch_pairs("widened")
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def untraced(function: Function) -> Function:
+    """Exclude a function from torch.compile: communication is never traced."""
+    return cast(Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def summed(x: Tensor, axis: Axis | None) -> Tensor:
+    """Return the sum over ranks, outside autograd."""
+    return x if axis is None else moves.all_reduce(x.detach(), axis)
+
+
+def held(axis: Axis, of: Of) -> tuple[int, int]:
+    """Start and length of the one range of a dim that this rank holds."""
+    pieces = runs(of, axis.shares, axis.index)
+    if len(pieces) > 1:
+        raise ProgramError(f"{axis!r} holds {len(pieces)} ranges of a dim split as {of}, not one")
+    return pieces[0] if pieces else (0, 0)
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums and statistics of `dtype` are computed."""
+    return WIDENED.get(dtype, dtype)
+
+
+def reduced_shape(x: Tensor, dims: tuple[int, ...]) -> list[int]:
+    """Return the shape with `dims` reduced to ones."""
+    saved = {d % max(x.dim(), 1) for d in dims}
+    return [1 if d in saved else n for d, n in enumerate(x.shape)]
+
+
+def drop(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """Remove dims of size one that a reduction left, unless `keepdim`."""
+    return x if keepdim or not x.dim() else x.squeeze(tuple(dims))
+
+
+# Calls of ranks with empty shards. ATen refuses many operators on tensors without channels, groups
+# or rows. Such a rank still takes part in every collective of the backward pass, so its results,
+# which have no elements, stay connected to its operands, which get zero gradients.
+
+
+class _Zeros(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*operands)
+        device = operands[0].device
+        results = tuple(
+            torch.zeros(tuple(shape), dtype=dtype, device=device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        whole_numbers = [r for r in results if not (r.is_floating_point() or r.is_complex())]
+        ctx.mark_non_differentiable(*whole_numbers)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        result = [
+            torch.zeros_like(t) if needed else None
+            for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        return None, None, *result
+
+
+def empty_results(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """Return results without elements, connected to the operands, which get zero gradients."""
+    results = _Zeros.apply(shapes, dtypes, *operands)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, ...], results)
+
+
+def empty_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) -> Tensor:
+    """Return one result without elements."""
+    return empty_results((shape,), (dtype,), *operands)[0]
+
+
+def no_channels(
+    shape: Sequence[int], dtype: torch.dtype, *operands: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return a convolution over no input channels: zeros, and this rank's term of the bias."""
+    zeros = empty_result(shape, dtype, *operands)
+    if bias is None:
+        return zeros
+    return zeros + bias.view(-1, *(1 for _ in range(operands[1].dim() - 2)))
+
+
+# Indices are checked against the full dim before a rank masks out its part. A rank that holds some
+# rows of a table returns zeros for all others, so an index that no rank holds would silently read
+# zeros. One device raises; so do these operators, on every rank that sees the index.
+
+
+def require_in_range(
+    indices: Tensor, size: int, what: str, *, low: int = 0, ignored: int | None = None
+) -> None:
+    """Raise unless every index is `low … size - 1`, or `ignored`.
+
+    On CPU this is a `BatchError` with the value. On other devices, and in compiled programs, it is
+    an assertion on the device, which does not wait for it.
+    """
+    if not indices.numel():
+        return
+    if indices.device.type != "cpu" or torch.compiler.is_compiling():
+        if not indices.is_meta:
+            valid = (indices >= low) & (indices < size)
+            if ignored is not None:
+                valid = valid | (indices == ignored)
+            torch._assert_async(valid.all(), _message(what, "an index", size, low, ignored))
+        return
+    least, most = torch.aminmax(indices)
+    if type(least) is not Tensor:  # a tensor without data: memory is being predicted
+        return
+    if least.item() >= low and most.item() < size:
+        return
+    outside = indices[(indices < low) | (indices >= size)]
+    if ignored is not None:
+        outside = outside[outside != ignored]
+    if outside.numel():
+        raise BatchError(
+            _message(what, f"the index {outside[0].item()}", size, low, ignored),
+            hint="compare the batch with the size of the table (the vocabulary, the classes)",
+        )
+
+
+def _message(what: str, index: str, size: int, low: int, ignored: int | None) -> str:
+    besides = "" if ignored is None or low <= ignored < size else f", or {ignored} to be ignored"
+    return f"{what} got {index}, and takes {low} to {size - 1}{besides}"

@@ -1,1 +1,146 @@
-"""Steps of stages and micro-batches: the schedule, its messages, deferred weight gradients."""
+"""What all ranks know of a step of stages and micro-batches: a generated file as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ProgramError
+from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.splits import Split
+from shardwise.runtime.transport import Transport
+from shardwise.schedules import Action
+from shardwise.shares import axes_of
+
+__all__ = [
+    "OutputSpec",
+    "PipelineSpec",
+    "StageModules",
+    "StageSpec",
+    "TiedSpec",
+    "TransferSpec",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """The ranks of a stage, arranged along axes; `{"dp": (2, 1)}` gives them unequal shares."""
+
+    ranks: tuple[int, ...]
+    axes: Mapping[str, Any]  # numbers of ranks once it is made
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", axes_of(self.axes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSpec:
+    """A value that stage `source` computes and stage `target` uses, and how each holds it."""
+
+    value: str
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: str
+    gradient: bool = False
+    sent: tuple[Split, ...] = ()
+    received: tuple[Split, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedSpec:
+    """A parameter, and how the ranks of every stage that uses it hold it; its owner first."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stages: tuple[int, ...]
+    splits: tuple[tuple[Split, ...], ...]
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSpec:
+    """One leaf of the model's output: who gives it, and what micro-batches hold of it."""
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: str
+    split: Split | None = None
+    summed: bool = False
+    averaged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """What all ranks know of the step."""
+
+    stages: tuple[StageSpec, ...]
+    transfers: tuple[TransferSpec, ...]
+    outputs: tuple[Any, ...]  # OutputSpec, or a constant
+    tied: tuple[TiedSpec, ...]
+    num_microbatches: int
+    timed: bool  # whether micro-batches are parts of one batch, or batches of their own
+    batch_dims: Mapping[str, int]  # inputs with a dim of samples
+    actions: tuple[tuple[Action, ...], ...]
+    loss_stage: int | None
+    loss_dtype: str
+
+    @staticmethod
+    def of(generated: Any) -> PipelineSpec:
+        """Return the spec of a generated pipeline file."""
+        lines = [line.split()[2:] for line in generated.SCHEDULE.strip().splitlines()]
+        rows = [[text for text in row if text != "."] for row in lines]
+        return PipelineSpec(
+            stages=generated.STAGES,
+            transfers=generated.TRANSFERS,
+            outputs=generated.OUTPUTS,
+            tied=generated.TIED,
+            num_microbatches=generated.MICROBATCHES,
+            timed=generated.TIMED,
+            actions=tuple(tuple(Action.parse(text) for text in row) for row in rows),
+            batch_dims=generated.BATCH_DIMS,
+            loss_stage=generated.LOSS_STAGE,
+            loss_dtype=generated.LOSS_DTYPE,
+        )
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks, in the order of their first stage."""
+        return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
+
+    def mesh(self, rank: int, transport: Transport | None = None) -> ProcessMesh:
+        """Return the mesh of a rank's group, as that rank sees it."""
+        stage = next(s for s in self.stages if rank in s.ranks)
+        return ProcessMesh(
+            stage.axes,
+            stage.ranks.index(rank),
+            transport,
+            ranks=stage.ranks,
+            groups=self.groups,
+            num_microbatches=self.num_microbatches,
+            timed=self.timed,
+        )
+
+    def of_rank(self, rank: int) -> tuple[Action, ...]:
+        """Return the actions of a rank."""
+        for ranks, actions in zip(self.groups, self.actions, strict=True):
+            if rank in ranks:
+                return actions
+        raise ProgramError(f"rank {rank} has no stage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModules:
+    """One stage's generated modules: one for each micro-batch, though most are the same one.
+
+    `generated` are the files they come from; `beforehand` computes what is needed of the whole
+    batch.
+    """
+
+    modules: Sequence[nn.Module]
+    generated: Sequence[Any]
+    beforehand: tuple[nn.Module, Any] | None = None

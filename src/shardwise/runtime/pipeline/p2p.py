@@ -17,10 +17,10 @@ from torch import Tensor
 
 from shardwise.runtime.mesh import TIME
 from shardwise.runtime.parameters import torch_dtype
-from shardwise.runtime.pipeline.spec import PipelineSpec
-from shardwise.runtime.pipeline.transfers import Arrival, Holding, Route, TransferSpec
+from shardwise.runtime.pipeline import PipelineSpec, TransferSpec
+from shardwise.runtime.pipeline.transfers import Arrival, Holding, Route
 from shardwise.runtime.tracing import Recorder
-from shardwise.runtime.transport.base import Pending, Transport
+from shardwise.runtime.transport import Pending, Transport
 from shardwise.schedules import Action
 
 __all__ = ["Exchange", "PendingSends"]

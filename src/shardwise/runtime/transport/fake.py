@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.grad_sync import Reducer
-from shardwise.runtime.operators.support import widened
+from shardwise.runtime.operators import widened
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.rng import Rng
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.transport.base import Group, Pending
+from shardwise.runtime.transport import Group, Pending
 
 __all__ = ["FakeRng", "FakeTransport", "UninitializedTransport", "disconnect"]
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError, RankError
 from shardwise.messages import CollectiveChoice
-from shardwise.runtime.collectives.backends import CollectiveBackends, Derive
+from shardwise.runtime.collectives import CollectiveBackends, Derive
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
-from shardwise.runtime.operators.support import widened
+from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import start_heartbeat
-from shardwise.runtime.transport.base import Group, LocalTransport, Pending, Transport
+from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 
 __all__ = ["ProcessGroupTransport", "process_mesh", "process_meshes"]
 

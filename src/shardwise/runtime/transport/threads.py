@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RankError
-from shardwise.runtime.transport.base import Group, Pending
+from shardwise.runtime.transport import Group, Pending
 
 __all__ = ["Collective", "ThreadTransport", "run_threads"]
 
