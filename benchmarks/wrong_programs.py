@@ -33,8 +33,9 @@ from shardwise.equivalence.check import make_trials
 from shardwise.equivalence.ranks import subject_of
 from shardwise.equivalence.reference import widen_graph
 from shardwise.errors import ShardwiseError
-from shardwise.messages import CollectiveChoice, MessageProgram, interpret
-from shardwise.messages import check as check_messages
+from shardwise.messages import CollectiveChoice, MessageProgram
+from shardwise.messages.check import check as check_messages
+from shardwise.messages.check import interpret
 from shardwise.messages.trees import Tree
 from tests.unit.equivalence import mutations as m
 

@@ -13,7 +13,8 @@ from shardwise.collectives.classical import ring
 from shardwise.collectives.spec import demand_of
 from shardwise.collectives.trees import load_time
 from shardwise.errors import ClusterError
-from shardwise.messages import MessageProgram, check, interpret
+from shardwise.messages import MessageProgram
+from shardwise.messages.check import check, interpret
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
 rates = st.sampled_from([1.0, 1.0, 2.0, 2.5, 7.0, 40.0]).map(lambda x: x * 1e8)

@@ -41,7 +41,6 @@ from shardwise.frontend.objective import Model, StepFn, as_module
 from shardwise.frontend.python_state import Reads
 from shardwise.frontend.sizes import GraphsBySize
 from shardwise.ir import Graph
-from shardwise.malloc_tuning import keep_pages
 from shardwise.plans import Plan, model_fingerprint
 from shardwise.runtime.collectives import Derive
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
@@ -111,6 +110,8 @@ def parallelize(
         )
     grow_segments(factory.device)
     if factory.device.type == "cpu":
+        from shardwise.malloc_tuning import keep_pages
+
         keep_pages()
     mesh = factory.mesh()
     factory.recorder = _recorder(record, mesh, factory.device)

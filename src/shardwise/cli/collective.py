@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.collective_bench.bench import Bench, Row
     from shardwise.collectives import Network, Solution
-    from shardwise.messages import Facts, MessageProgram
+    from shardwise.messages import MessageProgram
+    from shardwise.messages.check import Facts
     from shardwise.plans import Plan
 
 
@@ -193,7 +194,8 @@ def show(
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
     from shardwise.errors import ProgramError
-    from shardwise.messages import check, svg
+    from shardwise.messages import svg
+    from shardwise.messages.check import check
     from shardwise.reports.sections import write_whole
     from shardwise.schema import Reader
 

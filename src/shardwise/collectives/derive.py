@@ -17,7 +17,8 @@ from shardwise.collectives.network import NONE, Network
 from shardwise.collectives.spec import Demand
 from shardwise.collectives.trees import Part, load_time
 from shardwise.errors import PlanError, ProgramError
-from shardwise.messages import MessageProgram, check
+from shardwise.messages import MessageProgram
+from shardwise.messages.check import check
 from shardwise.messages.choice import CollectiveChoice, format_groups
 from shardwise.messages.trees import Forest, Tree, Wire
 

@@ -16,7 +16,8 @@ from shardwise.emit import emit, emit_pipeline
 from shardwise.equivalence.reference import LEARNING_RATE
 from shardwise.equivalence.trial import Trial
 from shardwise.ir import Graph
-from shardwise.messages import MessageProgram, interpret
+from shardwise.messages import MessageProgram
+from shardwise.messages.check import interpret
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
 from shardwise.runtime.loader import LoadedPipeline, build, load

@@ -1,6 +1,5 @@
 """Collectives as lists of messages: data that are checked, interpreted, drawn and run."""
 
-from shardwise.messages.check import Facts, check, interpret
 from shardwise.messages.choice import CollectiveChoice
 from shardwise.messages.program import Chunk, Instruction, MessageProgram
 from shardwise.messages.trees import svg, trees_text
@@ -8,11 +7,8 @@ from shardwise.messages.trees import svg, trees_text
 __all__ = [
     "Chunk",
     "CollectiveChoice",
-    "Facts",
     "Instruction",
     "MessageProgram",
-    "check",
-    "interpret",
     "svg",
     "trees_text",
 ]

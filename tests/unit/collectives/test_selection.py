@@ -19,7 +19,8 @@ from shardwise.cost import selection
 from shardwise.cost.collectives import collective_model
 from shardwise.cost.selection import may_gain, saves_enough, select
 from shardwise.errors import PlanError
-from shardwise.messages import CollectiveChoice, check, interpret
+from shardwise.messages import CollectiveChoice
+from shardwise.messages.check import check, interpret
 from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES
 from tests.support.clusters import cards, uneven
 

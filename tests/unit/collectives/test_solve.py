@@ -12,7 +12,7 @@ from shardwise.collectives.classical import ring
 from shardwise.collectives.spec import demand_of
 from shardwise.collectives.trees import cheapest, depths, load_time, shallow
 from shardwise.errors import ClusterError
-from shardwise.messages import check
+from shardwise.messages.check import check
 from tests.support.work import calls
 
 MBIT = 125e3

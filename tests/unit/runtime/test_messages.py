@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardwise.collectives import Network, solve
 from shardwise.errors import ProgramError
-from shardwise.messages import Chunk, Instruction, MessageProgram, interpret
+from shardwise.messages import Chunk, Instruction, MessageProgram
+from shardwise.messages.check import interpret
 from shardwise.runtime.collectives.messenger import run_script
 from shardwise.runtime.collectives.script import (
     message_rounds,
