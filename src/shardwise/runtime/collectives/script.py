@@ -233,11 +233,11 @@ def _touched_before(steps: tuple[Instruction, ...]) -> tuple[list[int], list[boo
 
 
 # Rounds, for libraries whose messages wait for each other. NCCL runs operations in order, and a
-# send takes as long as its receiver: lists that are free of deadlock when receives are posted ahead
-# are not so here. So each message gets a round, the same at both ends, and a rank passes the messages
-# of a round to the library together: when every rank is in round k, all of its messages can
-# proceed. A message comes in a later round than what it is made of, and than a send of memory that
-# it overwrites; on an edge, a round has as many messages as the program's window. Operands of
+# send takes as long as its receiver: lists that are free of deadlock when receives are posted
+# ahead are not so here. So each message gets a round, the same at both ends, and a rank passes the
+# messages of a round to the library together: when every rank is in round k, all of its messages
+# can proceed. A message comes in a later round than what it is made of, and than a send of memory
+# that it overwrites; on an edge, a round has as many messages as the program's window. Operands of
 # additions arrive in scratch memory and are added after the round, in the order of the list.
 
 
