@@ -55,9 +55,9 @@ def _every_stage(pipeline: Pipeline) -> str:
                 lines.append(
                     f"  receives %{transfer.value} {transfer.type} of stage {transfer.source}{back}"
                 )
-        if stage.beforehand is not None:
-            names = [ref.name for ref in stage.beforehand.graph.outputs]
-            lines.append(f"  computes {', '.join(names)} of the whole batch beforehand")
+        if stage.precomputed is not None:
+            names = [ref.name for ref in stage.precomputed.graph.outputs]
+            lines.append(f"  computes {', '.join(names)} of the full batch in advance")
         lines += _nodes(stage.resolved, stage.program)
     tied = [f"{n} of stages {', '.join(map(str, s))}" for n, s in pipeline.tied.items()]
     lines += ["", f"tied: {'; '.join(tied)}"] if tied else []

@@ -184,7 +184,7 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
         if item.kind == "batch":
             yield f"{INDENT}{literal(item.name)}: {splits_text(item.layout)},"
     yield "}"
-    for table, source in (("BEFOREHAND", "beforehand"), ("RECEIVED", "received")):
+    for table, source in (("BEFOREHAND", "precomputed"), ("RECEIVED", "received")):
         names = tuple(i.name for i in ranks.inputs if i.kind == source)
         if names:
             yield f"{table} = {literal(names)}"
@@ -325,7 +325,7 @@ class _File:
         names |= {
             i.value: _stem(i.value.removesuffix("_of_batch"))
             for i in self.graph.inputs
-            if i.kind == "beforehand"
+            if i.kind == "precomputed"
         }
         taken = set(names.values())
         carried = [i.value for i in received if i.value in self.ranks.carries_grad]

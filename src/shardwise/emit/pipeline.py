@@ -29,14 +29,14 @@ def emit_pipeline(pipeline: Pipeline, *, probe: bool = False) -> PipelineSources
 
 def _stage_files(stage: StageProgram, probe: bool) -> StageSources:
     programs = stage.program.rank_programs
-    before = stage.beforehand.rank_programs if stage.beforehand is not None else ()
+    before = stage.precomputed.rank_programs if stage.precomputed is not None else ()
     return StageSources(
         places=tuple(p.ranks for p in programs),
         texts=tuple(
             emit(stage.program, p.ranks[0], probe=probe, stage=stage.index) for p in programs
         ),
         before_ranks=tuple(p.ranks for p in before),
-        before=tuple(emit(stage.beforehand, p.ranks[0]) for p in before if stage.beforehand),
+        before=tuple(emit(stage.precomputed, p.ranks[0]) for p in before if stage.precomputed),
     )
 
 

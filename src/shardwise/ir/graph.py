@@ -113,13 +113,13 @@ class Input:
 
     `path` is the pytree key path; two inputs may not share a tensor (capture separates them). In a
     part of a graph an input may also be `received` from an earlier stage, or be computed from
-    the whole batch `beforehand`.
+    the whole batch `precomputed`.
     """
 
     value: str
     name: str
     path: tuple[str | int, ...]
-    kind: str = "batch"  # "batch", "received" or "beforehand"
+    kind: str = "batch"  # "batch", "received" or "precomputed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ def cut_values(graph: Graph, task: Task) -> frozenset[str]:
 
     Counts of the whole batch are at hand everywhere, as are inputs that are not of the batch.
     """
-    whole = {i.value for i in graph.inputs if i.kind == "beforehand"}
+    whole = {i.value for i in graph.inputs if i.kind == "precomputed"}
     if task.inputs is not None:
         whole |= {i.value for i in graph.inputs if i.kind == "batch" and i.value not in task.inputs}
     return input_values(graph, whole)

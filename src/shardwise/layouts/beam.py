@@ -73,7 +73,7 @@ class Search:
         self.inputs = {i.value for i in graph.inputs if i.kind == "batch"}
         self.received = {i.value for i in graph.inputs if i.kind == "received"}
         self.free = self.inputs | {c.value for c in graph.constants}
-        self.free |= {i.value for i in graph.inputs if i.kind == "beforehand"}
+        self.free |= {i.value for i in graph.inputs if i.kind == "precomputed"}
         self.free |= {b.value for b in graph.buffers}
         self.last: dict[str, int] = {}
         for index, node in enumerate(graph.nodes):

@@ -4,7 +4,7 @@ Nothing is communicated along this axis before backward. So placements follow fr
 by node, without a choice: a value is a Shard; or Partial, if it goes on linearly from there to the
 loss; or full and used differently in each micro-batch (R~), its gradients added up like those of
 parameters. Values of inputs alone (a count of tokens) are also available in full: they are computed
-`beforehand` from the whole batch. An error names the node that couples the samples of different
+once per step from the full batch. An error names the node that couples the samples of different
 micro-batches.
 """
 
@@ -29,20 +29,20 @@ from shardwise.sharding.placements import (
     Shard,
 )
 
-SLICED, ONCE, PADDED, BEFOREHAND = 1, 2, 3, 10  # what feeding an operand costs, to rank candidates
+SLICED, ONCE, PADDED, PRECOMPUTED = 1, 2, 3, 10  # what feeding an operand costs, to rank candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """The assignment of the time axis, every value's placement, and what is needed beforehand.
+    """The assignment of the time axis, every value's placement, and what is precomputed.
 
-    `beforehand` maps a node to those of its operands that it takes whole, although a micro-batch
+    `precomputed` maps a node to those of its operands that it takes whole, although a micro-batch
     holds a part of them.
     """
 
     assignment: Assignment
     values: Mapping[str, Placement]
-    beforehand: Mapping[str, frozenset[int]]
+    precomputed: Mapping[str, frozenset[int]]
 
 
 def assign_time(
@@ -53,7 +53,7 @@ def assign_time(
     held |= cuts
     known = values_of_inputs(graph)
     nodes: dict[str, Candidate] = {}
-    beforehand: dict[str, frozenset[int]] = {}
+    precomputed: dict[str, frozenset[int]] = {}
     for node in graph.nodes:
         best: tuple[int, Candidate, frozenset[int]] | None = None
         for candidate in _options(node, facts, known):
@@ -64,7 +64,7 @@ def assign_time(
             raise _coupled(graph, node, held)
         _, nodes[node.name], whole = best
         if whole:
-            beforehand[node.name] = whole
+            precomputed[node.name] = whole
         for name, given in zip(node.outputs, nodes[node.name].results, strict=True):
             held[name] = PARTIAL_GRAD if isinstance(given, Replicate) else given
     assignment = Assignment(
@@ -74,7 +74,7 @@ def assign_time(
         parameters={p.value: REPLICATE for p in graph.parameters},
         cost=0.0,
     )
-    return Timed(assignment=assignment, values=held, beforehand=beforehand)
+    return Timed(assignment=assignment, values=held, precomputed=precomputed)
 
 
 def values_of_inputs(graph: Graph) -> frozenset[str]:
@@ -121,14 +121,14 @@ def _feed(
     known: frozenset[str],
     count: int,
 ) -> tuple[int, frozenset[int]] | None:
-    """What it takes to give a candidate its operands, and which of them beforehand; or None."""
+    """Return the cost of a candidate's operands and which are precomputed, or None."""
     total, whole = 0, set()
     for index, (name, needed) in enumerate(zip(node.inputs, candidate.operands, strict=True)):
         price = _price(held[name], needed, count)
         if price is None and name in known:
             price = _price(PARTIAL_GRAD, needed, count)
             if price is not None:
-                price += BEFOREHAND
+                price += PRECOMPUTED
                 whole.add(index)
         if price is None:
             return None

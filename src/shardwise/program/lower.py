@@ -1,10 +1,10 @@
-"""From decisions to a program: local calls, moves between layouts, gradient synchronization.
+"""Lower a resolved plan to programs: local calls, redistributions, gradient synchronization.
 
-1. Decide how sources are held: inputs as the shard all their uses agree on; parameters as the plan
+1. Decide the layouts of sources: inputs are sharded as all their uses agree; parameters as the plan
    stores them, with a partial gradient on an axis where all their uses differ (`sync`).
-2. Walk the nodes: bring every operand into the layout its node needs (one conversion serves all
-   uses), then write the local call.
-3. Bring the loss, changed buffers and outputs into whole values.
+2. Walk the nodes: redistribute every operand into the layout that its node needs (once for all uses
+   that need the same), then write the local call.
+3. Replicate the loss, changed buffers and outputs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardwise.program.program import (
     merge_equal,
     rank_classes,
 )
-from shardwise.program.recompute import deferred, mark_recompute, recompute_notes, refers
-from shardwise.program.sources import Sources, find_sources
+from shardwise.program.recompute import deferred, mark_recompute, recompute_notes
+from shardwise.program.sources import Sources, find_sources, replicated_layout
 from shardwise.sharding.candidates import Choice, Cut, Pass
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
@@ -43,8 +43,6 @@ from shardwise.sharding.placements import (
 )
 from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
 
-# What one rank runs for a node: its call in local sizes.
-
 
 def local_call(
     node: Node,
@@ -55,7 +53,7 @@ def local_call(
     gives: tuple[Layout, ...],
     coordinate: Coordinate,
 ) -> LocalCall:
-    """Return the call of the rank at `coordinate`; `choices` are pairs of mesh axis and choice."""
+    """Return the node's call in local sizes; `choices` are pairs of mesh axis and choice."""
     rule, call = facts.rules[node.name], facts.calls[node.name]
     results = tuple(
         local_shape(layout, types[name].shape, coordinate)
@@ -90,10 +88,10 @@ def local_call(
 def lower(
     resolved: Resolved, *, borrowed: frozenset[str] = frozenset(), defer: bool = False
 ) -> Program:
-    """Return the program of every class of ranks; in time, of ranks and micro-batches.
+    """Return the program of every class of ranks (and micro-batches, if the plan splits time).
 
-    `borrowed` are parameters whose home is another stage. With `defer` the gradients of weights
-    can be computed later than those of inputs.
+    `borrowed` are parameters that another stage owns. With `defer`, weight gradients can be
+    computed later than input gradients.
     """
     sources = find_sources(resolved)
     marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
@@ -101,17 +99,17 @@ def lower(
         _Lowering(marked, sources, ranks, borrowed, defer).run()
         for ranks in rank_classes(resolved, sources)
     )
-    rules = resolved.facts.rules
     notes = recompute_notes(marked.graph, resolved.plan)
+    ruled = [(node, resolved.facts.rules[node.name]) for node in resolved.graph.nodes]
     notes += [
         f"{node.op} at {node.origin}: rule found by experiment"
-        for node in resolved.graph.nodes
-        if rules[node.name].discovered
+        for node, rule in ruled
+        if rule.discovered
     ]
     notes += [
-        f"{node.op} at {node.origin} is left whole: {rules[node.name].whole}"
-        for node in resolved.graph.nodes
-        if rules[node.name].whole and resolved.facts.calls[node.name].operands
+        f"{node.op} at {node.origin} is not sharded: {rule.whole}"
+        for node, rule in ruled
+        if rule.whole and resolved.facts.calls[node.name].operands
     ]
     program = Program(
         graph=resolved.graph,
@@ -124,7 +122,7 @@ def lower(
 
 
 def lower_place(resolved: Resolved, place: int) -> RankProgram:
-    """Return the program of one rank alone; on a mesh of many ranks `lower` would list them all."""
+    """Return the program of one rank; for a mesh of many ranks, `lower` would list them all."""
     marked = replace(resolved, graph=mark_recompute(resolved.graph, resolved.plan))
     return _Lowering(marked, find_sources(resolved), (place,), frozenset(), False).run()
 
@@ -147,12 +145,12 @@ class _Lowering:
         self.sizes = dict(mesh.axes)
         place = mesh.coordinate(ranks[0])
         self.coordinate: Coordinate = {a: (place[a], n) for a, n in mesh.axes}
-        whole = [(a, PARTIAL_GRAD if resolved.is_time(a) else REPLICATE) for a in mesh.names]
-        self.whole = Layout(tuple(whole))
+        self.replicated = replicated_layout(resolved)
         self.values: dict[str, LocalValue] = {}
         self.steps: list[Step] = []
         self.converted: dict[tuple[str, Layout], str] = {}
-        self.keys = node_keys(self.graph)
+        self.keys, self.producers = node_keys(self.graph), self.graph.producers
+        self.weights = frozenset(p.value for p in self.graph.parameters)
 
     def run(self) -> RankProgram:
         for value, layout in self.sources.layouts.items():
@@ -160,14 +158,16 @@ class _Lowering:
         for node in self.graph.nodes:
             self._compute(node)
         mutations = tuple(
-            (b.name, self._convert(b.mutation, self.whole, None))
+            (b.name, self._convert(b.mutation, self.replicated, None))
             for b in self.graph.buffers
             if b.mutation
         )
         loss = None
         if self.graph.loss:
-            term = [(a, PARTIAL if self.resolved.is_time(a) else p) for a, p in self.whole.axes]
-            loss = self._convert(self.graph.loss, Layout(tuple(term)), self._last(self.graph.loss))
+            # The loss of a micro-batch is one term of the batch's loss.
+            axes = self.replicated.axes
+            term = Layout(tuple((a, PARTIAL if self.resolved.is_time(a) else p) for a, p in axes))
+            loss = self._convert(self.graph.loss, term, self.producers.get(self.graph.loss))
         sends = tuple(self._send(name) for name in self.graph.sends)
         steps, self.steps = tuple(self.steps), []
         outputs = map_refs(self.graph.outputs, lambda ref: Ref(self._output(ref.name)))
@@ -186,22 +186,18 @@ class _Lowering:
         )
 
     def _send(self, value: str) -> str:
-        """Return the value as it leaves for another stage: shards as they are, sums completed."""
-        held = self.values[value].layout
+        """Prepare a value for another stage: shards stay, partial sums are completed."""
         sent = [
             (a, REPLICATE if isinstance(p, Partial) and not self.resolved.is_time(a) else p)
-            for a, p in held.axes
+            for a, p in self.values[value].layout.axes
         ]
-        return self._convert(value, Layout(tuple(sent)), self._last(value))
+        return self._convert(value, Layout(tuple(sent)), self.producers.get(value))
 
     def _output(self, value: str) -> str:
-        """Return an output as the user sees it: whole on the mesh, of this micro-batch in time."""
-        held = self.values[value].layout
-        shown = [(a, held[a] if self.resolved.is_time(a) else p) for a, p in self.whole.axes]
-        return self._convert(value, Layout(tuple(shown)), None)
-
-    def _last(self, value: str) -> Node | None:
-        return self.graph.producers.get(value)
+        """Replicate an output over the mesh; in time, it is that of this micro-batch."""
+        own, axes = self.values[value].layout, self.replicated.axes
+        shown = Layout(tuple((a, own[a] if self.resolved.is_time(a) else p) for a, p in axes))
+        return self._convert(value, shown, None)
 
     def _define(self, name: str, value: str, layout: Layout) -> None:
         full = self.graph.values[value]
@@ -213,24 +209,21 @@ class _Lowering:
     def _compute(self, node: Node) -> None:
         needs = self.resolved.operand_layouts(node.name)
         if not node.grad_enabled:
-            needs = tuple(_as_same(layout) for layout in needs)
-        needs = tuple(self._as_differing(node, layout) for layout in needs)
+            needs = tuple(_without_partial_grads(layout) for layout in needs)
+        # Where the node's result is R~, so are its operands.
+        needs = tuple(self.sources.with_partial_grads(node.outputs[0], need) for need in needs)
         names = [
             self._convert(value, needed, node)
             for value, needed in zip(node.inputs, needs, strict=True)
         ]
-        for value, layout in zip(
-            node.outputs, self.resolved.result_layouts(node.name), strict=True
-        ):
-            self._define(value, value, self.sources.stored(value, layout))
+        results = self.resolved.result_layouts(node.name)
+        for value, layout in zip(node.outputs, results, strict=True):
+            self._define(value, value, self.sources.with_partial_grads(value, layout))
         call = self._local_call(node, needs)
         args, kwargs, order = _bind_operands(node, call, names)
         call = LocalCall(call.fn, args, kwargs)
         if self.defer and node.grad_enabled and node.autocast is None:
-            weights = frozenset(p.value for p in self.graph.parameters)
-            call = deferred(
-                call, lambda arg: refers(arg, weights), lambda arg: len(self._shape(arg))
-            )
+            call = deferred(call, {n: len(self.values[n].type.shape) for n in self.weights})
         self.steps.append(
             _step(
                 node,
@@ -242,21 +235,7 @@ class _Lowering:
             )
         )
 
-    def _shape(self, ref: Ref) -> tuple[int, ...]:
-        return self.values[ref.name].type.shape
-
-    def _as_differing(self, node: Node, layout: Layout) -> Layout:
-        """Mark replicated operands as differing along axes where the node's result differs."""
-        differing = self.sources.differing
-        return Layout(
-            tuple(
-                (a, PARTIAL_GRAD if p == REPLICATE and node.outputs[0] in differing[a] else p)
-                for a, p in layout.axes
-            )
-        )
-
     def _local_call(self, node: Node, needs: tuple[Layout, ...]) -> LocalCall:
-        """Return the node's call in local sizes; tensor operands keep their order."""
         call = local_call(
             node,
             self.facts,
@@ -270,44 +249,34 @@ class _Lowering:
         return LocalCall(call.fn, call.args, tuple(keyed))
 
     def _convert(self, value: str, needed: Layout, node: Node | None) -> str:
-        """Return the name under which `value` is at hand in the needed layout, moving it if it is
-        not.
-        """
+        """Return the local value of `value` in the needed layout; redistribute it if needed."""
         name = value
         carries = value in self.facts.carries_grad
         for move in plan_moves(self.values[value].layout, needed, self.sizes, carries):
             key = (value, move.layout)
             if key not in self.converted:
-                fresh = f"{value}_{move.fn.removeprefix('rt.')}_{'_'.join(move.axes)}"
-                while fresh in self.values:
-                    fresh += "_"
-                self._define(fresh, value, move.layout)
-                self.steps.append(self._move_step(move, name, fresh, node))
-                self.converted[key] = fresh
+                target = f"{value}_{move.fn.removeprefix('rt.')}_{'_'.join(move.axes)}"
+                while target in self.values:
+                    target += "_"
+                self._define(target, value, move.layout)
+                self.steps.append(self._move_step(move, name, target, node))
+                self.converted[key] = target
             name = self.converted[key]
         return name
 
     def _move_step(self, move: Move, source: str, target: str, node: Node | None) -> Step:
         axis = move.axes[0]
         before, after = move.before[axis], move.layout[axis]
+        shards = [
+            (placement.dim, local_pattern(layout, axis, self.coordinate))
+            for placement, layout in ((before, move.before), (after, move.layout))
+            if isinstance(placement, Shard)
+        ]
         kwargs: list[tuple[str, object]] = []
-        if isinstance(before, Shard):
-            kwargs += [
-                ("dim", before.dim),
-                ("of", local_pattern(move.before, axis, self.coordinate)),
-            ]
-            if isinstance(after, Shard):
-                kwargs += [
-                    ("to_dim", after.dim),
-                    ("to_of", local_pattern(move.layout, axis, self.coordinate)),
-                ]
-        elif isinstance(after, Shard):
-            kwargs += [
-                ("dim", after.dim),
-                ("of", local_pattern(move.layout, axis, self.coordinate)),
-            ]
-        elif move.fn == "rt.reduce" and getattr(before, "op", "sum") != "sum":
-            kwargs.append(("op", before.op))  # type: ignore[union-attr]
+        for names, shard in zip((("dim", "of"), ("to_dim", "to_of")), shards, strict=False):
+            kwargs += zip(names, shard, strict=True)
+        if move.fn == "rt.reduce" and isinstance(before, Partial) and before.op != "sum":
+            kwargs.append(("op", before.op))
         return _step(
             node,
             outputs=(target,),
@@ -332,14 +301,11 @@ class _Lowering:
             for i in self.graph.inputs
         )
 
-    def _zero(self, name: str, sync: tuple[str, ...]) -> int:
-        return (self.resolved.plan.entry(name).zero or 0) if sync else 0
-
     def _parameters(self) -> tuple[Storage, ...]:
         storages = []
         for p in self.graph.parameters:
             full, local = self.graph.values[p.value], self.values[p.value]
-            sync = self.sources.sync[p.value]
+            sync, borrowed = self.sources.sync[p.value], p.value in self.borrowed
             storages.append(
                 Storage(
                     value=p.value,
@@ -350,41 +316,40 @@ class _Lowering:
                     dtype=full.dtype,
                     layout=self.resolved.parameter_layout(p.value),
                     sync=sync,
-                    zero=0 if p.value in self.borrowed else self._zero(p.name, sync),
+                    zero=(self.resolved.plan.entry(p.name).zero or 0)
+                    if sync and not borrowed
+                    else 0,
                     unit=self.sources.units[p.value],
                     requires_grad=p.requires_grad,
-                    borrowed=p.value in self.borrowed,
+                    borrowed=borrowed,
                 )
             )
         return tuple(storages)
 
 
 def _bind_operands(node: Node, call: LocalCall, names: list[str]) -> tuple[Any, Any, list[int]]:
-    """Return the local call's arguments over local names, and which operand each tensor argument
-    is.
+    """Return the call's arguments with local names, and the operand index of each tensor argument.
 
-    A value that a node uses twice may be at hand under two names: uses are matched in order.
+    A value that a node uses twice may have two local names: uses are matched in order.
     """
     waiting: dict[str, list[int]] = {}
     for index, value in enumerate(node.inputs):
         waiting.setdefault(value, []).append(index)
     order: list[int] = []
 
-    def bound(ref: Ref) -> Ref:
-        places = waiting[ref.name]
-        index = places.pop(0) if len(places) > 1 else places[0]
+    def bind(ref: Ref) -> Ref:
+        indices = waiting[ref.name]
+        index = indices.pop(0) if len(indices) > 1 else indices[0]
         order.append(index)
         return Ref(names[index])
 
-    args, kwargs = map_refs((call.args, call.kwargs), bound)
+    args, kwargs = map_refs((call.args, call.kwargs), bind)
     return args, kwargs, order
 
 
-def _as_same(layout: Layout) -> Layout:
-    """Inside `no_grad` both kinds of whole are one."""
-    return Layout(
-        tuple((a, REPLICATE if p == REPLICATE or str(p) == "R~" else p) for a, p in layout.axes)
-    )
+def _without_partial_grads(layout: Layout) -> Layout:
+    """Return a layout with R instead of R~: inside `no_grad` there are no gradients."""
+    return Layout(tuple((a, REPLICATE if p == PARTIAL_GRAD else p) for a, p in layout.axes))
 
 
 def _step(node: Node | None, **fields: object) -> Step:

@@ -1,4 +1,9 @@
-"""Values of the whole batch that micro-batches need: computed once, before the first of them."""
+"""Rewrite a graph so that its step can run in micro-batches.
+
+A mean loss becomes a sum divided by a count, so that every micro-batch adds its share of the sum.
+Values of the full batch that micro-batches need, such as this count, become inputs; a graph of its
+own computes them once per step, before the first micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +21,23 @@ from shardwise.sharding.placements import PARTIAL_GRAD
 from shardwise.sharding.rule import Call, replace_arguments
 
 
-def take_beforehand(
+def extract_precomputed(
     graph: Graph, facts: Facts, timed: Timed
 ) -> tuple[Graph, Facts, Timed, Graph | None]:
-    """Return the graph with those values as inputs, and the graph that computes them, if there are
-    any.
+    """Return the graph with precomputed values as inputs, and the graph that computes them.
+
+    The latter is None if nothing is precomputed.
     """
-    if not timed.beforehand:
+    if not timed.precomputed:
         return graph, facts, timed, None
     wanted: dict[str, str] = {}
     nodes: list[Node] = []
     values = dict(graph.values)
     calls, rules, dims = dict(facts.calls), dict(facts.rules), dict(facts.dims)
     for node in graph.nodes:
-        places = timed.beforehand.get(node.name)
-        if places:
-            node = _redirect(node, places, wanted)
+        positions = timed.precomputed.get(node.name)
+        if positions:
+            node = _redirect(node, positions, wanted)
             for name, given in wanted.items():
                 values.setdefault(given, values[name])
                 dims.setdefault(given, dims[name])
@@ -39,7 +45,7 @@ def take_beforehand(
             rules[node.name] = node_rule(graph, calls[node.name])
         nodes.append(node)
     inputs = tuple(
-        Input(value=given, name=given, path=(given,), kind="beforehand")
+        Input(value=given, name=given, path=(given,), kind="precomputed")
         for given in wanted.values()
     )
     rewritten = dataclasses.replace(
@@ -55,38 +61,40 @@ def take_beforehand(
     )
 
 
-def _redirect(node: Node, places: frozenset[int], wanted: dict[str, str]) -> Node:
-    """Return the node with the operands at these places taken from inputs."""
+def _redirect(node: Node, positions: frozenset[int], wanted: dict[str, str]) -> Node:
+    """Return the node with the operands at these positions taken from inputs."""
     position = -1
 
-    def replaced(ref: Ref) -> Ref:
+    def replace(ref: Ref) -> Ref:
         nonlocal position
         position += 1
-        if position not in places:
+        if position not in positions:
             return ref
         return Ref(wanted.setdefault(ref.name, f"{ref.name}_of_batch"))
 
-    args = map_refs(node.args, replaced)
-    kwargs = tuple((key, map_refs(value, replaced)) for key, value in node.kwargs)
+    args = map_refs(node.args, replace)
+    kwargs = tuple((key, map_refs(value, replace)) for key, value in node.kwargs)
     return dataclasses.replace(node, args=args, kwargs=kwargs)
 
 
 def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
-    """Return the nodes without those whose results are now computed beforehand alone."""
+    """Return the nodes without those that only precomputed values used.
+
+    Nodes whose results nothing used before stay.
+    """
     used = {b.mutation for b in graph.buffers} | {graph.loss}
     used |= {ref.name for ref in iter_refs(graph.outputs)}
     before = {name for node in graph.nodes for name in node.inputs}
-    kept = []
+    live = []
     for node in reversed(nodes):
-        unused_before = not before & set(node.outputs)
-        if used & set(node.outputs) or unused_before:
+        if used.intersection(node.outputs) or before.isdisjoint(node.outputs):
             used |= set(node.inputs)
-            kept.append(node)
-    return tuple(reversed(kept))
+            live.append(node)
+    return tuple(reversed(live))
 
 
 def restrict(graph: Graph, wanted: tuple[str, ...]) -> Graph:
-    """Return the part of a graph that computes these values of the batch, as its outputs."""
+    """Return the part of a graph that computes these values, as its outputs."""
     needed, nodes = set(wanted), []
     for node in reversed(graph.nodes):
         if needed & set(node.outputs):
@@ -107,13 +115,9 @@ def restrict(graph: Graph, wanted: tuple[str, ...]) -> Graph:
     )
 
 
-# Mean losses as a sum divided by a count that is known from the labels.
-#
-# A micro-batch can then add its share of the sum while the count of the whole batch is computed
-# beforehand.
+# ---------------------------------------------------------------- mean losses
 
-
-MEAN, SUM = 1, 2
+MEAN, SUM = 1, 2  # values of `reduction` in ATen
 LOSSES = {
     "aten.cross_entropy_loss.default",
     "aten.nll_loss.default",
@@ -123,20 +127,18 @@ LOSSES = {
 
 
 def separate_means(graph: Graph) -> Graph:
-    """Return the graph with every mean over labels as a sum and a count."""
+    """Return the graph with every mean loss written as a sum divided by a count of labels."""
     nodes: list[Node] = []
     values = dict(graph.values)
     for node in graph.nodes:
         arguments = bind(node) if node.op in LOSSES else {}
-        if arguments.get("reduction") == MEAN:
-            nodes += _Mean(node, arguments, values).nodes()
-        else:
-            nodes.append(node)
+        is_mean = arguments.get("reduction") == MEAN
+        nodes += _MeanLoss(node, arguments, values).nodes() if is_mean else [node]
     return dataclasses.replace(graph, nodes=tuple(nodes), values=values)
 
 
-class _Mean:
-    """Writes the nodes of one loss."""
+class _MeanLoss:
+    """Write the nodes of one loss."""
 
     def __init__(
         self, node: Node, arguments: dict[str, Any], values: dict[str, TensorType]
@@ -148,7 +150,7 @@ class _Mean:
         target = self.arguments["target"]
         kind = self.values[target.name]
         out = self.node.outputs[0]
-        if kind.dtype.is_floating_point:  # probabilities: the mean goes over positions
+        if kind.dtype.is_floating_point:  # class probabilities: every position counts as one
             shape = self.values[self.arguments["self"].name].shape
             classes = shape[1] if len(shape) > 1 else shape[0]
             count: Any = max(1, kind.numel // max(1, classes))
@@ -160,13 +162,9 @@ class _Mean:
             self._add("div", "aten.div.Tensor", (total, count), given, outputs=(out,))
             return self.made
         # The sum of a batch is too large or too coarse for 16 bits.
-        scores = self.values[self.arguments["self"].name]
-        wide = self._add(
-            "wide",
-            "aten.to.dtype",
-            (self.arguments["self"], torch.float32),
-            TensorType(scores.shape, torch.float32),
-        )
+        scores = self.arguments["self"]
+        wide_scores = TensorType(self.values[scores.name].shape, torch.float32)
+        wide = self._add("wide", "aten.to.dtype", (scores, torch.float32), wide_scores)
         float32 = TensorType(given.shape, torch.float32)
         total = self._summed(wide, float32)
         mean = self._add("div", "aten.div.Tensor", (total, count), float32)
@@ -174,45 +172,30 @@ class _Mean:
         return self.made
 
     def _count(self, target: Ref, kind: TensorType) -> Ref:
-        """How many targets are kept, or the sum of their classes' weights."""
-        shape, ignored = kind.shape, self.arguments.get("ignore_index", -100)
-        kept = self._add("kept", "aten.ne.Scalar", (target, ignored), TensorType(shape, torch.bool))
+        """Return the number of targets that are not ignored, or the sum of their class weights."""
+        shape, count = kind.shape, kind.numel
+        mask, index = TensorType(shape, torch.bool), self.arguments.get("ignore_index", -100)
+        used = self._add("kept", "aten.ne.Scalar", (target, index), mask)
         weight = self.arguments.get("weight")
         if not isinstance(weight, Ref):
-            return self._add("count", "aten.sum.default", (kept,), TensorType((), torch.int64))
+            return self._add("count", "aten.sum.default", (used,), TensorType((), torch.int64))
         dtype = self.values[weight.name].dtype
-        lost = self._add(
-            "ignored", "aten.eq.Scalar", (target, ignored), TensorType(shape, torch.bool)
-        )
-        safe = self._add("safe", "aten.masked_fill.Scalar", (target, lost, 0), kind)
-        flat = TensorType((kind.numel,), kind.dtype)
-        places = self._add("places", "aten.reshape.default", (safe, (kind.numel,)), flat)
-        picked = self._add(
-            "picked",
-            "aten.index_select.default",
-            (weight, 0, places),
-            TensorType((kind.numel,), dtype),
-        )
-        shaped = self._add(
-            "weights", "aten.reshape.default", (picked, shape), TensorType(shape, dtype)
-        )
-        own = self._add(
-            "own", "aten.masked_fill.Scalar", (shaped, lost, 0), TensorType(shape, dtype)
-        )
+        flat, weights = TensorType((count,), dtype), TensorType(shape, dtype)
+        ignored = self._add("ignored", "aten.eq.Scalar", (target, index), mask)
+        safe = self._add("safe", "aten.masked_fill.Scalar", (target, ignored, 0), kind)
+        rows = TensorType((count,), kind.dtype)
+        row = self._add("places", "aten.reshape.default", (safe, (count,)), rows)
+        picked = self._add("picked", "aten.index_select.default", (weight, 0, row), flat)
+        shaped = self._add("weights", "aten.reshape.default", (picked, shape), weights)
+        own = self._add("own", "aten.masked_fill.Scalar", (shaped, ignored, 0), weights)
         return self._add("count", "aten.sum.default", (own,), TensorType((), dtype))
 
     def _summed(self, scores: Ref, kind: TensorType) -> Ref:
         changes = {"self": scores, "reduction": SUM}
         call = replace_arguments(self.node, self.arguments, changes)
-        name = f"{self.node.name}_sum"
         outputs = (f"{self.node.outputs[0]}_sum", *self.node.outputs[1:])
-        self.values[outputs[0]] = kind
-        self.made.append(
-            dataclasses.replace(
-                self.node, name=name, args=call.args, kwargs=call.kwargs, outputs=outputs
-            )
-        )
-        return Ref(outputs[0])
+        changed = {"name": f"{self.node.name}_sum", "args": call.args, "kwargs": call.kwargs}
+        return self._append(kind, outputs=outputs, **changed)
 
     def _add(
         self,
@@ -222,13 +205,12 @@ class _Mean:
         kind: TensorType,
         outputs: tuple[str, ...] = (),
     ) -> Ref:
-        """One more node where the loss is, keyed apart from the user's own."""
-        fresh = f"{self.node.name}_{name}"
-        outputs = outputs or (fresh,)
+        # A key of its own: the keys of the user's nodes must not change.
+        new = f"{self.node.name}_{name}"
+        changed = {"name": new, "key": new, "op": op, "args": args, "kwargs": ()}
+        return self._append(kind, outputs=outputs or (new,), **changed)
+
+    def _append(self, kind: TensorType, *, outputs: tuple[str, ...], **changed: Any) -> Ref:
         self.values[outputs[0]] = kind
-        self.made.append(
-            dataclasses.replace(
-                self.node, name=fresh, op=op, args=args, kwargs=(), outputs=outputs, key=fresh
-            )
-        )
+        self.made.append(dataclasses.replace(self.node, outputs=outputs, **changed))
         return Ref(outputs[0])

@@ -1,7 +1,7 @@
-"""The program of a step that is more than one forward and one backward.
+"""Build the program of a step with pipeline stages or micro-batches.
 
-Enters: a `Graph` and a `Plan` with stages or micro-batches. Leaves: `Pipeline`: the program of
-every stage, what travels between them, and the order of work of every group of ranks.
+A `Pipeline` holds the program of every stage, the values sent between stages, and the schedule that
+every group of ranks follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.layouts.microbatch_axis import Timed, assign_time
 from shardwise.plans import TIME, ParameterEntry, Plan, Resolved
 from shardwise.plans.resolve import input_cuts, resolve_part
 from shardwise.program.lower import lower
-from shardwise.program.microbatches import restrict, separate_means, take_beforehand
+from shardwise.program.microbatches import extract_precomputed, restrict, separate_means
 from shardwise.program.program import Program
 from shardwise.program.stages import Part, partition, with_keys
 from shardwise.schedules import Action, Schedule, check, default_schedule, make
@@ -26,7 +26,7 @@ from shardwise.sharding.placements import Layout, Placement, Shard, format_shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A value that one stage computes and another uses, and its gradient the other way."""
+    """A value sent from one stage to another; its gradient returns the other way."""
 
     value: str
     source: int
@@ -39,14 +39,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """One stage: its ranks and mesh, its program, and what it computes of the batch beforehand."""
+    """One stage: its ranks and mesh, its program, and that of its precomputed values."""
 
     index: int
     ranks: tuple[int, ...]
     mesh: Mesh
     resolved: Resolved
     program: Program
-    beforehand: Program | None
+    precomputed: Program | None
     outputs: tuple[int, ...]  # positions of the model's output leaves that this stage gives
 
 
@@ -55,12 +55,12 @@ class Pipeline:
     """The programs of all stages of one graph under one plan."""
 
     graph: Graph
-    computed: Graph  # as it is computed: mean losses as sums and counts
+    computed: Graph  # the graph that runs: mean losses as sums and counts
     plan: Plan
     stages: tuple[StageProgram, ...]
     transfers: tuple[Transfer, ...]
     schedule: Schedule
-    tied: Mapping[str, tuple[int, ...]]  # parameter name -> its home, then stages that borrow it
+    tied: Mapping[str, tuple[int, ...]]  # parameter name -> its owner, then stages with a replica
     output_times: Mapping[int, Placement]  # output leaf -> how micro-batches hold it
     notes: tuple[str, ...] = ()
 
@@ -95,10 +95,10 @@ class Pipeline:
 
 
 def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
-    """Cut, solve and lower every stage."""
+    """Partition the graph into stages, choose their layouts and lower them."""
     plan.check(graph)
     original = graph
-    graph = with_keys(graph)  # places of nodes stay what they are in the whole graph
+    graph = with_keys(graph)  # nodes keep the keys that they have in the full graph
     timed: Timed | None = None
     before: Graph | None = None
     if plan.splits_time:
@@ -107,7 +107,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     if plan.splits_time:
         cuts = input_cuts(graph, plan) or {}
         timed = assign_time(graph, facts, TIME, plan.num_microbatches, cuts)
-        graph, facts, timed, before = take_beforehand(graph, facts, timed)
+        graph, facts, timed, before = extract_precomputed(graph, facts, timed)
     schedule = plan_schedule(plan)
     parts = partition(graph, plan, facts, [node.key for node in with_keys(original).nodes])
     resolved = _resolve(parts, plan, facts, timed)
@@ -122,14 +122,13 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
             mesh=stage.mesh,
             resolved=solved,
             program=program,
-            beforehand=_beforehand(before, part, plan.on_mesh(stage.mesh)),
+            precomputed=_precomputed(before, part, plan.on_mesh(stage.mesh)),
             outputs=part.outputs,
         )
         for part, stage, solved, program in zip(
             parts, plan.all_stages, resolved, programs, strict=True
         )
     )
-    notes = dict.fromkeys(note for program in programs for note in program.notes)
     pipeline = Pipeline(
         graph=original,
         computed=computed,
@@ -143,14 +142,14 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
             for i, leaf in enumerate(graph.outputs)
             if timed is not None and isinstance(leaf, Ref)
         },
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(note for program in programs for note in program.notes)),
     )
     pipeline.verify()
     return pipeline
 
 
 def check_micro_batches(graph: Graph, plan: Plan) -> None:
-    """Raise when micro-batches cannot be parts of one batch, naming the node that couples them."""
+    """Raise if the batch cannot be split into micro-batches; the error names the node."""
     if plan.splits_time:
         graph = separate_means(graph)
         cuts = input_cuts(graph, plan) or {}
@@ -158,37 +157,37 @@ def check_micro_batches(graph: Graph, plan: Plan) -> None:
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """Return the order of work that the plan names or lists."""
+    """Return the schedule that the plan names or lists."""
     groups = plan.groups
     placement = tuple(groups.index(stage.ranks) for stage in plan.all_stages)
-    count = len(placement)
+    num_stages = len(placement)
     if not isinstance(plan.schedule, str):
         rows = tuple(tuple(Action.parse(text) for text in row) for row in plan.schedule)
         return Schedule(
             name="listed",
-            num_stages=count,
+            num_stages=num_stages,
             num_microbatches=plan.num_microbatches,
             placement=placement,
             actions=rows,
         )
-    name = plan.schedule or default_schedule(count, len(groups))
-    made = make(
-        name, num_groups=len(groups), num_microbatches=plan.num_microbatches, num_stages=count
+    name = plan.schedule or default_schedule(num_stages, len(groups))
+    schedule = make(
+        name, num_groups=len(groups), num_microbatches=plan.num_microbatches, num_stages=num_stages
     )
-    if made.placement != placement:
+    if schedule.placement != placement:
         raise PlanError(
-            f"schedule {name!r} runs stages on groups {made.placement}, the plan on {placement}",
+            f"schedule {name!r} places stages on groups {schedule.placement}, not {placement}",
             where="stages",
-            hint="order the stages' ranks so, or list the actions",
+            hint="reorder the ranks of the stages to match, or list the actions",
         )
-    return made
+    return schedule
 
 
 def _resolve(
     parts: tuple[Part, ...], plan: Plan, facts: Facts, timed: Timed | None
 ) -> list[Resolved]:
-    """Solve stage by stage; stages on the same ranks store a parameter alike."""
-    found: list[Resolved] = []
+    """Resolve stage by stage; stages on the same ranks store a parameter in one layout."""
+    stages: list[Resolved] = []
     stored: dict[tuple[tuple[int, ...], str], ParameterEntry] = {}
     for part, stage in zip(parts, plan.all_stages, strict=True):
         own = plan.for_stage(part.index)
@@ -199,10 +198,10 @@ def _resolve(
         }
         own = own.with_(parameters={**own.parameters, **known})
         resolved = resolve_part(part.graph, own, facts, timed)
-        found.append(resolved)
+        stages.append(resolved)
         for p in part.graph.parameters:
             stored[stage.ranks, p.name] = _entry(resolved, p.value, plan.entry(p.name).zero)
-    return found
+    return stages
 
 
 def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
@@ -215,9 +214,9 @@ def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
     return ParameterEntry(layout=cuts, zero=zero)
 
 
-def _beforehand(before: Graph | None, part: Part, plan: Plan) -> Program | None:
-    """Return the program that computes what this stage needs of the whole batch."""
-    wanted = {i.value for i in part.graph.inputs if i.kind == "beforehand"}
+def _precomputed(before: Graph | None, part: Part, plan: Plan) -> Program | None:
+    """Return the program of the values of the full batch that this stage needs."""
+    wanted = {i.value for i in part.graph.inputs if i.kind == "precomputed"}
     if before is None or not wanted:
         return None
     leaves = (r.name for r in before.outputs if f"{r.name}_of_batch" in wanted)
@@ -228,14 +227,14 @@ def _beforehand(before: Graph | None, part: Part, plan: Plan) -> Program | None:
 def _transfers(
     graph: Graph, parts: tuple[Part, ...], programs: list[Program], facts: Facts
 ) -> tuple[Transfer, ...]:
-    """Everything that travels, by stages and then in the order of the graph."""
-    found = []
+    """Return all transfers, ordered by receiving stage and then as in the graph."""
+    transfers = []
     for part, program in zip(parts, programs, strict=True):
-        held = {i.value: i.layout for i in program.rank_programs[0].inputs}
+        layouts = {i.value: i.layout for i in program.rank_programs[0].inputs}
         for value, source in part.receives.items():
             ranks = programs[source].rank_programs[0]
             sent = ranks.values[ranks.sends[parts[source].graph.sends.index(value)]].layout
-            found.append(
+            transfers.append(
                 Transfer(
                     value=value,
                     source=source,
@@ -243,18 +242,16 @@ def _transfers(
                     type=graph.values[value],
                     gradient=value in facts.carries_grad,
                     sent=sent,
-                    received=held[value],
+                    received=layouts[value],
                 )
             )
-    return tuple(found)
+    return tuple(transfers)
 
 
 def _tied(parts: tuple[Part, ...]) -> dict[str, tuple[int, ...]]:
     users: dict[str, list[int]] = {}
-    borrowed: set[str] = set()
     for part in parts:
         for p in part.graph.parameters:
             users.setdefault(p.name, []).append(part.index)
-            if p.value in part.borrowed:
-                borrowed.add(p.name)
+    borrowed = {p.name for part in parts for p in part.graph.parameters if p.value in part.borrowed}
     return {name: tuple(stages) for name, stages in users.items() if name in borrowed}

@@ -1,8 +1,7 @@
-"""What each rank runs: local calls, explicit moves between layouts, parameters and their sharing.
+"""Define the program of each rank: local calls, redistributions, parameters and their storage.
 
-A `RankProgram`
-holds for all ranks with the same local sizes; what depends on the rank beyond that (the first row
-of a vocabulary shard) is asked of the mesh at run time.
+Ranks with the same local sizes share one `RankProgram`. Code that depends on more than these, such
+as the first row of a vocabulary shard, asks the mesh at run time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
-from shardwise.ir import Graph, Ref, TensorType, format_arg, iter_refs
+from shardwise.ir import Graph, TensorType, format_arg, iter_refs
 from shardwise.layouts.costs import kind, same_placement
 from shardwise.plans import Plan, Resolved
 from shardwise.program.sources import Sources
@@ -36,15 +35,15 @@ class LocalValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One statement: a local computation of a node, or a move of a value between layouts."""
+    """One statement: the local computation of a node, or the redistribution of a value."""
 
     outputs: tuple[str, ...]
     fn: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
-    node: str = ""  # the graph node computed, or the one a move serves
-    needs: tuple[Layout, ...] = ()  # of the tensor operands in order, for computations
-    axes: tuple[str, ...] = ()  # mesh axes a move works on
+    node: str = ""  # the node that it computes, or redistributes a value for
+    needs: tuple[Layout, ...] = ()  # layouts of a computation's tensor operands, in order
+    axes: tuple[str, ...] = ()  # mesh axes of a redistribution
     module: str = ""
     module_class: str = ""
     source: str = ""
@@ -64,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """A parameter: how it lies on the mesh and how its gradient is synchronized."""
+    """A parameter: its layout on the mesh and how its gradient is synchronized."""
 
     value: str
     name: str
@@ -77,19 +76,19 @@ class Storage:
     zero: int
     unit: str
     requires_grad: bool
-    borrowed: bool = False  # its home is another stage
+    borrowed: bool = False  # a replica: another stage owns it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalInput:
-    """An input as the program takes it: the rank's part under `layout`."""
+    """An input of the program: the rank's local part under `layout`."""
 
     value: str
     name: str
     path: tuple[str | int, ...]
     layout: Layout
-    shape: tuple[int, ...]  # of the whole input
-    kind: str = "batch"  # or "received", "beforehand"
+    shape: tuple[int, ...]  # of the full input
+    kind: str = "batch"  # or "received", "precomputed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +101,9 @@ class RankProgram:
     steps: tuple[Step, ...]
     values: Mapping[str, LocalValue]
     loss: str | None
-    outputs: tuple[Any, ...]  # leaves: Ref to a local value that is whole, or a constant
-    output_steps: tuple[Step, ...]  # moves that only the outputs need
-    mutations: tuple[tuple[str, str], ...]  # buffer name -> local value with its new content
+    outputs: tuple[Any, ...]  # leaves: Ref to a replicated local value, or a constant
+    output_steps: tuple[Step, ...]  # redistributions that only the outputs need
+    mutations: tuple[tuple[str, str], ...]  # buffer name -> local value of its new content
     carries_grad: frozenset[str] = frozenset()  # graph values through which gradients flow
     sends: tuple[str, ...] = ()  # local values that later stages use
 
@@ -130,7 +129,7 @@ class Program:
         raise ProgramError(f"rank {rank} is not in {self.mesh} of {self.mesh.size} ranks")
 
     def verify(self) -> None:
-        """Raise unless every value is used in the layout it has, and every move is a legal one."""
+        """Raise unless every value is used in its layout and every redistribution is legal."""
         sizes = dict(self.mesh.axes)
         for program in self.rank_programs:
             for step in (*program.steps, *program.output_steps):
@@ -144,16 +143,18 @@ class Program:
 
     @property
     def time_axis(self) -> str | None:
-        """The mesh axis of micro-batches, if there is one."""
+        """Return the mesh axis of micro-batches, if there is one."""
         return next((axis for axis, role in self.plan.roles.items() if role == "time"), None)
 
     def _verify_time(self, program: RankProgram, step: Step) -> None:
         move = REDISTRIBUTIONS[step.fn]
-        # Micro-batches send nothing to each other, and what one computes with a value the others
-        # do not: there is no R along their axis.
+        # Micro-batches do not communicate, and each computes something else with a shared value:
+        # along their axis no value is R.
         if self.time_axis in step.axes and not (move.is_local and move.held != "R"):
             value = program.values[step.inputs[0]].value
-            raise ProgramError(f"{step.fn} of %{value} would need other micro-batches: {step}")
+            raise ProgramError(
+                f"{step.fn} of %{value} would communicate between micro-batches: {step}"
+            )
 
     def __str__(self) -> str:
         return "\n\n".join(format_rank_program(p, self.mesh) for p in self.rank_programs)
@@ -162,19 +163,19 @@ class Program:
 def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> None:
     source = program.values[step.inputs[0]]
     target = program.values[step.outputs[0]]
-    held, given = REDISTRIBUTIONS[step.fn].held, REDISTRIBUTIONS[step.fn].given
+    expects, gives = REDISTRIBUTIONS[step.fn].held, REDISTRIBUTIONS[step.fn].given
     for axis, before in source.layout.axes:
         after = target.layout[axis]
         if axis not in step.axes:
             if not same_placement(before, after, sizes[axis]):
                 raise ProgramError(f"{step.fn} changes axis {axis} of %{source.value}: {step}")
             continue
-        loose = source.value not in program.carries_grad  # without a gradient both R are one
-        expected = {held, "R", "R~"} if loose and held in ("R", "R~") else {held}
-        if kind(before) not in expected or not (kind(after) == given or loose):
+        loose = source.value not in program.carries_grad  # without a gradient, R and R~ are equal
+        expected = {expects, "R", "R~"} if loose and expects in ("R", "R~") else {expects}
+        if kind(before) not in expected or not (kind(after) == gives or loose):
             raise ProgramError(
-                f"{step.fn} of %{source.value} over {axis} is {held} -> {given}, "
-                f"found {before} -> {after}"
+                f"{step.fn} of %{source.value} over {axis} must be {expects} -> {gives}, "
+                f"but is {before} -> {after}"
             )
 
 
@@ -184,19 +185,19 @@ def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) ->
     for name, needed in zip(step.inputs, step.needs, strict=True):
         local = program.values[name]
         for axis, need in needed.axes:
-            held = local.layout[axis]
+            placement = local.layout[axis]
             if same_on_axis(local.layout, needed, axis, sizes):
                 continue
-            both = {kind(held), kind(need)} == {"R", "R~"}
-            if both and (local.value not in program.carries_grad or not step.grad_enabled):
+            both_full = {kind(placement), kind(need)} == {"R", "R~"}
+            if both_full and (local.value not in program.carries_grad or not step.grad_enabled):
                 continue
             raise ProgramError(
-                f"node {step.node} needs %{local.value} as {axis}:{need}, it is {axis}:{held}"
+                f"node {step.node} needs %{local.value} as {axis}:{need}, not {axis}:{placement}"
             )
 
 
 def _verify_gives(program: RankProgram, step: Step) -> None:
-    """A result has a partial gradient only where the step's operands have one too."""
+    """Check that a result has a partial gradient only where the step's operands have one too."""
     if not step.needs or not step.grad_enabled:
         return
     results = [program.values[n] for n in step.outputs]
@@ -207,31 +208,33 @@ def _verify_gives(program: RankProgram, step: Step) -> None:
         if program.values[name].value in program.carries_grad
     ]
     for axis, _ in step.needs[0].axes:
-        given = {kind(layout[axis]) for layout in flowing}
-        taken = {kind(layout[axis]) for layout in operands}
-        if "R~" in given and given | taken != {"R~"}:
+        result_kinds = {kind(layout[axis]) for layout in flowing}
+        operand_kinds = {kind(layout[axis]) for layout in operands}
+        if "R~" in result_kinds and result_kinds | operand_kinds != {"R~"}:
             raise ProgramError(
-                f"node {step.node} leaves {axis}:{'+'.join(sorted(given))} with partial gradients "
-                f"of operands in {axis}:{'+'.join(sorted(taken))}"
+                f"node {step.node} has results in {axis}:{'+'.join(sorted(result_kinds))}, whose "
+                f"gradients are partial, and operands in {axis}:{'+'.join(sorted(operand_kinds))}"
             )
 
 
 def _verify_ends(program: RankProgram, sizes: Mapping[str, int], time: str | None) -> None:
-    """The loss and the new contents of buffers are whole on every rank; no partial sum is sent.
+    """Check that the loss and new buffer contents are replicated and that no partial sum is sent.
 
-    The loss of a micro-batch is a term of the batch's.
+    The loss of a micro-batch is one term of the batch's loss: along the time axis it is partial.
     """
     ends = [("the loss", program.loss)] if program.loss else []
     ends += [(f"buffer {name}", value) for name, value in program.mutations]
     for what, name in ends:
-        for axis, held in program.values[name or ""].layout.axes:
-            wanted = ("P",) if axis == time and what == "the loss" else ("R", "R~")
-            if sizes[axis] > 1 and kind(held) not in wanted:
-                raise ProgramError(f"{what} is left as {axis}:{held}, every rank needs it whole")
+        for axis, placement in program.values[name or ""].layout.axes:
+            expected = ("P",) if axis == time and what == "the loss" else ("R", "R~")
+            if sizes[axis] > 1 and kind(placement) not in expected:
+                raise ProgramError(
+                    f"{what} is left as {axis}:{placement}, but every rank needs all of it"
+                )
     for name in program.sends:
-        for axis, held in program.values[name].layout.axes:
-            if axis != time and sizes[axis] > 1 and kind(held) not in ("R", "S"):
-                raise ProgramError(f"%{name} is sent as {axis}:{held}")
+        for axis, placement in program.values[name].layout.axes:
+            if axis != time and sizes[axis] > 1 and kind(placement) not in ("R", "S"):
+                raise ProgramError(f"%{name} is sent as {axis}:{placement}")
 
 
 def format_rank_program(program: RankProgram, mesh: Mesh) -> str:
@@ -249,7 +252,7 @@ def format_rank_program(program: RankProgram, mesh: Mesh) -> str:
 
 
 def format_step(program: RankProgram, step: Step) -> str:
-    """`%y: dp:S(0) tp:R [2, 16] = rt.reduce(%x, tp)`."""
+    """Return a step as text: `%y: dp:S(0) tp:R [2, 16] = rt.reduce(%x, tp)`."""
     outs = ", ".join(
         f"%{o}: {program.values[o].layout} {list(program.values[o].type.shape)}"
         for o in step.outputs
@@ -259,48 +262,44 @@ def format_step(program: RankProgram, step: Step) -> str:
 
 
 def _format(arg: Any) -> str:
-    if isinstance(arg, MeshAxis):
-        return ".".join(arg.names)
-    if isinstance(arg, Ref):
-        return str(arg)
-    return format_arg(arg)
+    return ".".join(arg.names) if isinstance(arg, MeshAxis) else format_arg(arg)
 
 
-# Places that run the same program: ranks of a mesh, and micro-batches, with equal local sizes.
+# ---------------------------------------------------------------- ranks with the same program
 
 
 def merge_equal(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
-    """Return the programs, with equal ones of several classes as one."""
-    found: list[RankProgram] = []
+    """Return the distinct programs, each with all ranks that run it."""
+    merged: list[RankProgram] = []
     for program in programs:
-        for index, known in enumerate(found):
+        for index, known in enumerate(merged):
             if replace(known, ranks=program.ranks) == program:
-                found[index] = replace(known, ranks=(*known.ranks, *program.ranks))
+                merged[index] = replace(known, ranks=(*known.ranks, *program.ranks))
                 break
         else:
-            found.append(program)
-    return tuple(replace(p, ranks=tuple(sorted(p.ranks))) for p in found)
+            merged.append(program)
+    return tuple(replace(p, ranks=tuple(sorted(p.ranks))) for p in merged)
 
 
 def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
-    """Ranks with the same local sizes, in rank order."""
+    """Group the ranks by their local sizes, in rank order; in time, ranks and micro-batches."""
     mesh = resolved.plan.mesh
     extents: dict[str, set[int]] = {axis: set() for axis in mesh.names}
-    layouts = [sources.layouts[name] for name in sources.layouts]
+    layouts = list(sources.layouts.values())
     for node in resolved.graph.nodes:
         layouts += [*resolved.operand_layouts(node.name), *resolved.result_layouts(node.name)]
     for layout in layouts:
         for axis, shard in layout.shards:
             extents[axis] |= {size for _, size, _ in shard.of}
     known: set[int] = set()
-    for axis, ranks in mesh.axes:  # what earlier axes leave of an extent may be cut again
+    for axis, ranks in mesh.axes:  # later axes may split what earlier ones leave of an extent
         extents[axis] |= known
         known |= {length for size in extents[axis] for length in lengths(size, ranks)}
     classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in range(mesh.size):
-        place = mesh.coordinate(rank)
+        coordinate = mesh.coordinate(rank)
         key = tuple(
-            tuple(part(size, ranks, place[axis])[1] for size in sorted(extents[axis]))
+            tuple(part(size, ranks, coordinate[axis])[1] for size in sorted(extents[axis]))
             for axis, ranks in mesh.axes
         )
         classes.setdefault(key, []).append(rank)

@@ -1,9 +1,9 @@
-"""A graph cut into pipeline stages, anywhere in its order.
+"""Partition a graph into pipeline stages at any of its nodes.
 
-Enters: a graph and where its stages begin. Leaves: one `Part` per stage, a graph of its own. Values
-of earlier stages are received from where they are computed; or computed again, if they depend on
-nothing (position tables), or on the batch alone and that is cheaper (masks). A parameter that
-several stages use has its home in the first of them, and the others borrow it.
+Every stage becomes a graph of its own, a `Part`. It receives values of earlier stages, or
+recomputes them if they depend on nothing (position tables), or only on the batch and recomputing is
+cheaper (masks). A parameter of several stages is owned by the first of them; the others hold
+replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.errors import PlanError
-from shardwise.ir import Buffer, Graph, Input, Node, Parameter, Ref, iter_refs, node_keys
+from shardwise.ir import Buffer, Graph, Input, Node, Parameter, iter_refs, node_keys
 from shardwise.ir.interpret import is_random
 from shardwise.layouts.allowed import constant_values
 from shardwise.layouts.costs import PER_BYTE, PER_TRANSFER, work
@@ -27,8 +27,8 @@ from shardwise.sharding.factors import Facts
 class Part:
     """One stage's share of a graph.
 
-    `receives` maps a value to the stage it comes from. `outputs` are the positions of the model's
-    output leaves that this stage gives. `borrowed` are parameters whose home is another stage.
+    `receives` maps a value to the stage that sends it. `outputs` are the positions of the model's
+    output leaves that this stage computes. `borrowed` are parameters that another stage owns.
     """
 
     index: int
@@ -39,22 +39,21 @@ class Part:
 
 
 def with_keys(graph: Graph) -> Graph:
-    """Return the graph whose nodes carry their places, also in parts of it."""
+    """Return the graph with its node keys stored, so that parts of it have the same keys."""
     keys = node_keys(graph)
     named = tuple(dataclasses.replace(node, key=keys[node.name]) for node in graph.nodes)
     return dataclasses.replace(graph, nodes=named)
 
 
 def stage_starts(graph: Graph, plan: Plan, order: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of every stage's first node; `order` are the places of the captured graph's
-    nodes.
+    """Return the index of every stage's first node; `order` lists the captured graph's node keys.
 
-    A node that is gone (its value is computed beforehand) gives way to the next one.
+    If that node is gone because its value is precomputed, the stage begins at the next one.
     """
     position = {key: i for i, key in enumerate(order)}
     at, known = 0, []
     for node in graph.nodes:
-        at = position.get(node.key, at)  # an added node stands where the one before it does
+        at = position.get(node.key, at)  # an added node takes the position of the one before it
         known.append(at)
     firsts = [position[stage.first] for stage in plan.all_stages[1:]]
     starts = (0, *(next(i for i, p in enumerate(known) if p >= first) for first in firsts))
@@ -81,111 +80,104 @@ class _Partition:
         self.tables = constant_values(graph)
 
     def run(self) -> tuple[Part, ...]:
-        nodes, receives = [], []
-        for stage in range(self.count):
-            mine, needed = self._fetch(stage)
-            nodes.append(mine)
-            receives.append(needed)
+        fetched = [self._fetch(stage) for stage in range(self.count)]
+        nodes, receives = [nodes for nodes, _ in fetched], [received for _, received in fetched]
         leaves = self._leaves()
         users = [
-            {name for node in mine for name in node.inputs}
-            | {n for i in leaves[stage] for n in _names(self.graph.outputs[i])}
-            for stage, mine in enumerate(nodes)
+            {name for node in nodes[stage] for name in node.inputs}
+            | {ref.name for i in leaves[stage] for ref in iter_refs(self.graph.outputs[i])}
+            for stage in range(self.count)
         ]
-        homes = self._homes(users)
+        owners = self._owners(users)
         parts = []
         for stage in range(self.count):
             sends = [v for v, s in self.stage_of.items() if s == stage]
             sent = tuple(v for v in sends if any(v in r for r in receives[stage + 1 :]))
             parts.append(
                 self._part(
-                    stage, nodes[stage], receives[stage], leaves[stage], users[stage], sent, homes
+                    stage, nodes[stage], receives[stage], leaves[stage], users[stage], sent, owners
                 )
             )
         return tuple(parts)
 
     def _repeatable(self) -> frozenset[str]:
-        """Values that a later stage could compute again: of the batch alone, everywhere equal."""
+        """Return the values that a later stage could recompute: equal on all stages."""
         changed = {b.value for b in self.graph.buffers if b.mutation}
-        found = set(values_of_inputs(self.graph)) - changed
+        values = set(values_of_inputs(self.graph)) - changed
         for node in self.graph.nodes:
             drawn = is_random(node) and self.plan.rng != "exact"
-            if drawn or not all(name in found for name in node.inputs):
-                found -= set(node.outputs)
-        return frozenset(found)
+            if drawn or not all(name in values for name in node.inputs):
+                values -= set(node.outputs)
+        return frozenset(values)
 
     def _fetch(self, stage: int) -> tuple[tuple[Node, ...], dict[str, int]]:
-        """Return the stage's nodes, those it repeats among them,
-        and what it receives from where.
-        """
-        mine = {node.name: node for node in self.own[stage]}
+        """Return the stage's nodes, with those it recomputes, and the stages it receives from."""
+        nodes = {node.name: node for node in self.own[stage]}
         receives: dict[str, int] = {}
         needed = [name for node in self.own[stage] for name in node.inputs]
         for name in dict.fromkeys(needed):
             source = self.stage_of.get(name, stage)
             if source >= stage or name in receives:
                 continue
-            again = self._closure(name, mine) if name in self.repeatable else None
-            if again is not None and (name in self.tables or self._is_cheaper(again, name)):
-                mine |= {node.name: node for node in again}
+            closure = self._closure(name, nodes) if name in self.repeatable else None
+            if closure is not None and (name in self.tables or self._is_cheaper(closure, name)):
+                nodes |= {node.name: node for node in closure}
             else:
                 receives[name] = source
-        for node in list(mine.values()):  # what was repeated first may be received by now
+        for node in list(nodes.values()):  # a later closure may recompute a received value
             for name in node.inputs:
-                if name in receives and any(name in n.outputs for n in mine.values()):
+                if name in receives and any(name in n.outputs for n in nodes.values()):
                     del receives[name]
-        ordered = sorted(mine.values(), key=lambda node: self.order[node.name])
+        ordered = sorted(nodes.values(), key=lambda node: self.order[node.name])
         return tuple(ordered), receives
 
     def _closure(self, name: str, have: Iterable[str]) -> list[Node]:
-        """Return the nodes that compute a value, without those at hand."""
-        found: dict[str, Node] = {}
+        """Return the nodes that compute a value, without those in `have`."""
+        needed: dict[str, Node] = {}
         waiting, known = [name], set(have)
         while waiting:
             node = self.producer.get(waiting.pop())
             if node is not None and node.name not in known:
                 known.add(node.name)
-                found[node.name] = node
+                needed[node.name] = node
                 waiting += node.inputs
-        return list(found.values())
+        return list(needed.values())
 
     def _is_cheaper(self, nodes: list[Node], name: str) -> bool:
-        """Whether the nodes take less than to receive the value that they compute."""
+        """Return whether computing these nodes costs less than receiving their result."""
         effort = sum(work(self.facts.calls[n.name], self.facts.rules[n.name]) for n in nodes)
         return effort <= self.graph.values[name].num_bytes * PER_BYTE + PER_TRANSFER
 
     def _leaves(self) -> list[list[int]]:
-        """Positions of the output leaves that each stage gives; sources come from the first."""
+        """Return the output leaves that each stage computes; sources count to the first stage."""
         leaves: list[list[int]] = [[] for _ in range(self.count)]
         for position, leaf in enumerate(self.graph.outputs):
-            names = _names(leaf)
-            if names:
-                leaves[max(self.stage_of.get(name, 0) for name in names)].append(position)
+            stages = [self.stage_of.get(ref.name, 0) for ref in iter_refs(leaf)]
+            if stages:
+                leaves[max(stages)].append(position)
         return leaves
 
-    def _homes(self, users: list[set[str]]) -> dict[str, int]:
-        """Return the first stage that uses each parameter and buffer;
-        unused ones are of the first.
-        """
-        homes: dict[str, int] = {}
+    def _owners(self, users: list[set[str]]) -> dict[str, int]:
+        """Return the stage that owns each parameter and buffer: the first user, or stage 0."""
+        owners: dict[str, int] = {}
         sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
         for source in sources:
             using = [stage for stage, names in enumerate(users) if source.value in names]
-            homes[source.value] = using[0] if using else 0
+            owners[source.value] = using[0] if using else 0
             if isinstance(source, Buffer) and source.mutation:
-                homes[source.value] = self._changing(source, using)
-        return homes
+                owners[source.value] = self._changing(source, using)
+        return owners
 
     def _changing(self, buffer: Buffer, using: list[int]) -> int:
         assert buffer.mutation is not None
-        home = self.stage_of.get(buffer.mutation, using[0] if using else 0)
-        others = [stage for stage in using if stage != home]
+        owner = self.stage_of.get(buffer.mutation, using[0] if using else 0)
+        others = [stage for stage in using if stage != owner]
         if others:
             raise PlanError(
-                f"buffer {buffer.name} is changed in stage {home} and used in stage {others[0]}",
-                hint="begin the stage elsewhere, so that one stage has all uses of the buffer",
+                f"buffer {buffer.name} is changed in stage {owner} and used in stage {others[0]}",
+                hint="move the stage boundary so that one stage has all uses of the buffer",
             )
-        return home
+        return owner
 
     def _part(
         self,
@@ -195,12 +187,12 @@ class _Partition:
         leaves: list[int],
         used: set[str],
         sent: tuple[str, ...],
-        homes: dict[str, int],
+        owners: dict[str, int],
     ) -> Part:
         graph = self.graph
         made = {o for node in nodes for o in node.outputs}
-        mine = used | {value for value, home in homes.items() if home == stage}
-        parameters = tuple(p for p in graph.parameters if p.value in mine)
+        local = used | {value for value, owner in owners.items() if owner == stage}
+        parameters = tuple(p for p in graph.parameters if p.value in local)
         inputs = tuple(i for i in graph.inputs if i.value in used)
         inputs += tuple(
             Input(value=v, name=v, path=(v,), kind="received") for v in receives if v in used
@@ -210,7 +202,7 @@ class _Partition:
             nodes=nodes,
             inputs=inputs,
             parameters=parameters,
-            buffers=tuple(b for b in graph.buffers if b.value in mine),
+            buffers=tuple(b for b in graph.buffers if b.value in local),
             constants=tuple(c for c in graph.constants if c.value in used),
             loss=graph.loss if graph.loss in made and self.stage_of[graph.loss] == stage else None,
             outputs=tuple(graph.outputs[i] for i in leaves),
@@ -224,10 +216,6 @@ class _Partition:
             receives={v: s for v, s in receives.items() if v in used},
             outputs=tuple(leaves),
             borrowed=frozenset(
-                p.value for p in parameters if ranks[homes[p.value]] != ranks[stage]
+                p.value for p in parameters if ranks[owners[p.value]] != ranks[stage]
             ),
         )
-
-
-def _names(leaf: object) -> list[str]:
-    return [ref.name for ref in iter_refs(leaf)] if not isinstance(leaf, Ref) else [leaf.name]
