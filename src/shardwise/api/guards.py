@@ -33,14 +33,14 @@ _NOTHING = {object(): None}  # in the place of the attributes of an object that 
 class ItemGuard:
     """The items of one container or object, by identity.
 
-    Constants are kept alive, so that no other object can get their place in memory. Objects are
+    Constants are held strongly, so that no other object can get their place in memory. Objects are
     not: they have guards of their own, which fail once an object is gone.
     """
 
-    __slots__ = ("_ids", "_items", "_kept")
+    __slots__ = ("_held", "_ids", "_items")
 
-    def __init__(self, items: Callable[[], Iterable[Any]], kept: Any = None) -> None:
-        self._items, self._kept = items, kept
+    def __init__(self, items: Callable[[], Iterable[Any]], held: Any = None) -> None:
+        self._items, self._held = items, held
         self._ids = [id(item) for item in items()]
 
     def holds(self) -> bool:
@@ -72,7 +72,7 @@ def item_guards(value: Any, names: Set[str], depth: int = DEPTH) -> list[ItemGua
 
 
 def _of_container(value: Any, names: Set[str], depth: int) -> list[ItemGuard] | None:
-    """Guards of a list, tuple or dict of constants: objects in it would be kept alive by it."""
+    """Guards of a list, tuple or dict of constants: it would keep objects in it alive."""
     items = [*value, *value.values()] if isinstance(value, dict) else list(value)
     if len(value) > LARGEST:
         return None

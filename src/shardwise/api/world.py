@@ -198,7 +198,7 @@ class PythonState:
         return skeleton(root)
 
     def _mode(self) -> bool:
-        """The flag that others are compared with: train() and eval() change all of them alike."""
+        """The flag that others are compared with: train() and eval() change all of them."""
         root = self._modules[""]()
         if root is not None:
             return bool(root.training)
@@ -240,13 +240,13 @@ class PythonState:
 
     def _parameter_hooks(self) -> list[int]:
         """The keys of the hooks of parameters; a new hook has a new key."""
-        found: list[int] = []
+        keys: list[int] = []
         for _, ref in self._parameters:
             parameter: Any = ref()
             if parameter is not None:
-                found += parameter._backward_hooks or ()
-                found += parameter._post_accumulate_grad_hooks or ()
-        return found
+                keys += parameter._backward_hooks or ()
+                keys += parameter._post_accumulate_grad_hooks or ()
+        return keys
 
     def _set(self, present: Snapshots) -> None:
         """Prepare the comparisons of every step."""
@@ -318,28 +318,28 @@ class PythonState:
     def _take(self) -> Snapshots:
         names = self.reads.reach.names
         memo: dict[int, Any] = {}  # by id, with the values, so that ids stay theirs
-        found: Snapshots = {}
+        snapshots: Snapshots = {}
         for key, value in self._values():
             if value is _GONE:  # as it was: nobody can change it
-                found[key] = self._current.get(key)
+                snapshots[key] = self._current.get(key)
                 continue
             if id(value) not in memo:
                 memo[id(value)] = (value, snapshot(value, names))
-            found[key] = memo[id(value)][1]
-        return found
+            snapshots[key] = memo[id(value)][1]
+        return snapshots
 
 
 def _hooks_of_module(module: nn.Module) -> list[Any]:
     """Forward and backward hooks, without our own."""
-    found = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
-    return [hook for hook in found if not type(hook).__module__.startswith("shardwise.")]
+    hooks = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
+    return [hook for hook in hooks if not type(hook).__module__.startswith("shardwise.")]
 
 
 def _by_path(places: Iterable[Place]) -> defaultdict[str, list[str]]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    names: defaultdict[str, list[str]] = defaultdict(list)
     for path, name in places:
-        found[path].append(name)
-    return found
+        names[path].append(name)
+    return names
 
 
 def _get(ref: Callable[[], Any], name: str) -> Any:

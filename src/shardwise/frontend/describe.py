@@ -118,8 +118,8 @@ class Describe:
         native = [c for c in type(value).__mro__ if not c.__flags__ & _HEAP_TYPE]
         if any(c not in (*_CONTAINERS, deque, object) for c in native):
             raise NotStorable(f"a {type(value).__name__} may have state that cannot be seen")
-        found = attributes_of(value)
-        texts = [f"{k}: {self(found[k])}" for k in sorted(found) if k in self._names]
+        attributes = attributes_of(value)
+        texts = [f"{k}: {self(attributes[k])}" for k in sorted(attributes) if k in self._names]
         if isinstance(value, (*_CONTAINERS, deque, UserList, Mapping)):
             if len(value) > MOST:
                 raise NotStorable("a large container")
@@ -157,11 +157,11 @@ class Describe:
 
 def digest(parts: Iterable[str]) -> str:
     """Return a short text for a list of texts."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for part in parts:
         encoded = part.encode(errors="backslashreplace")
-        found.update(len(encoded).to_bytes(8, "little") + encoded)
-    return found.hexdigest()
+        hashed.update(len(encoded).to_bytes(8, "little") + encoded)
+    return hashed.hexdigest()
 
 
 def _sha(content: bytes) -> str:
@@ -215,7 +215,7 @@ def describe_file(module: types.ModuleType) -> str:
     if file is None:
         return ""
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError:
         raise NotStorable(f"{module.__name__} has no file") from None
-    return f"{file} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    return f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -1,9 +1,9 @@
 """Captured graphs on disk, for the next process that captures the same step.
 
-An entry is found by a digest of everything that a capture depends on: versions and files of torch
-and Shardwise, the code that may run and the files of the user's own modules, the Python state that
-this code may read, the model's structure, the batch's shapes, and torch's settings. It also names
-the environment variables that were read while it was captured, which must have the same values.
+An entry is looked up by a digest of everything that a capture depends on: versions and files of
+torch and Shardwise, the code that may run and the files of the user's own modules, the Python state
+that this code may read, the model's structure, the batch's shapes, and torch's settings. It also
+names the environment variables that were read while it was captured, which must not have changed.
 Any doubt means that nothing is stored or used: see `docs/decisions/0024-batches-and-sizes.md`.
 
 `SHARDWISE_CACHE` names the folder; `SHARDWISE_CACHE=off` turns the cache off.
@@ -45,7 +45,7 @@ from shardwise.version import __version__
 __all__ = ["CachedCapture", "cache_folder", "cached_capture"]
 
 FORMAT = 1
-MAX_BYTES = 512 << 20  # of all entries; those used last are kept
+MAX_BYTES = 512 << 20  # of all entries; the oldest are removed first
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -206,8 +206,8 @@ def _installation() -> tuple[str, ...]:
 
 
 def _stamp(file: str) -> str:
-    found = os.stat(file)
-    return f"{file} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    status = os.stat(file)
+    return f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _settings(call: Call, options: Mapping[str, Any]) -> list[str]:
@@ -333,10 +333,10 @@ def _variable(name: str) -> str | None:
 
 
 def _places(data: Any, model: nn.Module) -> dict[Place, None]:
-    found = {(str(path), str(name)): None for path, name in data}
-    for path, _ in found:
+    places = {(str(path), str(name)): None for path, name in data}
+    for path, _ in places:
         model.get_submodule(path)  # raises if there is none
-    return found
+    return places
 
 
 def _drop_oldest(folder: Path) -> None:
@@ -344,8 +344,8 @@ def _drop_oldest(folder: Path) -> None:
     entries = []
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError):  # another process may have removed it
-            found = file.stat()
-            entries.append((found.st_mtime_ns, found.st_size, file))
+            status = file.stat()
+            entries.append((status.st_mtime_ns, status.st_size, file))
     excess = sum(size for _, size, _ in entries) - MAX_BYTES
     for _, size, file in sorted(entries):
         if excess <= 0:

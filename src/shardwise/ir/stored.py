@@ -153,10 +153,10 @@ def _decode(value: Any) -> Any:
 
 
 def _torch(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, _TORCH):
+    value = getattr(torch, name)
+    if not isinstance(value, _TORCH):
         raise NotStorable(f"{name} is not a dtype, layout or memory format")
-    return found
+    return value
 
 
 def _encode_type(kind: TensorType) -> list[Any]:

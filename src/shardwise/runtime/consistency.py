@@ -185,10 +185,10 @@ class Replicas:
         rows = [[number, *bounds] for number, (*_, bounds) in zip(sums, held, strict=True)]
         every = gather_rows(self.mesh.world, rows, self.store.device)
         for place, (name, value, classes, _) in enumerate(held):
-            found = [row[place] for row in every]
-            classes = _of_equal_bounds(classes, [bounds for _, *bounds in found])
-            if any(len({found[rank][0] for rank in ranks}) > 1 for ranks in classes):
-                longest = max(high - low for _, low, high in found)
+            column = [row[place] for row in every]
+            classes = _of_equal_bounds(classes, [bounds for _, *bounds in column])
+            if any(len({column[rank][0] for rank in ranks}) > 1 for ranks in classes):
+                longest = max(high - low for _, low, high in column)
                 error = self._compare_closely(name, value, classes, longest)
                 if error is not None:
                     return error

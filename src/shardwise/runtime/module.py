@@ -200,17 +200,17 @@ class ParallelModule(nn.Module):
     ) -> tuple[ProgramKey, StepProgram]:
         self.store.require_values()
         if local:
-            found = self._local_program(batch, step, training)
+            chosen = self._local_program(batch, step, training)
         else:
             key = self._key(batch, step, training)
             if key.world != self._last_world:
                 self._agree_on_world(key)
             if self._check_batch is not None:
                 self._check_batch(batch, self._history)
-            found = key, self._programs.get(key, batch)
+            chosen = key, self._programs.get(key, batch)
         self._num_runs += 1
         count_run()
-        return found
+        return chosen
 
     def _agree_on_world(self, key: ProgramKey) -> None:
         """Agree with other ranks that flags or Python state have changed, and note when.

@@ -401,8 +401,8 @@ class _StoreRendezvous(Rendezvous):
             raise RankError(
                 f"rank {self.rank} needs another program{self.reason}, while {name_ranks(ahead)} "
                 "already run the step with the present one",
-                hint="change attributes, global variables, hooks and requires_grad on every rank "
-                "alike, and give all ranks the same batches",
+                hint="change attributes, variables, hooks and requires_grad in the same way on "
+                "every rank, and give all ranks the same batches",
             )
         if absent and waited > join_s:
             raise RankError(
