@@ -322,33 +322,33 @@ class Programs:
         warns: bool,
     ) -> None:
         self._store, self._specialize, self._warns = store, specialize, warns
-        self._kept: OrderedDict[ProgramKey, StepProgram] = OrderedDict(known)
+        self._by_key: OrderedDict[ProgramKey, StepProgram] = OrderedDict(known)
         self._made, self._seconds = 0, 0.0
         self._limit = MANY_PROGRAMS
 
     def __contains__(self, key: ProgramKey) -> bool:
-        return key in self._kept
+        return key in self._by_key
 
     def items(self) -> Iterator[tuple[ProgramKey, StepProgram]]:
         """Iterate over all programs, in an order that is the same on every rank."""
-        yield from self._kept.items()
+        yield from self._by_key.items()
 
     def use(self, key: ProgramKey) -> None:
         """Mark a program as just used."""
-        self._kept.move_to_end(key)
+        self._by_key.move_to_end(key)
 
     def get(self, key: ProgramKey, batch: Any) -> StepProgram:
         """Return the program for a batch, compiled if it is new; all ranks call this together."""
-        program = self._kept.get(key)
+        program = self._by_key.get(key)
         if program is None:
             start = time.perf_counter()
-            program = self._kept[key] = self._specialize(key, batch)
+            program = self._by_key[key] = self._specialize(key, batch)
             self._seconds += time.perf_counter() - start
             self._made += 1
             if self._made >= self._limit:
                 self._warn()
-            while len(self._kept) > KEPT_PROGRAMS:
-                oldest, dropped = self._kept.popitem(last=False)
+            while len(self._by_key) > KEPT_PROGRAMS:
+                oldest, dropped = self._by_key.popitem(last=False)
                 self._store.detach(oldest, dropped.generated())
         self.use(key)
         return program
