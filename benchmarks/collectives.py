@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline import machine
-from shardwise.cli.collective import bytes_of
+from shardwise.cli.collective import parse_bytes
 from shardwise.cluster import Cluster
 from shardwise.collective_bench.bench import Bench, Row, chosen, on_emulated_hosts, table
 from shardwise.collective_bench.emulation import FRAME
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="", help="also links drawn with these: 1,2,3")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    sizes = sorted(bytes_of(size) for size in given.sizes.split(","))
+    sizes = sorted(parse_bytes(size) for size in given.sizes.split(","))
     cases = {name: CASES[name] for name in given.cases.split(",") if name}
     for seed in filter(None, given.seeds.split(",")):
         cases[f"links {seed}"] = Case(

@@ -1,8 +1,8 @@
-"""Checks of this machine, for `shardwise doctor`.
+"""Check this machine, for `shardwise doctor`.
 
-Every check returns a `Finding`: a name, a status and what to do about it. Optional dependencies
-that are missing are `ok`, with the command that installs them. Checks that may crash a process
-(bf16 arithmetic on some CPUs) run in a child.
+Every check yields `Finding`s: a name, a status and what to do about it. Missing optional packages
+are `ok`, with the command that installs them. Checks that may crash the process (bf16 arithmetic on
+some CPUs) run in a child process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ a = torch.full((256, 256), 0.5, dtype=torch.bfloat16)
 assert (a @ a)[0, 0].item() == 64.0
 """
 _CHILD_TIMEOUT_S = 120
-# What else may be used: package, the least version that is supported, and what installs it.
+# Optional packages: name, minimum supported version, and the command that installs it.
 _OPTIONAL = (
     ("transformers", (5, 20), 'pip install "shardwise[huggingface]"'),
     ("accelerate", (1, 12), 'pip install "shardwise[huggingface]"'),
@@ -42,8 +42,8 @@ _OPTIONAL = (
     ("tensorboard", (), 'pip install "shardwise[tensorboard]"'),
     ("wandb", (), 'pip install "shardwise[wandb]"'),
 )
-_PORT = 29500  # where ranks meet if nothing else is said
-_LEAST_DISK, _LEAST_SHM, _LEAST_FILES = 5 * 2**30, 2**30, 1024
+_PORT = 29500  # torchrun's default rendezvous port
+_MIN_DISK, _MIN_SHM, _MIN_FILES = 5 * 2**30, 2**30, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ def examine() -> tuple[Finding, ...]:
     return tuple(finding for check in checks for finding in check())
 
 
-def to_dict(findings: Iterable[Finding]) -> dict[str, Any]:
-    """`{"ok": bool, "checks": [...]}`, for JSON."""
+def to_json(findings: Iterable[Finding]) -> dict[str, Any]:
+    """Return the findings as data: `{"ok": bool, "checks": [...]}`."""
     items = [asdict(finding) for finding in findings]
     return {"ok": all(item["status"] != "fail" for item in items), "checks": items}
 
@@ -107,38 +107,38 @@ def _versions() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Packages that integrations and logs use, without importing them."""
-    for package, least, install in _OPTIONAL:
+    """Check the packages of integrations and logs, without importing them."""
+    for package, minimum, install in _OPTIONAL:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name=package, status="ok", value="not installed", hint=install)
             continue
         numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
-        old = numbers < least
-        wanted = ".".join(map(str, least))
+        old = numbers < minimum
+        required = ".".join(map(str, minimum))
         yield Finding(
             name=package,
             status="warn" if old else "ok",
-            value=version + (f", older than {wanted}" if old else ""),
+            value=version + (f", older than {required}" if old else ""),
             hint=install.replace("install", "install --upgrade") if old else "",
         )
 
 
 def _compiler() -> Iterator[Finding]:
-    """What `compile: true` and operators of one's own in C++ need."""
+    """Check what `compile: true` and the user's own C++ operators need."""
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [
         what
-        for what, there in (("a C++ compiler", found), ("Python's headers", headers.is_file()))
-        if not there
+        for what, exists in (("a C++ compiler", compiler), ("Python's headers", headers.is_file()))
+        if not exists
     ]
     yield Finding(
         name="compiler",
         status="warn" if missing else "ok",
-        value=f"no {' and no '.join(missing)}: compile: true fails" if missing else str(found),
+        value=f"no {' and no '.join(missing)}: compile: true fails" if missing else str(compiler),
         hint="apt install g++ python3-dev" if missing else "",
     )
     nvcc = shutil.which("nvcc")
@@ -163,17 +163,17 @@ def _backends() -> Iterator[Finding]:
 
 
 def _nccl(available: bool) -> Finding:
-    """NCCL, which GPUs need to talk to each other."""
+    """Check NCCL, through which GPUs communicate."""
     import torch
 
     if available:
-        found = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
-        return Finding(name="nccl", status="ok", value=".".join(map(str, found)) or "available")
+        version = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+        return Finding(name="nccl", status="ok", value=".".join(map(str, version)) or "available")
     needed = torch.cuda.device_count() > 1
     return Finding(
         name="nccl",
         status="warn" if needed else "ok",
-        value="not in this build" + (": GPUs talk through the host" if needed else ""),
+        value="not in this build" + (": GPUs communicate through the host" if needed else ""),
         hint="install a torch build for CUDA" if needed else "",
     )
 
@@ -197,7 +197,7 @@ def _loopback() -> Iterator[Finding]:
 
 
 def _port() -> Iterator[Finding]:
-    """Whether the port is free at which ranks meet by default."""
+    """Check that the default rendezvous port is free."""
     try:
         with socket.create_server(("127.0.0.1", _PORT)):
             yield Finding(name="port", status="ok", value=f"{_PORT} is free")
@@ -211,7 +211,7 @@ def _port() -> Iterator[Finding]:
 
 
 def _hostname() -> Iterator[Finding]:
-    """Whether this machine's own name has an address, as gloo expects."""
+    """Check that this machine's own name has an address, as gloo expects."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -227,7 +227,7 @@ def _hostname() -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    """Room for checkpoints here, and for what compilers and loaders write."""
+    """Check the disk space for checkpoints, and for temporary files of compilers and loaders."""
     seen: set[int] = set()
     for place in (Path.cwd(), Path(tempfile.gettempdir())):
         try:
@@ -238,7 +238,7 @@ def _disk() -> Iterator[Finding]:
         if device in seen:
             continue
         seen.add(device)
-        low = usage.free < _LEAST_DISK
+        low = usage.free < _MIN_DISK
         yield Finding(
             name="disk",
             status="warn" if low else "ok",
@@ -248,13 +248,13 @@ def _disk() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """`/dev/shm`, through which loading processes and ranks of one machine pass tensors."""
+    """Check `/dev/shm`, through which data loaders and ranks of one machine pass tensors."""
     place = Path("/dev/shm")
     if not place.is_dir():
         yield Finding(name="/dev/shm", status="ok", value="not on this system")
         return
     usage = shutil.disk_usage(place)
-    low = usage.free < _LEAST_SHM
+    low = usage.free < _MIN_SHM
     yield Finding(
         name="/dev/shm",
         status="warn" if low else "ok",
@@ -264,13 +264,13 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _open_files() -> Iterator[Finding]:
-    """The limit that many ranks and loading processes meet first."""
+    """Check the limit that many ranks and data loaders reach first."""
     try:
         import resource
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = 0 <= soft < _LEAST_FILES
+    low = 0 <= soft < _MIN_FILES
     yield Finding(
         name="open files",
         status="warn" if low else "ok",
@@ -301,7 +301,7 @@ def _bf16() -> Iterator[Finding]:
 
 
 def bf16_finding(program: str) -> Finding:
-    """Run `program` in a child and say how it ended."""
+    """Run `program` in a child process and return how it ended."""
     name = "bf16 matmul"
     try:
         child = subprocess.run(

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from shardwise import cli, errors
+from shardwise.cli import planning
 
 CLI = [sys.executable, "-m", "shardwise.cli"]
 
@@ -134,7 +135,7 @@ def test_errors_go_to_stderr_without_traceback(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_capture", fail)
+    monkeypatch.setattr(planning, "_capture", fail)
     assert run(capsys, "plan", target) == (code, "", f"{type(error).__name__}: {error}\n")
     with pytest.raises(type(error)):
         cli.main(["--debug", "plan", target])

@@ -1,8 +1,4 @@
-"""What if: the best plan on other machines, with its cost.
-
-Enters: a `Graph`, and kinds and counts of devices or whole clusters. Leaves: `Advice`: a row for
-each, quickest first, or why nothing fits.
-"""
+"""`advise(graph, kinds, counts)`: compare the best plans on several clusters, with their cost."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from shardwise.cluster import Cluster
-from shardwise.cluster.presets import preset
+from shardwise.cluster.presets import preset_of_size
 from shardwise.cost import OpTable
 from shardwise.errors import ClusterError, InfeasiblePlan
 from shardwise.ir import Graph
@@ -23,12 +19,12 @@ from shardwise.plans import Plan
 
 HOUR_S = 3600.0
 MILLION = 1e6
-_OTHERS = ("constraints", "memory_gib", "precision")  # of `plan`, beside what it fixes
+_UNFIXED = ("constraints", "memory_gib", "precision")  # options that fix no part of the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRow:
-    """One cluster: its best plan in figures, or the reason that there is none."""
+    """A cluster with its best plan, or the reason why there is none."""
 
     cluster: str
     num_ranks: int
@@ -39,41 +35,42 @@ class AdviceRow:
 
     @property
     def feasible(self) -> bool:
+        """Whether any plan fits."""
         return self.plan is not None
 
     @property
     def step_time_s(self) -> float | None:
+        """Predicted seconds of a step."""
         return None if self.plan is None else self.plan.figures.best.step_time_s
 
     @property
     def headroom_bytes(self) -> float | None:
-        """What the fullest device has left."""
-        if self.plan is None:
-            return None
-        return self.plan.figures.best.memory.free_bytes
+        """Free memory of the fullest device."""
+        return None if self.plan is None else self.plan.figures.best.memory.free_bytes
 
     def per_s(self, unit: str) -> float | None:
-        """`rows` or `tokens` each second; None where the batch has none."""
+        """Return `rows` or `tokens` per second; None if the batch has no such size."""
         number = None if self.plan is None else getattr(self.plan.figures.batch, unit)
         return number / self.step_time_s if number and self.step_time_s else None
 
     def cost_per_million(self, unit: str) -> float | None:
-        """Of `rows` or `tokens`, where devices have a price."""
+        """Return the price of a million `rows` or `tokens`, if devices have a price."""
         rate = self.per_s(unit)
         if not rate or not self.price_per_hour:
             return None
         return self.price_per_hour / HOUR_S / rate * MILLION
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        """Return the row as data."""
+        common: dict[str, Any] = {
             "cluster": self.cluster,
             "num_ranks": self.num_ranks,
             "price_per_hour": self.price_per_hour,
             "feasible": self.feasible,
         }
         if self.plan is None:
-            return found | {"reason": self.reason, "hint": self.hint}
-        return found | {
+            return common | {"reason": self.reason, "hint": self.hint}
+        return common | {
             "step_time_s": self.step_time_s,
             "rows_per_s": self.per_s("rows"),
             "tokens_per_s": self.per_s("tokens"),
@@ -87,27 +84,33 @@ class AdviceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """All rows, the quickest first, those that do not fit last."""
+    """All clusters, the fastest first, those without a plan last."""
 
     model: str
     rows: tuple[AdviceRow, ...]
 
     @property
-    def quickest(self) -> AdviceRow | None:
+    def fastest(self) -> AdviceRow | None:
+        """The cluster with the shortest step."""
         return self.rows[0] if self.rows and self.rows[0].feasible else None
 
     @property
     def cheapest(self) -> AdviceRow | None:
-        """The least to pay for a sample, where devices have a price."""
+        """The cluster with the lowest price of a sample, if devices have a price."""
         paid = [row for row in self.rows if row.cost_per_million("rows") is not None]
         return min(paid, key=lambda row: row.cost_per_million("rows") or 0.0, default=None)
 
+    def marks(self, row: AdviceRow) -> list[str]:
+        """Return in what a row is the best: fastest, cheapest, both or neither."""
+        return [name for name in ("fastest", "cheapest") if getattr(self, name) is row]
+
     def to_json(self) -> dict[str, Any]:
-        quickest, cheapest = self.quickest, self.cheapest
+        """Return the comparison as data."""
+        fastest, cheapest = self.fastest, self.cheapest
         return {
             "model": self.model,
             "rows": [row.to_json() for row in self.rows],
-            "quickest": quickest.cluster if quickest else None,
+            "fastest": fastest.cluster if fastest else None,
             "cheapest": cheapest.cluster if cheapest else None,
         }
 
@@ -119,14 +122,10 @@ class Advice:
                 continue
             paid = row.cost_per_million("rows")
             cost = "" if paid is None else f", {paid:,.2f} per million samples"
-            marks = [
-                name
-                for name, best in (("quickest", self.quickest), ("cheapest", self.cheapest))
-                if best is row
-            ]
+            marks = "".join(f", {mark}" for mark in self.marks(row))
             lines.append(
                 f"{row.cluster}: step {row.step_time_s:.4g} s{cost}: "
-                f"{row.plan.figures.best.what}" + "".join(f", {mark}" for mark in marks)
+                f"{row.plan.figures.best.what}{marks}"
             )
         return "\n".join(lines)
 
@@ -142,17 +141,17 @@ def advise(
     progress: bool = True,
     **options: Unpack[SearchOptions],
 ) -> Advice:
-    """The best plan for every kind and count of devices, and for every one of `clusters`.
+    """Find the best plan for every kind and count of devices, and for each of `clusters`.
 
-    Options are those of `sw.plan`. A cluster on which nothing fits is a row with the reason.
+    Options are those of `sw.plan`. For a cluster on which no plan fits, the row has the reason.
     """
-    every = [*clusters, *(cluster_of_kind(kind, n) for kind in kinds for n in counts)]
+    every = [*clusters, *(preset_of_size(kind, n) for kind in kinds for n in counts)]
     if not every:
         raise ClusterError(
             "nothing to compare: no kinds with counts and no clusters",
             hint='sw.advise(graph, ["h100", "a100-80"], [8, 16])',
         )
-    UserOptions.of({name: value for name, value in options.items() if name not in _OTHERS})
+    UserOptions.of({name: value for name, value in options.items() if name not in _UNFIXED})
     with Progress("comparing", shown=progress) as bar:
         rows = list(_rows(graph, every, {**options, "table": table}, bar))
     rows.sort(key=lambda row: (not row.feasible, row.step_time_s or 0.0, row.num_ranks))
@@ -180,16 +179,3 @@ def _rows(
             reason=reason,
             hint=hint,
         )
-
-
-def cluster_of_kind(kind: str, count: int) -> Cluster:
-    """`count` devices of a known kind, in as few equal nodes as its usual size allows.
-
-    Cores are in one node, however many.
-    """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ClusterError(f"{count!r} devices of {kind}", hint="1 or more")
-    known = preset(kind)
-    usual = count if known.device(0).kind == "cpu" else known.num_ranks
-    each = max(size for size in range(1, min(usual, count) + 1) if count % size == 0)
-    return preset(kind, nodes=count // each, devices_per_node=each)

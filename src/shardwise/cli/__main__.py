@@ -1,8 +1,8 @@
-"""`python -m shardwise.cli`."""
+"""Run the command line as `python -m shardwise.cli`."""
 
 import signal
 
-# A rank that is interrupted while it imports ends without a traceback.
+# A rank that is interrupted during imports ends without a traceback.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

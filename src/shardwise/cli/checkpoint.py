@@ -1,25 +1,33 @@
-"""`shardwise checkpoint`: what is in one, whether it is sound, and other forms of it."""
+"""`shardwise checkpoint` and `export`: inspect, verify and convert checkpoints."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.cli.options import AsJson, load_target
-from shardwise.cli.output import require_own
+from shardwise.cli.output import FAILURE, echo, require_own
 from shardwise.formatting import Column, size, table, terminal_width
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.manifest import Manifest
     from shardwise.checkpoint.opening import Opened
-
 
 app = typer.Typer(no_args_is_help=True, help="Look at, check and convert checkpoints.")
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or one of Hugging Face.")
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="Its folder, or one of Hugging Face.", show_default=False
+    ),
+]
+Section = Annotated[
+    str, typer.Option("--section", help="Which weights to take as the model: ema, …")
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Dtype of floating-point tensors: bfloat16, …")
 ]
 
 
@@ -29,28 +37,27 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in a checkpoint; its tensors are not read."""
+    """Say what is in a checkpoint, without reading its tensors."""
     from shardwise.checkpoint.opening import open_checkpoint
 
     opened = open_checkpoint(folder)
-    if as_json:
-        typer.echo(json.dumps(_as_json(opened, tensors), indent=2))
-        return
     manifest = opened.manifest
+    if as_json:
+        echo(_to_json(opened) | ({"tensors": dict(_listed(manifest))} if tensors else {}))
+        return
     step = "" if manifest.step is None else f", step {manifest.step}"
     kind = "Hugging Face folder" if opened.foreign else "checkpoint"
     lines = [f"{kind} {opened.folder}{step}: {size(manifest.nbytes)}"]
     lines += [f"{len(manifest.files)} files, {size(sum(manifest.files.values()))}", ""]
-    rows = []
-    for section, found in manifest.sections.items():
-        boxes = sum(len(t.boxes) for t in found.values())
-        held = size(sum(t.nbytes for t in found.values()))
-        rows.append([str(len(found)), str(boxes), held, section])
+    rows = [
+        [str(total["tensors"]), str(total["boxes"]), size(total["bytes"]), section]
+        for section, total in _totals(manifest).items()
+    ]
     columns = [Column("tensors"), Column("boxes"), Column("size")]
     lines += table(columns, "section", rows, terminal_width())
     if tensors:
         columns = [Column("boxes"), Column("type"), Column("shape")]
-        listed = [[str(t["boxes"]), t["dtype"], str(t["shape"]), n] for n, t in _listed(opened)]
+        listed = [[str(t["boxes"]), t["dtype"], str(t["shape"]), n] for n, t in _listed(manifest)]
         lines += ["", *table(columns, "tensor", listed, terminal_width())]
     if manifest.extra:
         lines += ["", f"extra: {', '.join(manifest.extra)}"]
@@ -59,30 +66,32 @@ def inspect(
 
 @app.command()
 def verify(folder: Folder, as_json: AsJson = False) -> None:
-    """Read all of a checkpoint and compare checksums; exit 1 if something is damaged."""
+    """Read all of a checkpoint and compare checksums; exit 1 if something is corrupt."""
     from shardwise.checkpoint.opening import previous_of, verify_checkpoint
 
-    found = verify_checkpoint(folder)
-    earlier = None if found.ok else previous_of(folder)
+    result = verify_checkpoint(folder)
+    earlier = None if result.ok else previous_of(folder)
     if as_json:
-        told = {
-            "ok": found.ok,
-            "boxes": found.num_boxes,
-            "without_checksum": found.num_unchecked,
-            "bytes": found.bytes_read,
-            "problems": list(found.problems),
-            "previous": None if earlier is None else str(earlier),
-        }
-        typer.echo(json.dumps(told, indent=2))
-    elif found.ok:
-        note = f", {found.num_unchecked} of them without checksums" if found.num_unchecked else ""
-        typer.echo(f"{folder}: sound, {found.num_boxes} boxes{note}, {size(found.bytes_read)} read")
+        echo(
+            {
+                "ok": result.ok,
+                "boxes": result.num_boxes,
+                "without_checksum": result.num_unchecked,
+                "bytes": result.bytes_read,
+                "problems": list(result.problems),
+                "previous": None if earlier is None else str(earlier),
+            }
+        )
+    elif result.ok:
+        unchecked = result.num_unchecked
+        note = f", {unchecked} of them without checksums" if unchecked else ""
+        typer.echo(f"{folder}: ok, {result.num_boxes} boxes{note}, {size(result.bytes_read)} read")
     else:
-        typer.echo("\n".join(found.problems))
+        typer.echo("\n".join(result.problems))
         if earlier is not None:
             typer.echo(f"  try: the previous checkpoint, {earlier}")
-    if not found.ok:
-        raise typer.Exit(1)
+    if not result.ok:
+        raise typer.Exit(FAILURE)
 
 
 @app.command()
@@ -98,49 +107,48 @@ def convert(
         Path | None,
         typer.Option("--config", help="For hf: config.json, or the folder with it."),
     ] = None,
-    section: Annotated[
-        str, typer.Option("--section", help="Which weights to take as the model: ema, …")
-    ] = "model",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Dtype of floating-point tensors: bfloat16, …")
-    ] = None,
+    section: Section = "model",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, a plain torch file, or one of ours."""
+    """Write a checkpoint as a Hugging Face folder, a plain torch file, or a Shardwise checkpoint."""
     from shardwise.checkpoint.convert import convert_checkpoint
     from shardwise.checkpoint.files import dtype_named
 
     kind = None if dtype is None else dtype_named(dtype, "--dtype")
     files = convert_checkpoint(folder, out, to=to, config=config, section=section, dtype=kind)
     if as_json:
-        typer.echo(json.dumps({"files": [str(file) for file in files]}, indent=2))
+        echo({"files": [str(file) for file in files]})
     else:
         typer.echo("\n".join(f"{file}  {size(file.stat().st_size)}" for file in files))
 
 
-def _as_json(opened: Opened, tensors: bool) -> dict[str, Any]:
+def _to_json(opened: Opened) -> dict[str, Any]:
     manifest = opened.manifest
-    told: dict[str, Any] = {
+    return {
         "folder": str(opened.folder),
         "form": "hf" if opened.foreign else "shardwise",
         "step": manifest.step,
         "bytes": manifest.nbytes,
         "files": dict(manifest.files),
-        "sections": {
-            section: {
-                "tensors": len(found),
-                "boxes": sum(len(t.boxes) for t in found.values()),
-                "bytes": sum(t.nbytes for t in found.values()),
-            }
-            for section, found in manifest.sections.items()
-        },
+        "sections": _totals(manifest),
         "aliases": dict(manifest.aliases),
         "extra": dict(manifest.extra),
     }
-    return {**told, "tensors": dict(_listed(opened))} if tensors else told
 
 
-def _listed(opened: Opened) -> list[tuple[str, dict[str, Any]]]:
+def _totals(manifest: Manifest) -> dict[str, dict[str, int]]:
+    return {
+        section: {
+            "tensors": len(tensors),
+            "boxes": sum(len(t.boxes) for t in tensors.values()),
+            "bytes": sum(t.nbytes for t in tensors.values()),
+        }
+        for section, tensors in manifest.sections.items()
+    }
+
+
+def _listed(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
     from shardwise.checkpoint.manifest import full_name
     from shardwise.dtypes import dtype_name
 
@@ -149,21 +157,13 @@ def _listed(opened: Opened) -> list[tuple[str, dict[str, Any]]]:
             full_name(section, name),
             {"dtype": dtype_name(t.dtype), "shape": list(t.shape), "boxes": len(t.boxes)},
         )
-        for section, found in opened.manifest.sections.items()
-        for name, t in found.items()
+        for section, tensors in manifest.sections.items()
+        for name, t in tensors.items()
     ]
 
 
-# `shardwise export`: a checkpoint as a program or a folder for serving.
-
-
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="Its folder, or one of Hugging Face.", show_default=False
-        ),
-    ],
+    checkpoint: Folder,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", help="Output file MODEL.pt2 for a program, or output folder."),
@@ -177,12 +177,8 @@ def export(
     config: Annotated[
         Path | None, typer.Option("--config", help="For a folder: config.json, or the folder.")
     ] = None,
-    section: Annotated[
-        str, typer.Option("--section", help="Which weights to take as the model: ema, …")
-    ] = "model",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Dtype of floating-point weights: bfloat16, …")
-    ] = None,
+    section: Section = "model",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a trained model for serving: a torch.export program, or a Hugging Face folder."""
@@ -199,7 +195,7 @@ def export(
         require_free(out)
     loaded = None if model is None else load_target(model)
     kind = None if dtype is None else dtype_named(dtype, "--dtype")
-    made = write(
+    written = write(
         checkpoint,
         out,
         model=None if loaded is None else loaded.model,
@@ -208,6 +204,6 @@ def export(
         config=config,
         section=section,
     )
-    files = [made] if made.is_file() else sorted(made.iterdir())
-    shown = [f"{file}  {file.stat().st_size:,} bytes" for file in files]
-    typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else "\n".join(shown))
+    files = [written] if written.is_file() else sorted(written.iterdir())
+    lines = [f"{file}  {file.stat().st_size:,} bytes" for file in files]
+    echo({"files": [str(file) for file in files]} if as_json else "\n".join(lines))

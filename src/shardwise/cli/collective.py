@@ -1,13 +1,8 @@
-"""`shardwise collective`: an operation solved into messages for the links of a cluster.
-
-Enters: a cluster file or known machines, an operation and a size; or a program's file. Leaves:
-times and bounds, the program as a file, its lists and trees as text, a picture; measured times.
-"""
+"""`shardwise collective`: solve, show, time and choose collectives for the links of a cluster."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -17,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, cluster_of
-from shardwise.cli.output import load_plan, require_own
+from shardwise.cli.options import AsJson, PlanOut
+from shardwise.cli.output import echo, load_plan, require_own, write_output
 from shardwise.dtypes import DTYPES
 from shardwise.errors import did_you_mean
 
@@ -26,81 +21,19 @@ if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.collective_bench.bench import Bench, Row
     from shardwise.collectives import Network, Solution
-    from shardwise.messages import MessageProgram
-    from shardwise.messages.check import Facts
+    from shardwise.messages import Facts, MessageProgram
     from shardwise.plans import Plan
 
-
-# `shardwise collective tune`: the chunks of a plan's collectives, measured on its ranks.
-
-
-MOST_S = 10**6  # more was mistyped, and gloo cannot wait that long
-
-
-def say_choices(plan: Plan) -> None:
-    """Print the collectives of a plan that are not the library's."""
-    for choice in plan.collectives:
-        typer.echo(str(choice))
-    if not plan.collectives:
-        typer.echo("all collectives are the library's")
-
-
-def tune(
-    plan_file: Annotated[
-        Path, typer.Argument(metavar="PLAN.json", help="A plan with choices of collectives.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Output file: the tuned plan.")
-    ] = None,
-    num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 3,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
-) -> None:
-    """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
-
-    torchrun --no-python --nproc-per-node 4 shardwise collective tune plan.json -o tuned.json
-    """
-    import os
-
-    import torch.distributed as dist
-
-    import shardwise
-    from shardwise.runtime.rendezvous import init_process_group
-
-    size = bytes_of(num_bytes)
-    if size < 1:
-        raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
-    if not 0 < timeout_s <= MOST_S:
-        raise typer.BadParameter(
-            f"--timeout-s {timeout_s:g}: seconds, above 0 and up to {MOST_S:,}"
-        )
-    require_own(out, "plan")
-    plan = load_plan(plan_file)
-    if "RANK" not in os.environ:
-        raise typer.BadParameter(
-            f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
-            f"{plan.num_ranks} shardwise collective tune {plan_file}"
-        )
-    init_process_group("gloo", datetime.timedelta(seconds=timeout_s))
-    tuned = shardwise.collectives.tune(plan, num_bytes=size, rounds=rounds, timeout_s=timeout_s)
-    if dist.get_rank() == 0:
-        say_choices(tuned)
-        if out is not None:
-            tuned.save(out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
-app.command()(tune)
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-MOST_BYTES, MOST_RANKS = 2**60, 2**20  # what is more was mistyped
+# Larger values are typing mistakes; gloo cannot wait longer than that either.
+MAX_BYTES, MAX_RANKS, MAX_TIMEOUT_S = 2**60, 2**20, 10**6
 ITEM_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
-MOST_CHUNKS = 40  # that `show` lists unless a rank is asked for
+MAX_CHUNKS = 40  # that `show` lists unless a rank is asked for
 
-Machines = Annotated[
+Where = Annotated[
     str,
     typer.Argument(
         metavar="CLUSTER", help="A file such as cluster.yaml, or h100:8x8.", show_default=False
@@ -118,13 +51,64 @@ Members = Annotated[
 ]
 
 
+def _print_choices(plan: Plan) -> None:
+    lines = [str(choice) for choice in plan.collectives]
+    typer.echo("\n".join(lines or ["all collectives use the library"]))
+
+
+@app.command()
+def tune(
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN.json", help="A plan with choices of collectives.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output file: the tuned plan.")
+    ] = None,
+    num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 3,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
+) -> None:
+    """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
+
+    torchrun --no-python --nproc-per-node 4 shardwise collective tune plan.json -o tuned.json
+    """
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise.runtime.rendezvous import init_process_group
+
+    size = parse_bytes(num_bytes)
+    if size < 1:
+        raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise typer.BadParameter(
+            f"--timeout-s {timeout_s:g}: must be above 0 and at most {MAX_TIMEOUT_S:,} seconds"
+        )
+    require_own(out, "plan")
+    plan = load_plan(plan_file)
+    if "RANK" not in os.environ:
+        raise typer.BadParameter(
+            f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
+            f"{plan.num_ranks} shardwise collective tune {plan_file}"
+        )
+    init_process_group("gloo", datetime.timedelta(seconds=timeout_s))
+    tuned = shardwise.collectives.tune(plan, num_bytes=size, rounds=rounds, timeout_s=timeout_s)
+    if dist.get_rank() == 0:
+        _print_choices(tuned)
+        if out is not None:
+            tuned.save(out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+
 @app.command()
 def choose(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="The plan's cluster: a file, or h100:8x8.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the plan.")] = None,
+    out: PlanOut = None,
     use: Annotated[
         str, typer.Option("--use", help="Force library, hierarchical, solved or shared.")
     ] = "",
@@ -132,20 +116,21 @@ def choose(
 ) -> None:
     """Choose how each collective of a plan is implemented on a cluster, by predicted time."""
     import shardwise
+    from shardwise.cluster.presets import parse_cluster
 
     require_own(out, "plan")
-    chosen = shardwise.collectives.choose(load_plan(plan_file), cluster_of(cluster), use=use)
+    chosen = shardwise.collectives.choose(load_plan(plan_file), parse_cluster(cluster), use=use)
     if out is not None:
         chosen.save(out)
     if as_json:
-        typer.echo(json.dumps([choice.to_json() for choice in chosen.collectives], indent=2))
-        return
-    say_choices(chosen)
+        echo([choice.to_json() for choice in chosen.collectives])
+    else:
+        _print_choices(chosen)
 
 
 @app.command()
 def solve(
-    machines: Machines,
+    cluster: Where,
     operation: Operation = "all_reduce",
     num_bytes: Bytes = "64MB",
     dtype: Dtype = "float32",
@@ -156,16 +141,13 @@ def solve(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest program, and say what it takes and what no program can be faster than."""
+    """Find the fastest program, with its time and a lower bound for all programs."""
     require_own(out, "collective")
-    solution = _solved(machines, operation, num_bytes, dtype, root, members)
+    solution = _solve(cluster, operation, num_bytes, dtype, root, members)
     if out is not None:
         solution.program.save(out)
-    if as_json:
-        typer.echo(json.dumps(solution.to_json(), indent=2))
-        return
-    _say(str(solution))
-    if out is not None:
+    echo(solution.to_json() if as_json else solution)
+    if out is not None and not as_json:
         typer.echo(f"{out}: shardwise collective show {out}")
 
 
@@ -175,7 +157,7 @@ def show(
         str,
         typer.Argument(
             metavar="PROGRAM.json|CLUSTER",
-            help="What `solve -o` wrote, or machines to solve for.",
+            help="What `solve -o` wrote, or a cluster to solve for.",
             show_default=False,
         ),
     ],
@@ -194,31 +176,26 @@ def show(
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
     from shardwise.errors import ProgramError
-    from shardwise.messages import svg
-    from shardwise.messages.check import check
-    from shardwise.reports.sections import write_whole
+    from shardwise.messages import check, svg
     from shardwise.schema import Reader
 
     require_own(picture, "picture", option="--svg")
-    program = _read(source)
-    if program is None:
-        program = _solved(source, operation, num_bytes, dtype, root, members).program
+    program = (
+        _read(source) or _solve(source, operation, num_bytes, dtype, root, members).program
+    )
     if rank is not None and not 0 <= rank < program.num_ranks:
         raise typer.BadParameter(f"--rank {rank}: the program has {program.num_ranks} ranks")
     facts = Reader(ProgramError, source).construct(check, (), program)
     if picture is not None:
-        write_whole(picture, svg(program), option="--svg")
-    if as_json:
-        typer.echo(json.dumps(program.to_json(), indent=2))
-        return
-    _say("\n".join(_shown(program, facts, rank)))
-    if picture is not None:
+        write_output(picture, svg(program), option="--svg")
+    echo(program.to_json() if as_json else "\n".join(_lines(program, facts, rank)))
+    if picture is not None and not as_json:
         typer.echo(f"{picture}")
 
 
 @app.command()
 def bench(
-    machines: Machines,
+    cluster: Where,
     operation: Operation = "all_reduce",
     num_bytes: Annotated[
         str, typer.Option("--bytes", help="Sizes of the data: 64MB, or 16MB,64MB.")
@@ -228,27 +205,27 @@ def bench(
     members: Members = "",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 5,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="On hosts emulated with the cluster's rates (root).")
+        bool, typer.Option("--emulate", help="Emulate hosts with the cluster's rates (needs root).")
     ] = False,
     use: Annotated[
-        str, typer.Option("--use", help="solved or library; what a plan would take if empty.")
+        str, typer.Option("--use", help="solved or library; what a plan would use if empty.")
     ] = "",
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", min=1, help="Timeout of the whole run in seconds.")
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Time what a plan takes, the solved program or the library's, next to the library, by turns.
+    """Time the implementation that a plan uses, solved or the library's, beside the library.
 
-    Under torchrun, on its processes; with --emulate, on network namespaces of this machine that
-    have the cluster's rates; else on processes of this machine.
+    Under torchrun it runs on its processes; with --emulate, in network namespaces of this machine
+    that have the cluster's rates; otherwise in processes of this machine.
     """
     from shardwise.collective_bench import bench as benches
 
     if use not in ("", benches.SOLVED, benches.LIBRARY):
         raise typer.BadParameter(f"--use {use!r}: {benches.SOLVED} or {benches.LIBRARY}")
-    cluster, network, item = _network(machines, dtype, members)
-    sizes = [_whole(size, dtype) for size in num_bytes.split(",")]
+    parsed, network, item = _network(cluster, dtype, members)
+    sizes = [_parse_elements(size, dtype) * item for size in num_bytes.split(",")]
     if min(sizes) < item * network.num_ranks:
         raise typer.BadParameter(f"--bytes {num_bytes}: less than one {dtype} for each rank")
     task = benches.Bench(
@@ -262,20 +239,19 @@ def bench(
         timeout_s=timeout_s,
         uses=(lambda _: use)
         if use
-        else benches.chosen(cluster, operation, [int(name) for name in network.names]),
+        else benches.chosen(parsed, operation, [int(name) for name in network.names]),
     )
-    rows = _timed(task, emulate=emulate)
+    rows = _time(task, emulate=emulate)
     if rows is None:
         return
-    if as_json:
-        typer.echo(json.dumps([row.to_json() for row in rows], indent=2))
-        return
-    typer.echo(f"{operation} on {network.num_ranks} ranks of {machines}, median of {rounds} rounds")
-    typer.echo("\n".join(benches.table(rows)))
+    title = f"{operation} on {network.num_ranks} ranks of {cluster}, median of {rounds} rounds"
+    echo(
+        [row.to_json() for row in rows] if as_json else "\n".join([title, *benches.table(rows)])
+    )
 
 
-def _timed(task: Bench, *, emulate: bool) -> list[Row] | None:
-    """The rows; None on ranks that have nothing to say."""
+def _time(task: Bench, *, emulate: bool) -> list[Row] | None:
+    """Return the rows, or None on ranks that print nothing."""
     from shardwise.collective_bench import bench as benches
 
     if emulate:
@@ -283,24 +259,18 @@ def _timed(task: Bench, *, emulate: bool) -> list[Row] | None:
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return benches.in_this_group(task)
     typer.echo(
-        f"{task.network.num_ranks} processes of this machine: its memory is what they share, not "
-        "the cluster's links. --emulate gives them the cluster's rates; torchrun runs this "
+        f"{task.network.num_ranks} processes of this machine communicate through its memory, not "
+        "through the cluster's links; --emulate gives them the cluster's rates, torchrun runs this "
         "on the cluster itself",
         err=True,
     )
     return benches.on_this_machine(task)
 
 
-def _say(text: str) -> None:
-    from shardwise.cli import fit
-
-    typer.echo(fit(text))
-
-
-def _shown(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[str]:
+def _lines(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[str]:
     from shardwise.messages import trees_text
 
-    if rank is not None or len(program.chunks) <= MOST_CHUNKS:
+    if rank is not None or len(program.chunks) <= MAX_CHUNKS:
         yield from program.lines(None if rank is None else [rank])
     else:
         yield program.lines([])[0]
@@ -309,13 +279,13 @@ def _shown(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[
     yield trees_text(program)
     yield ""
     yield (
-        f"checked: every rank ends with what it must; at most {program.window} messages under way "
+        f"checked: every rank ends with the right data; at most {program.window} messages in flight "
         f"on an edge, {facts.scratch_elements} elements of scratch on a rank"
     )
 
 
 def _read(source: str) -> MessageProgram | None:
-    """The program of a file; None if it is something else, as a cluster in JSON."""
+    """Return the program in a file, or None if it holds something else, such as a cluster."""
     from shardwise.errors import ProgramError
     from shardwise.files import read_json
     from shardwise.messages import MessageProgram
@@ -327,63 +297,67 @@ def _read(source: str) -> MessageProgram | None:
     return MessageProgram.from_json(data, source) if is_program else None
 
 
-def _solved(
-    machines: str, operation: str, size: str, dtype: str, root: int | None, members: str
+def _solve(
+    cluster: str, operation: str, size: str, dtype: str, root: int | None, members: str
 ) -> Solution:
     from shardwise.collectives import solve
 
-    _, network, item = _network(machines, dtype, members)
-    return solve(network, operation, _whole(size, dtype) // item, item_bytes=item, root=root)
+    _, network, item = _network(cluster, dtype, members)
+    return solve(network, operation, _parse_elements(size, dtype), item_bytes=item, root=root)
 
 
-def _network(machines: str, dtype: str, members: str) -> tuple[Cluster, Network, int]:
+def _network(text: str, dtype: str, members: str) -> tuple[Cluster, Network, int]:
+    from shardwise.cluster.presets import parse_cluster
     from shardwise.collectives import Network
 
     if dtype not in ITEM_BYTES:
         raise typer.BadParameter(f"--dtype {dtype!r}{did_you_mean(dtype, ITEM_BYTES)}")
-    cluster = cluster_of(machines)
-    network = Network.of_cluster(cluster, ranks_of(members) or None)
+    cluster = parse_cluster(text)
+    network = Network.of_cluster(cluster, parse_ranks(members) or None)
     return cluster, network, ITEM_BYTES[dtype]
 
 
-def _whole(size: str, dtype: str) -> int:
-    num_bytes = bytes_of(size)
+def _parse_elements(size: str, dtype: str) -> int:
+    num_bytes = parse_bytes(size)
     if num_bytes % ITEM_BYTES[dtype]:
-        raise typer.BadParameter(f"--bytes {size}: {num_bytes} bytes are no whole {dtype}s")
-    return num_bytes
+        raise typer.BadParameter(
+            f"--bytes {size}: {num_bytes} bytes are not a multiple of the {ITEM_BYTES[dtype]} of "
+            f"a {dtype}"
+        )
+    return num_bytes // ITEM_BYTES[dtype]
 
 
-def bytes_of(text: str) -> int:
-    """A size with its unit.
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size with its unit.
 
-    >>> bytes_of("64MB"), bytes_of("1.5 KiB"), bytes_of("12")
+    >>> parse_bytes("64MB"), parse_bytes("1.5 KiB"), parse_bytes("12")
     (64000000, 1536, 12)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS:
-        raise typer.BadParameter(f"--bytes {text!r} is no size, as 64MB, 16MiB or 4096")
-    size = Decimal(found[1]) * UNITS[found[2].upper()]
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise typer.BadParameter(f"--bytes {text!r} is not a size such as 64MB, 16MiB or 4096")
+    size = Decimal(match[1]) * UNITS[match[2].upper()]
     if size != int(size):
-        raise typer.BadParameter(f"--bytes {text!r} is {size} bytes, which is no whole number")
-    if size > MOST_BYTES:
-        raise typer.BadParameter(f"--bytes {text!r} is more than {MOST_BYTES >> 60} EiB")
+        raise typer.BadParameter(f"--bytes {text!r} is {size} bytes, not an integer")
+    if size > MAX_BYTES:
+        raise typer.BadParameter(f"--bytes {text!r} is more than {MAX_BYTES >> 60} EiB")
     return int(size)
 
 
-def ranks_of(text: str) -> list[int]:
-    """Ranks and ranges of them.
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks of a list of ranks and ranges.
 
-    >>> ranks_of("0-3,8")
+    >>> parse_ranks("0-3,8")
     [0, 1, 2, 3, 8]
     """
-    found: list[int] = []
+    ranks: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         low, dash, high = part.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
             raise typer.BadParameter(f"--members {text!r} is not a list of ranks such as 0-3,8")
         if dash and int(high) < int(low):
             raise typer.BadParameter(f"--members {text!r}: {part} is empty, {high}-{low} is not")
-        if len(high or low) > len(str(MOST_RANKS)):
+        if len(high or low) > len(str(MAX_RANKS)):
             raise typer.BadParameter(f"--members {text!r}: there is no rank {high or low}")
-        found += range(int(low), int(high or low) + 1)
-    return found
+        ranks += range(int(low), int(high or low) + 1)
+    return ranks

@@ -1,22 +1,16 @@
-"""`shardwise launch`: starts a command on every node of a cluster, or writes a job file.
-
-Enters: what was typed. Leaves: the nodes' output with their names; the exit code of the launch.
-"""
+"""`shardwise launch`: start a command on every node of a cluster, or write a job file."""
 
 from __future__ import annotations
 
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.output import require_own
+from shardwise.cli.output import load_plan, require_own, write_output
 from shardwise.errors import ClusterError
-
-if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
 
 CONTEXT = {"allow_interspersed_args": False}  # what follows the program is the program's
 
@@ -75,91 +69,59 @@ def launch(
 ) -> None:
     """Start a command on every node of a cluster, or write a job file that does."""
     from shardwise import launch as launching
+    from shardwise.cluster.presets import parse_cluster
     from shardwise.launch.hosts import Settings
 
     require_own(out, "job")
-    machines = _cluster(cluster)
+    nodes = parse_cluster(cluster)
     if plan is not None:
-        from shardwise.cli.output import load_plan
         from shardwise.simulation.estimate import check_cluster
 
-        machines = check_cluster(load_plan(plan), machines)
+        nodes = check_cluster(load_plan(plan), nodes)
     words, environment = command or [], _environment(env or [])
     if to is not To.ssh:
-        _write(_job(to, machines, words, name, port, environment, option or []), out)
+        write = {
+            To.slurm: launching.slurm_script,
+            To.kubernetes: launching.pytorch_job,
+            To.ray: launching.ray_driver,
+        }[to]
+        options = dict(_pair(text) for text in option or [])
+        job = write(
+            nodes, words, name=name, port=port or 0, environment=environment, options=options
+        )
+        if out is None:
+            typer.echo(job, nl=False)
+        else:
+            write_output(out, job)
+            typer.echo(str(out))
         return
     if out is not None or option or name is not None:
         raise typer.BadParameter("--out, --option and --name are for --to slurm|kubernetes|ray")
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "port": port,
         "ssh_program": ssh_program,
         "environment": environment,
         "settings": Settings(timeout_s=timeout_s, grace_s=grace_s),
     }
     if dry_run:
-        for line in launching.launch_commands(machines, words, **how):
+        for line in launching.launch_commands(nodes, words, **settings):
             typer.echo(str(line))
         return
-    raise typer.Exit(launching.launch(machines, words, **how))
-
-
-def _job(
-    to: To,
-    machines: Cluster,
-    words: list[str],
-    name: str | None,
-    port: int | None,
-    environment: tuple[tuple[str, str], ...],
-    options: list[str],
-) -> str:
-    """The text of a job file."""
-    from shardwise import launch as launching
-
-    write = {
-        To.slurm: launching.slurm_script,
-        To.kubernetes: launching.pytorch_job,
-        To.ray: launching.ray_driver,
-    }[to]
-    chosen = dict(_pair(text, "--option partition=gpu") for text in options)
-    return write(
-        machines, words, name=name, port=port or 0, environment=environment, options=chosen
-    )
-
-
-def _cluster(text: str) -> Cluster:
-    """A file is read without what estimates need: a launch begins at once."""
-    from shardwise.cluster import Cluster
-
-    path = Path(text)
-    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
-        return Cluster.load(path)
-    from shardwise.cli.options import cluster_of
-
-    return cluster_of(text)
+    raise typer.Exit(launching.launch(nodes, words, **settings))
 
 
 def _environment(given: list[str]) -> tuple[tuple[str, str], ...]:
-    found = {}
+    values = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
             raise ClusterError(f"--env {name}: no such variable here", hint=f"--env {name}=VALUE")
-        found[name] = value if equals else os.environ[name]
-    return tuple(found.items())
+        values[name] = value if equals else os.environ[name]
+    return tuple(values.items())
 
 
-def _pair(text: str, example: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ClusterError(f"--option {text!r} has no value", hint=example)
+        raise ClusterError(f"--option {text!r} has no value", hint="--option partition=gpu")
     return name, value
-
-
-def _write(text: str, out: Path | None) -> None:
-    if out is None:
-        typer.echo(text, nl=False)
-        return
-    from shardwise.reports.sections import write_whole
-
-    write_whole(out, text)
-    typer.echo(str(out))

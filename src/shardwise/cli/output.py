@@ -1,65 +1,104 @@
-"""Plans of files, with errors that name the file and what to type."""
+"""Read plan files, print results and write files for the commands.
+
+A command overwrites only what it could have written itself: an existing file is recognized by marks
+at its beginning, and one of another kind is refused before any long work. Empty files, devices and
+pipes may always be written.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from shardwise.errors import PlanError, ShardwiseError
+import typer
+
+from shardwise import files
+from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
+from shardwise.formatting import NARROWEST
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
 
-__all__ = ["CODE", "KINDS", "require_own", "require_own_folder"]
+FAILURE, INFEASIBLE = 1, 3  # exit codes; 2 is typer's for wrong usage
+CODE = ("ranks.json", "plan.json")  # in every folder of generated code
+HEAD_BYTES = 65536
+PLAN_HINT = "shardwise plan MODULE.py:FUNCTION --cluster c.yaml -o {} writes a plan"
+PERFETTO = "open it at https://ui.perfetto.dev"
 
 
-WRITES = "shardwise plan MODULE.py:FUNCTION --cluster c.yaml -o {} writes a plan"
+def exit_code(error: ShardwiseError) -> int:
+    """Return the exit code of a command that failed with this error."""
+    return INFEASIBLE if isinstance(error, InfeasiblePlan) else FAILURE
+
+
+# ------------------------------------------------------------ printing
+
+
+def echo(value: object) -> None:
+    """Print a dict or list as JSON, anything else as text that fits the terminal."""
+    is_data = isinstance(value, dict | list)
+    typer.echo(json.dumps(value, indent=2) if is_data else fit(str(value)))
+
+
+def fit(text: str) -> str:
+    """Wrap lines wider than the terminal, indented further; text for a pipe stays as it is."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    if width < NARROWEST:
+        return text
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        wrapped = textwrap.wrap(
+            line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        )
+        lines += wrapped if len(line) > width else [line]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------ plans
 
 
 @contextmanager
-def about(path: Path) -> Iterator[None]:
-    """Errors of plans are of this file."""
+def naming_plan(path: Path) -> Iterator[None]:
+    """Let errors about a plan name its file, and how to write one."""
     try:
         yield
     except PlanError as error:
         place = error.where or ""
         if str(path) not in f"{place} {error.message}":
             place = f"{path}: {place}" if place else str(path)
-        hint = error.hint or WRITES.format("plan.json")
+        hint = error.hint or PLAN_HINT.format("plan.json")
         if str(path) not in hint:
             hint = hint.replace("plan.json", str(path))
         raise type(error)(error.message, where=place or None, hint=hint) from error
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan of a file."""
+    """Return the plan in a file."""
     from shardwise.plans import Plan
 
-    with about(path):
+    with naming_plan(path):
         return Plan.load(path)
 
 
-# What may be overwritten: a file or folder that the same verb wrote, and nothing else.
-#
-# A file is known by marks in its beginning; empty files, devices and pipes are free.
-
-
-HEAD_BYTES = 65536
-CODE = ("ranks.json", "plan.json")  # in every folder of generated code
+# ------------------------------------------------------------ files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of file: its name in a sentence, and marks of which one set is in its beginning."""
+    """A kind of file: its name in a sentence, and sets of marks of which one is at its start."""
 
     name: str
     marks: tuple[tuple[bytes, ...], ...]
 
-    def is_kind_of(self, head: bytes) -> bool:
-        """Return whether a file that begins so is one."""
+    def matches(self, head: bytes) -> bool:
+        """Return whether a file that begins with these bytes is of this kind."""
         return any(all(mark in head for mark in marks) for marks in self.marks)
 
 
@@ -68,7 +107,7 @@ KINDS = {
     "report": Kind(name="a report", marks=((b'<meta name="generator" content="Shardwise">',),)),
     "trace": Kind(name="a trace", marks=((b'"traceEvents"',), (b'"otherData"', b'"format"'))),
     "collective": Kind(
-        name="a program of messages", marks=((b'"operation"', b'"num_ranks"', b'"numel"'),)
+        name="a message program", marks=((b'"operation"', b'"num_ranks"', b'"numel"'),)
     ),
     "times": Kind(
         name="a table of measured times", marks=((b'"version"', b'"entries"', b'"programs"'),)
@@ -91,47 +130,58 @@ _BY_SUFFIX = {
     ".yaml": "a YAML file",
     ".yml": "a YAML file",
     ".json": "a JSON file",
-    ".md": "a text",
-    ".txt": "a text",
+    ".md": "a text file",
+    ".txt": "a text file",
     ".csv": "a table",
     ".safetensors": "a file of tensors",
     ".pt": "a file of tensors",
 }
 
 
+def write_output(path: Path, text: str, *, option: str = "-o") -> None:
+    """Write a file at once; errors say what to type for `option`."""
+    files.write_text(path, text, hint=_hint(path, option))
+
+
+def writing(path: Path, *, option: str = "-o") -> AbstractContextManager[None]:
+    """Turn what the system refuses here into an error about `path`."""
+    return files.writing(path, hint=_hint(path, option))
+
+
+def _hint(path: Path, option: str) -> str:
+    folder = path / "FILE" if path.is_dir() else "with a folder that you may write to"
+    return f"{option} {folder}"
+
+
 def require_own(path: Path | None, kind: str, *, option: str = "-o") -> None:
-    """Refuse a path at which a file of another kind is, or at which none can be written."""
+    """Refuse a path that holds a file of another kind, or that cannot be written."""
     if path is None:
         return
-    from shardwise.reports.sections import require_writable, writing
-
-    require_writable(path, option=option)
+    files.require_writable(path, hint=_hint(path, option))
     if not path.is_file():
         return
     with writing(path, option=option), path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    if head and not KINDS[kind].is_kind_of(head):
-        _refuse(path, _described(path, head), f"{KINDS[kind].name} would replace it", option)
+    if head and not KINDS[kind].matches(head):
+        _refuse(path, _describe(path, head), f"{KINDS[kind].name} would replace it", option)
 
 
-def require_own_folder(path: Path, *, option: str = "-o") -> None:
-    """Refuse a folder for code that holds anything but code that was generated before."""
+def require_own_folder(path: Path) -> None:
+    """Refuse a folder that holds anything but code that was generated before."""
     if not path.is_dir():
         return
     names = sorted(each.name for each in path.iterdir())
     if names and not set(CODE) <= set(names):
         what = f"a folder with {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-        _refuse(path, what, "the generated code needs a folder of its own", option)
+        _refuse(path, what, "the generated code needs a folder of its own", "-o")
 
 
-def _described(path: Path, head: bytes) -> str:
-    for kind in KINDS.values():
-        if kind.is_kind_of(head):
-            return kind.name
-    return _BY_SUFFIX.get(path.suffix.lower(), "a file that Shardwise did not write")
+def _describe(path: Path, head: bytes) -> str:
+    by_suffix = _BY_SUFFIX.get(path.suffix.lower(), "a file that Shardwise did not write")
+    return next((kind.name for kind in KINDS.values() if kind.matches(head)), by_suffix)
 
 
-def _refuse(path: Path, what: str, why: str, option: str) -> None:
+def _refuse(path: Path, what: str, why: str, option: str) -> NoReturn:
     raise ShardwiseError(
         f"{path} is {what}, which is not overwritten: {why}",
         where=f"{option} {path}",

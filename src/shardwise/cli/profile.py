@@ -1,8 +1,7 @@
-"""`shardwise profile`: measures this machine and writes a cluster file."""
+"""`shardwise profile` and `predict`: measure this machine, and predict published measurements."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.output import require_own
+from shardwise.cli.options import AsJson
+from shardwise.cli.output import echo, require_own, write_output
+
+PATIENCE_S = 2.0  # before progress is shown
 
 
 def profile(
@@ -29,15 +31,12 @@ def profile(
     ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, shorter.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 300,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine: rates by size, overheads, links; write a cluster file."""
-    import json
-
     from rich.console import Console
 
     from shardwise.profiling import profile as measure
-    from shardwise.reports.sections import write_whole
 
     require_own(out, "cluster")
     console = Console(stderr=True)
@@ -51,18 +50,11 @@ def profile(
             progress=lambda what: status.update(f"measuring {what}"),
             report=lambda note: console.print(f"note: {note}", markup=False, highlight=False),
         )
-    write_whole(out, cluster.to_yaml())
+    write_output(out, cluster.to_yaml())
     if as_json:
-        found = {"file": str(out), "ranks": cluster.num_ranks, "fingerprint": cluster.fingerprint}
-        typer.echo(json.dumps(found, indent=2))
+        echo({"file": str(out), "ranks": cluster.num_ranks, "fingerprint": cluster.fingerprint})
     else:
         typer.echo(f"{cluster}\n{out}")
-
-
-# `shardwise predict`: predictions beside published measurements.
-
-
-PATIENCE_S = 2.0
 
 
 def predict(
@@ -72,13 +64,12 @@ def predict(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Output file: the predictions as CSV.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict step time and memory of published configurations."""
     from rich.console import Console
 
     from shardwise.published import predict_file, report, summarize
-    from shardwise.reports.sections import write_whole
 
     require_own(out, "predictions")
     console = Console(stderr=True)
@@ -87,9 +78,9 @@ def predict(
         outcomes = predict_file(table, _after_patience(status.start, status.update))
     summary = summarize(outcomes)
     if out is not None:
-        write_whole(out, report.to_csv(outcomes))
+        write_output(out, report.to_csv(outcomes))
     if as_json:
-        typer.echo(json.dumps(report.to_dict(outcomes, summary), indent=2, allow_nan=False))
+        echo(report.to_dict(outcomes, summary))
     else:
         report.show(outcomes, summary, Console())
 
@@ -97,17 +88,12 @@ def predict(
 def _after_patience(
     start: Callable[[], None], update: Callable[[str], None]
 ) -> Callable[[int, int], None]:
-    """Tells how many rows are done, once two seconds have passed."""
+    """Return a function that shows how many rows are done, once some time has passed."""
     began = time.monotonic()
-    shown = False
 
-    def tell(done: int, total: int) -> None:
-        nonlocal shown
-        if time.monotonic() - began < PATIENCE_S:
-            return
-        if not shown:
-            start()
-            shown = True
-        update(f"{done} of {total} rows")
+    def show(done: int, total: int) -> None:
+        if time.monotonic() - began >= PATIENCE_S:
+            start()  # no effect once it is started
+            update(f"{done} of {total} rows")
 
-    return tell
+    return show

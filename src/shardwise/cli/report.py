@@ -1,28 +1,215 @@
-"""`shardwise report`: a plan as a page; from its file alone, or with the model."""
+"""`shardwise simulate`, `report` and `diff`: what a plan file predicts, as text, page or timeline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import AsJson, Perfetto, capture_target, cluster_of
-from shardwise.cli.output import about, load_plan, require_own
-from shardwise.formatting import Column, amount, seconds, size, table, terminal_width, wrapped
+from shardwise.cli.options import (
+    AsJson,
+    Perfetto,
+    PlanFile,
+    Simulated,
+    Table,
+    capture_target,
+    load_table,
+)
+from shardwise.cli.output import PERFETTO, echo, load_plan, naming_plan, require_own, write_output
+from shardwise.formatting import (
+    Column,
+    amount,
+    counted,
+    seconds,
+    size,
+    table,
+    terminal_width,
+    wrapped,
+)
 
 if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.ir import Graph
     from shardwise.plans import Plan
     from shardwise.reports.diff import Change, Cost, Difference
     from shardwise.reports.recorded import Recording
+    from shardwise.simulation import Estimate
+
+REPORT = Path("report.html")
+MAX_CHANGES = 12  # of a kind
+MIN_SHARE = 1e-4  # of the step or the peak: smaller differences are not listed
+MAX_GROUPS = 8
+CHART_WIDTH = 48
+CHART_HEIGHT = 6
+
+
+def _resimulated(
+    plan: Plan, target: str | None, cluster: str | None, table: Path | None
+) -> tuple[Graph, Cluster | None] | None:
+    """Return graph and cluster for a new simulation, or None if no model was named for one."""
+    if target is None:
+        for option, value in (("--cluster", cluster), ("--table", table)):
+            if value is not None:
+                raise typer.BadParameter(
+                    f"{option}: a new simulation needs the model, too: MODULE.py:FUNCTION"
+                )
+        return None
+    from shardwise.cluster.presets import parse_cluster
+
+    parsed = None if cluster is None else parse_cluster(cluster)
+    _, graph = capture_target(target, plan=plan)
+    return graph, parsed
+
+
+def _write_timeline(path: Path, timeline: object) -> None:
+    write_output(path, json.dumps(timeline), option="--perfetto")
+
+
+# ------------------------------------------------------------ simulate
+
+
+def simulate(
+    plan_file: PlanFile,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODULE.py:FUNCTION]", help="Simulate this model anew."),
+    ] = None,
+    cluster: Simulated = None,
+    table: Table = None,
+    perfetto: Perfetto = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a plan's step: time, exposed communication, bubbles, memory."""
+    require_own(perfetto, "trace", option="--perfetto")
+    plan = load_plan(plan_file)
+    estimate = _estimate(plan, target, cluster, table)
+    if perfetto is not None:
+        _write_timeline(perfetto, _timeline(estimate, plan))
+    echo(
+        estimate_json(plan, estimate) if as_json else estimate_text(plan, estimate, terminal_width())
+    )
+    if not as_json and perfetto is not None:
+        typer.echo(f"\n{perfetto}: {PERFETTO}")
+
+
+def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Estimate:
+    import shardwise
+    from shardwise.simulation import stored_estimate
+
+    if target is not None and cluster is None:
+        raise typer.BadParameter("a new simulation needs --cluster: a file, or h100:8x8")
+    anew = _resimulated(plan, target, cluster, table)
+    if anew is None:
+        return stored_estimate(plan)
+    graph, parsed = anew
+    assert parsed is not None
+    return shardwise.simulate(graph, plan, parsed, table=load_table(table))
+
+
+def _timeline(estimate: Estimate, plan: Plan) -> dict[str, Any]:
+    """Return time and memory as a Chrome trace, a process for each group, named by its ranks."""
+    from shardwise.messages.program import format_ranks
+
+    trace: dict[str, Any] = estimate.timeline.trace(estimate.memory)
+    for event in trace["traceEvents"]:
+        if event["name"] == "process_name":
+            event["args"] = {"name": f"ranks {format_ranks(plan.groups[event['pid']])}"}
+    return trace
+
+
+def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    """Return the estimate as data, with the memory of every group over time."""
+    from shardwise.simulation.stored import memory_over_time
+
+    memory = [
+        {**use.to_json(), "ranks": list(ranks), "over_time_bytes": memory_over_time(use)}
+        for use, ranks in zip(estimate.memory, plan.groups, strict=True)
+    ]
+    return {"plan": plan.name, "model": plan.model, **estimate.to_json(), "memory": memory}
+
+
+def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
+    """Return the estimate as text: what takes the time, and the memory of each kind of group."""
+    from shardwise.plans.explain import shares
+    from shardwise.plans.search_result import CAUSES
+
+    timeline, time = estimate.timeline, estimate.step_time_s
+    exposed = sum(
+        timeline.causes[name] for name in ("collectives", "parameters", "gradients", "update")
+    )
+    parts = [
+        [
+            f"{plan.model}, plan {plan.name!r}, {counted(estimate.num_ranks, 'rank')}",
+            f"  step           {seconds(time)}, {amount(estimate.rows / time)} samples/s",
+            f"  communication  {seconds(exposed)} exposed, {exposed / time:.1%} of the step",
+            f"  bubbles        {timeline.bubble_fraction:.1%} of all groups' time is not computing",
+            *([] if estimate.fits else ["  memory         DOES NOT FIT"]),
+        ],
+        [
+            "time by cause, of the ranks that end last",
+            *shares({CAUSES[k]: v for k, v in timeline.causes.items()}, time, seconds, width),
+        ],
+        *_memory(plan, estimate, width),
+        *([f"note: {note}"] for note in estimate.notes),
+    ]
+    return "\n\n".join(
+        "\n".join(piece for line in part for piece in wrapped(line, width, "", "    "))
+        for part in parts
+    )
+
+
+def _memory(plan: Plan, estimate: Estimate, width: int) -> Iterator[list[str]]:
+    """Yield the memory of every group over a step; groups with equal memory are shown once."""
+    from shardwise.messages.program import format_ranks
+    from shardwise.simulation.stored import memory_over_time
+
+    equal: dict[object, list[int]] = {}
+    for number, use in enumerate(estimate.memory):
+        key = (f"{use.peak_bytes:.6g}", f"{use.limit_bytes:.6g}", use.when[-1:], len(use.over_time))
+        equal.setdefault(key, []).append(number)
+    for numbers in list(equal.values())[:MAX_GROUPS]:
+        use = estimate.memory[numbers[0]]
+        ranks = tuple(sorted(rank for n in numbers for rank in plan.groups[n]))
+        parts = sorted(((v, k) for k, v in use.parts.items() if v > 0), reverse=True)
+        yield [
+            f"memory over a step, rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: "
+            f"{size(use.peak_bytes)} of {size(use.limit_bytes)}"
+            f"{'' if use.fits else ': DOES NOT FIT'}",
+            "  " + ", ".join(f"{k} {size(v)}" for v, k in parts),
+            *chart(memory_over_time(use), use.limit_bytes, min(CHART_WIDTH, width - 12)),
+        ]
+    if len(equal) > MAX_GROUPS:
+        yield [f"… {len(equal) - MAX_GROUPS} more kinds of groups; --json has all"]
+
+
+def chart(values: Sequence[float], limit: float, width: int) -> list[str]:
+    """Return a chart of bytes over time, up to the limit or to the highest value."""
+    if not values:
+        return []
+    step = max(1.0, len(values) / width)
+    count = min(len(values), width)
+    wide = max(1, width // count)
+    columns = [max(values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))])
+               for i in range(count)]  # fmt: skip
+    top = max(limit, *columns) if max(columns) > limit / CHART_HEIGHT else max(columns)
+    lines = []
+    for row in range(CHART_HEIGHT, 0, -1):
+        label = size(top * row / CHART_HEIGHT) if row in (CHART_HEIGHT, 1) else ""
+        cells = "".join(
+            ("#" if value >= top * (row - 0.5) / CHART_HEIGHT else " ") * wide for value in columns
+        )
+        lines.append(f"{label:>10} |{cells}".rstrip())
+    return [*lines, f"{'':>10} +{'-' * (count * wide)}"]
+
+
+# ------------------------------------------------------------ report
 
 
 def report(
-    plan_file: Annotated[
-        Path, typer.Argument(metavar="PLAN.json", help="What `shardwise plan -o` wrote.")
-    ],
+    plan_file: PlanFile,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -30,21 +217,13 @@ def report(
             help="The model, for the generated code and for plans without figures.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the page.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the page.")] = REPORT,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", help="Read a recorded run and compare it with the plan."),
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", "-c", help="Cluster to simulate: a file, or h100:8x8."),
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option("--table", help="Measured times of operators.", exists=True, dir_okay=False),
-    ] = None,
+    cluster: Simulated = None,
+    table: Table = None,
     perfetto: Perfetto = None,
     plan_out: Annotated[
         Path | None, typer.Option("--plan-out", help="Output file: the plan with its figures.")
@@ -54,23 +233,22 @@ def report(
     """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
     import shardwise
     from shardwise.reports.recorded import read_trace
-    from shardwise.reports.sections import write_whole
 
-    if not as_json or out != Path("report.html"):
+    writes_page = not as_json or out != REPORT
+    if writes_page:
         require_own(out, "report")
     require_own(perfetto, "trace", option="--perfetto")
     require_own(plan_out, "plan", option="--plan-out")
-    with about(plan_file):
-        plan = _filled(load_plan(plan_file), target, cluster, table)
+    with naming_plan(plan_file):
+        plan = _with_figures(load_plan(plan_file), target, cluster, table)
         recording = None if trace is None else read_trace(trace)
-        made = shardwise.reports(plan, trace=recording)
-    page = None if as_json and out == Path("report.html") else made.html
+        made = shardwise.report(plan, trace=recording)
     if perfetto is not None:
-        write_whole(perfetto, json.dumps(_timelines(plan, recording)), option="--perfetto")
+        _write_timeline(perfetto, _both_timelines(plan, recording))
     if plan_out is not None:
         plan.save(plan_out)
-    if page is not None:
-        write_whole(out, page)
+    if writes_page:
+        write_output(out, made.html)
     if as_json:
         typer.echo(json.dumps(made.to_json()))
         return
@@ -79,30 +257,23 @@ def report(
         if name != "measured" or trace is not None:
             typer.echo(f"  without {name}: {why}", err=True)
     if perfetto is not None:
-        typer.echo(f"{perfetto}: open it at https://ui.perfetto.dev")
+        typer.echo(f"{perfetto}: {PERFETTO}")
 
 
-def _filled(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Plan:
-    """The plan with figures of its own and its code, as far as a model was named."""
-    if target is None:
-        given = [n for n, v in (("--cluster", cluster), ("--table", table)) if v is not None]
-        if given:
-            raise typer.BadParameter(
-                f"{given[0]}: a new simulation needs the model, too: MODULE.py:FUNCTION"
-            )
+def _with_figures(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Plan:
+    """Return the plan with figures of its own and its code, if a model was named."""
+    anew = _resimulated(plan, target, cluster, table)
+    if anew is None:
         return plan
-    from shardwise.cost import OpTable
     from shardwise.reports.build import with_figures
     from shardwise.reports.render import with_code
 
-    machines = None if cluster is None else cluster_of(cluster)
-    _, graph = capture_target(target, plan=plan)
+    graph, parsed = anew
     plan.check(graph)
-    measured = None if table is None else OpTable.load(table)
-    return with_code(with_figures(plan, graph, machines, measured), graph)
+    return with_code(with_figures(plan, graph, parsed, load_table(table)), graph)
 
 
-def _timelines(plan: Plan, recording: Recording | None) -> object:
+def _both_timelines(plan: Plan, recording: Recording | None) -> object:
     from shardwise.reports.measured import both_traces, compare
     from shardwise.simulation import stored_estimate
 
@@ -111,11 +282,7 @@ def _timelines(plan: Plan, recording: Recording | None) -> object:
     return both_traces(plan, estimate, measured)
 
 
-# `shardwise diff`: what changed between two plans and what it costs.
-
-
-MOST_CHANGES = 12  # of a kind
-WORTH = 1e-4  # of the step or the peak: smaller differences are not listed
+# ------------------------------------------------------------ diff
 
 
 def diff(
@@ -126,51 +293,44 @@ def diff(
 ) -> None:
     """Say what changed between two plans, and what it costs."""
     from shardwise.reports.diff import diff as compare
-
-    require_own(perfetto, "trace", option="--perfetto")
-    plans = [load_plan(path) for path in (before, after)]
-    found = compare(*plans)
-    if perfetto is not None:
-        _write_trace(perfetto, [before, after], plans)
-    if as_json:
-        text = json.dumps({"a": str(before), "b": str(after), **found.to_json()}, indent=2)
-    else:
-        text = difference_text(found, before.stem, after.stem, terminal_width())
-    typer.echo(text)
-    if not as_json and perfetto is not None:
-        typer.echo(f"\n{perfetto}: open it at https://ui.perfetto.dev")
-
-
-def _write_trace(path: Path, files: list[Path], plans: list[Plan]) -> None:
     from shardwise.reports.diff import side_by_side
-    from shardwise.reports.sections import write_whole
     from shardwise.simulation import stored_estimate
 
-    named = [(f.stem, plan, stored_estimate(plan)) for f, plan in zip(files, plans, strict=True)]
-    write_whole(path, json.dumps(side_by_side(named)), option="--perfetto")
+    require_own(perfetto, "trace", option="--perfetto")
+    plans = {path: load_plan(path) for path in (before, after)}
+    difference = compare(plans[before], plans[after])
+    if perfetto is not None:
+        named = [(path.stem, plans[path], stored_estimate(plans[path])) for path in (before, after)]
+        _write_timeline(perfetto, side_by_side(named))
+    if as_json:
+        echo({"a": str(before), "b": str(after), **difference.to_json()})
+        return
+    echo(difference_text(difference, before.stem, after.stem, terminal_width()))
+    if perfetto is not None:
+        typer.echo(f"\n{perfetto}: {PERFETTO}")
 
 
-def difference_text(found: Difference, before: str, after: str, width: int) -> str:
-    """Decisions, then costs, as tables of the terminal's width."""
+def difference_text(difference: Difference, before: str, after: str, width: int) -> str:
+    """Return what changed and what it costs, as tables of the given width."""
     parts = [
-        [line for note in found.notes for line in wrapped(f"note: {note}", width, "", "  ")],
-        _summary(found, before, after, width),
-        _decisions(found.changes, width),
+        [line for note in difference.notes for line in wrapped(f"note: {note}", width, "", "  ")],
+        _summary(difference, before, after, width),
+        _decisions(difference.changes, width),
     ]
     for kind, title, text in (
         ("time", "time by cause, of the ranks that end last", seconds),
         ("memory", "memory of the fullest rank", size),
         ("traffic", "bytes over the busiest link of a kind, in a step", size),
     ):
-        parts.append(_costs([c for c in found.costs if c.kind == kind], title, text, width))
+        parts.append(_costs([c for c in difference.costs if c.kind == kind], title, text, width))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _summary(found: Difference, before: str, after: str, width: int) -> list[str]:
+def _summary(difference: Difference, before: str, after: str, width: int) -> list[str]:
     lines = wrapped(f"from {before} to {after}", width, "", "  ")
-    if found.step_time_s is None or found.samples_per_s is None or found.memory_bytes is None:
+    if difference.step_time_s is None or difference.samples_per_s is None or difference.memory_bytes is None:
         return lines
-    (a, b), (c, d), (e, f) = found.step_time_s, found.samples_per_s, found.memory_bytes
+    (a, b), (c, d), (e, f) = difference.step_time_s, difference.samples_per_s, difference.memory_bytes
     ratio = f" ({b / a - 1:+.2%})" if a else ""
     for text in (
         f"  step    {seconds(a)} to {seconds(b)}{ratio}",
@@ -188,26 +348,26 @@ def _decisions(changes: tuple[Change, ...], width: int) -> list[str]:
     shown: dict[str, int] = {}
     for change in changes:
         shown[change.kind] = shown.get(change.kind, 0) + 1
-        if shown[change.kind] > MOST_CHANGES:
+        if shown[change.kind] > MAX_CHANGES:
             continue
         what = f"{change.kind} {_shortened(change.name)}".rstrip()
         text = f"  {what}: {_shortened(change.before)} -> {_shortened(change.after)}"
         lines += wrapped(text, width, "", "      ")
     for kind, count in shown.items():
-        if count > MOST_CHANGES:
-            lines.append(f"  … {count - MOST_CHANGES} more {kind}; --json has all")
+        if count > MAX_CHANGES:
+            lines.append(f"  … {count - MAX_CHANGES} more {kind}; --json has all")
     return lines
 
 
 def _shortened(text: str) -> str:
-    """A long name's beginning and end; control characters as text."""
+    """Return the ends of a long name, with control characters as text."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return shown if len(shown) <= 160 else f"{shown[:100]}…{shown[-40:]}"
 
 
 def _costs(costs: list[Cost], title: str, text: Callable[[float], str], width: int) -> list[str]:
     largest = max((max(abs(c.before), abs(c.after)) for c in costs), default=0.0)
-    shown = [c for c in costs if max(abs(c.before), abs(c.after)) > WORTH * largest]
+    shown = [c for c in costs if max(abs(c.before), abs(c.after)) > MIN_SHARE * largest]
     if not shown:
         return []
     columns = [Column("from", 1), Column("to", 2), Column("difference")]

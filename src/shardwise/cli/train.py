@@ -1,12 +1,11 @@
-"""`shardwise train config.yaml`: one process, several that it starts here, or one of torchrun's.
+"""`shardwise train` and `watch`: train what a config describes, and follow a run.
 
-Exit
-codes are those of all verbs, and 75 (try again) after a signal, when the state is saved.
+`train` runs in this process, starts several, or is one of torchrun's ranks. Besides the exit codes
+of all verbs it has 75 (try again) after a signal, when the state is saved.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -17,15 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.options import AsJson
-from shardwise.errors import InfeasiblePlan, ShardwiseError, WatchError
+from shardwise.cli.output import echo, exit_code
+from shardwise.cli.planning import plan_text
+from shardwise.errors import ShardwiseError, WatchError
 from shardwise.formatting import terminal_width
 
 if TYPE_CHECKING:
     from shardwise.training.trainer import DryRun, FitResult
     from shardwise.watch.run import Run
 
-
-INTERRUPTED = 130  # as shells count SIGINT
+INTERRUPTED = 130  # the exit code of shells for SIGINT
+POLL_S = 0.5
+LINE_S = 10.0  # between lines if the output is not a terminal
 
 
 def train(
@@ -53,15 +55,15 @@ def train(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train what a config says, from the newest checkpoint if there is one."""
+    """Train what a config describes, from the newest checkpoint if there is one."""
     try:
         _train(config, set_, ranks, folder, resume, dry_run, as_json)
     except ShardwiseError as error:
         if "RANK" not in os.environ:
             raise
-        raise typer.Exit(_tell_as_rank(error)) from error
+        raise typer.Exit(_report_as_rank(error)) from error
     except KeyboardInterrupt:
-        if trainer_talks():
+        if _prints():
             typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
@@ -92,50 +94,45 @@ def _train(
         trainer = Trainer.from_config(config, set_ or [], folder=default, resume=resume)
     with trainer:
         result = trainer.fit()
-    if trainer_talks():
-        typer.echo(json.dumps(_to_json(result), indent=2) if as_json else _to_text(result))
+    if _prints():
+        echo(_to_json(result) if as_json else _to_text(result))
     if result.stopped == "signal":
         raise typer.Exit(EXIT_STOPPED)
 
 
-def trainer_talks() -> bool:
-    """Whether this process is the first, or the only one."""
+def _prints() -> bool:
+    """Return whether this process is the first, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _for_ranks(
     config: Path, set_: list[str] | None, folder: str | None, resume: str | None, as_json: bool
 ) -> list[str]:
-    """The same command, for each of several processes."""
-    found = ["--debug"] if "--debug" in sys.argv else []
-    found += ["train", str(config)]
+    """Return the same command for each of several processes."""
+    command = ["--debug"] if "--debug" in sys.argv else []
+    command += ["train", str(config)]
     for text in set_ or []:
-        found += ["--set", text]
-    found += ["--folder", folder] if folder is not None else []
-    found += ["--resume", resume] if resume is not None else []
-    return found + (["--json"] if as_json else [])
+        command += ["--set", text]
+    command += ["--folder", folder] if folder is not None else []
+    command += ["--resume", resume] if resume is not None else []
+    return command + (["--json"] if as_json else [])
 
 
-def _tell_as_rank(error: ShardwiseError) -> int:
+def _report_as_rank(error: ShardwiseError) -> int:
     """Print an error that ends this rank, where no other rank prints it; return the exit code."""
     from shardwise.training.processes import tell
 
     if "--debug" in sys.argv:
         raise error
     tell(error)
-    return 3 if isinstance(error, InfeasiblePlan) else 1
+    return exit_code(error)
 
 
-def _print_plan(found: DryRun, as_json: bool) -> None:
+def _print_plan(run: DryRun, as_json: bool) -> None:
     if as_json:
-        both: dict[str, Any] = {"plan": found.plan.to_json(), "estimate": found.estimate.to_json()}
-        typer.echo(json.dumps(both, indent=2))
-    elif found.plan.search is not None:
-        from shardwise.plans.explain import plan_text
-
-        typer.echo(plan_text(found.plan, terminal_width()))
+        echo({"plan": run.plan.to_json(), "estimate": run.estimate.to_json()})
     else:
-        typer.echo(str(found))
+        echo(run if run.plan.search is None else plan_text(run.plan))
 
 
 def _to_json(result: FitResult) -> dict[str, Any]:
@@ -157,7 +154,7 @@ def _to_text(result: FitResult) -> str:
     ended = {"finished": "done", "callback": "stopped early", "signal": "stopped by a signal"}
     lines = [f"{ended[result.stopped]} at step {result.steps}  {summary(result.metrics)}".rstrip()]
     if result.stopped == "finished" and not result.losses:
-        lines = [f"done at step {result.steps} before: nothing was trained"]
+        lines = [f"already done at step {result.steps}: nothing was trained"]
     if result.checkpoint is not None:
         lines.append(f"checkpoint {result.checkpoint}")
     if result.trace is not None:
@@ -165,17 +162,11 @@ def _to_text(result: FitResult) -> str:
         report = shlex.join(["shardwise", "report", plan, "--trace", trace])
         lines.append(f"trace {trace}: {report}")
     if result.stopped == "signal":
-        lines.append("the same command continues it")
+        lines.append("the same command continues the run")
     return "\n".join(lines)
 
 
-# `shardwise watch RUN`: a training while it runs, on the terminal or as a local page.
-#
-# A page is served until Ctrl-C, on loopback unless another address is named.
-
-
-READ_S = 0.5
-LINE_S = 10.0  # between lines where the output is no terminal
+# ------------------------------------------------------------ watch
 
 
 def watch(
@@ -195,19 +186,16 @@ def watch(
     ] = "127.0.0.1",
     as_json: AsJson = False,
 ) -> None:
-    """Watch a training: loss, throughput, memory, slow ranks."""
+    """Watch a training run: loss, throughput, memory, slow ranks."""
     from shardwise.watch.run import Run
 
     try:
-        run = Run(_found(folder, 0.0 if once or as_json else wait_s))
+        run = Run(_wait_for_run(folder, 0.0 if once or as_json else wait_s))
         run.poll()
         if once or as_json:
             from shardwise.watch.terminal import summary
 
-            shown = (
-                json.dumps(run.to_json(), indent=2) if as_json else summary(run, terminal_width())
-            )
-            typer.echo(shown)
+            echo(run.to_json() if as_json else summary(run, terminal_width()))
         elif page:
             _serve(run, host, port)
         elif sys.stdout.isatty():
@@ -218,15 +206,15 @@ def watch(
         typer.echo("", err=True)
 
 
-def _found(folder: Path, wait_s: float) -> Path:
-    """The folder, once a run is there."""
+def _wait_for_run(folder: Path, wait_s: float) -> Path:
+    """Return the folder of the run, once it is there."""
     from shardwise.watch.run import find_run
 
     until = time.monotonic() + wait_s
-    told = False
-    while (found := find_run(folder)) is None:
+    is_announced = False
+    while (run := find_run(folder)) is None:
         if time.monotonic() >= until:
-            what = "has no run" if folder.exists() else "is not there"
+            what = "has no run" if folder.exists() else "does not exist"
             after = f" after {wait_s:g} s" if wait_s else ""
             raise WatchError(
                 f"{what}{after}",
@@ -234,15 +222,15 @@ def _found(folder: Path, wait_s: float) -> Path:
                 hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG; "
                 "--wait-s 600 waits longer",
             )
-        if not told:
+        if not is_announced:
             typer.echo(f"waiting up to {wait_s:g} s for {folder} …", err=True)
-            told = True
-        time.sleep(min(READ_S, max(0.0, until - time.monotonic())))
-    return found
+            is_announced = True
+        time.sleep(min(POLL_S, max(0.0, until - time.monotonic())))
+    return run
 
 
 def _live(run: Run) -> None:
-    """A panel that is drawn anew until the run ends."""
+    """Redraw a panel until the run ends."""
     from rich.console import Console
     from rich.live import Live
 
@@ -254,37 +242,37 @@ def _live(run: Run) -> None:
             live.update(panel(run, console.width), refresh=True)
             if run.ended:
                 return
-            time.sleep(READ_S)
+            time.sleep(POLL_S)
             run.poll()
 
 
 def _lines(run: Run) -> None:
-    """A line now and then until the run ends."""
+    """Print a line now and then until the run ends."""
     from shardwise.watch.terminal import line
 
-    told, said = None, -LINE_S
+    last_step, last_time = None, -LINE_S
     while True:
         now = time.monotonic()
-        if (now - said >= LINE_S and run.step != told) or run.ended:
+        if (now - last_time >= LINE_S and run.step != last_step) or run.ended:
             typer.echo(line(run))
-            told, said = run.step, now
+            last_step, last_time = run.step, now
         if run.ended:
             return
-        time.sleep(READ_S)
+        time.sleep(POLL_S)
         run.poll()
 
 
 def _serve(run: Run, host: str, port: int) -> None:
-    """The page until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     from shardwise.watch.server import WatchServer, is_loopback
 
     server = WatchServer(run, host, port)
     if not is_loopback(host):
         typer.echo(
-            f"warning: everybody who reaches {host} port {server.port} sees this run; "
-            "without --host only this machine does",
+            f"warning: everybody who can reach {host} port {server.port} can see this run; "
+            "without --host only this machine can",
             err=True,
         )
-    typer.echo(f"{server.url}  (Ctrl-C ends it)")
+    typer.echo(f"{server.url}  (Ctrl-C to stop)")
     sys.stdout.flush()
     server.serve()

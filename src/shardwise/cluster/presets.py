@@ -1,4 +1,4 @@
-"""Presets: clusters of equal nodes of a known kind.
+"""Presets: clusters of equal nodes of a known kind, by name or as text such as `h100:8x8`.
 
 All figures are in `presets.yaml`, with their sources.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any
 
 from shardwise.cluster.cluster import Cluster, ClusterNode
@@ -19,6 +20,8 @@ from shardwise.errors import ClusterError, did_you_mean
 from shardwise.schema import ONE_OR_MORE
 
 _GBIT = 125e6  # bytes
+FORMS = "a file such as cluster.yaml, or h100:8x8 (8 nodes of 8), h100:16, h100, cpu:4"
+SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +117,48 @@ def _presets() -> dict[str, Preset]:
         return Preset(device=device, **given)
 
     return {name: read(name, item) for name, item in value.items()}
+
+
+# ------------------------------------------------------------ clusters as text
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Return the cluster in a file, or equal nodes of a known kind such as `h100:8x8`."""
+    path = Path(text)
+    if path.suffix in SUFFIXES or path.is_file() or "/" in text:
+        return Cluster.load(path)
+    kind, colon, sizes = text.partition(":")
+    nodes, each = _parse_sizes(sizes, text) if colon else (1, None)
+    if kind == "local":
+        return Cluster.local((nodes or 1) * (each or 1))
+    try:
+        if nodes is None:
+            assert each is not None
+            return preset_of_size(kind, each)
+        return preset(kind, nodes=nodes, devices_per_node=each)
+    except ClusterError as error:
+        if "no preset" not in error.message:
+            raise
+        message = f"{text!r} is not a file, and there is {error.message}"
+        raise ClusterError(message, hint=f"{FORMS}; kinds: {', '.join(preset_names())}") from None
+
+
+def preset_of_size(kind: str, count: int) -> Cluster:
+    """Return `count` devices of a known kind, in as few equal nodes as its usual size allows.
+
+    CPU cores are in one node, however many.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ClusterError(f"{count!r} devices of {kind}", hint="1 or more")
+    known = preset(kind)
+    usual = count if known.device(0).kind == "cpu" else known.num_ranks
+    each = max(size for size in range(1, min(usual, count) + 1) if count % size == 0)
+    return preset(kind, nodes=count // each, devices_per_node=each)
+
+
+def _parse_sizes(sizes: str, text: str) -> tuple[int | None, int | None]:
+    """Return nodes and devices of each for `8x4`, or None and all devices for `16`."""
+    nodes, cross, each = sizes.partition("x")
+    if not nodes.isdigit() or (cross and not each.isdigit()) or 0 in map(int, (nodes, each or 1)):
+        raise ClusterError(f"{text!r} has no sizes of a cluster", hint=FORMS)
+    return (int(nodes), int(each)) if cross else (None, int(nodes))

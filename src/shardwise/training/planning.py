@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.api.clusters import SUFFIXES, cluster_of
+from shardwise.cluster.presets import SUFFIXES, parse_cluster
 from shardwise.api.compile import capture
 from shardwise.cluster import Cluster
 from shardwise.cluster.presets import preset, preset_names
@@ -256,7 +256,7 @@ def find_cluster(
     found = config.cluster
     if isinstance(found, str):
         is_file = Path(found).suffix in SUFFIXES
-        found = cluster_of(str(find_file(found, base)) if is_file else found)
+        found = parse_cluster(str(find_file(found, base)) if is_file else found)
     if not isinstance(found, Cluster):
         raise ConfigError(f"a {type(found).__name__} is no cluster", where="cluster")
     if plan is not None:

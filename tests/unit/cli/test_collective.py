@@ -8,7 +8,7 @@ import typer
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.cli.collective import bytes_of, ranks_of
+from shardwise.cli.collective import parse_bytes, parse_ranks
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.plans import Plan
@@ -193,7 +193,7 @@ def test_lines_fit_a_narrow_terminal(capsys, cluster, monkeypatch):
 
 
 def test_sizes_and_ranks():
-    assert bytes_of("0.000001TB") == 1_000_000
-    assert bytes_of("64MB") == 64_000_000
-    assert bytes_of("16 MiB") == 2**24
-    assert ranks_of("0-2,5") == [0, 1, 2, 5]
+    assert parse_bytes("0.000001TB") == 1_000_000
+    assert parse_bytes("64MB") == 64_000_000
+    assert parse_bytes("16 MiB") == 2**24
+    assert parse_ranks("0-2,5") == [0, 1, 2, 5]

@@ -12,9 +12,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.api.advise import cluster_of_kind
-from shardwise.cli.options import cluster_of, constraints_of
-from shardwise.cli.simulate import chart
+from shardwise.cli import planning
+from shardwise.cli.options import parse_constraints
+from shardwise.cli.report import chart
+from shardwise.cluster.presets import parse_cluster, preset_of_size
 from shardwise.errors import ClusterError
 from shardwise.formatting import Column, table
 from tests.support.searches import unpolished
@@ -114,7 +115,7 @@ def test_a_named_strategy_takes_the_ranks_of_the_cluster(
 def test_explain_reads_the_file_alone(
     capsys: pytest.CaptureFixture[str], plan_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_capture", None)
+    monkeypatch.setattr(planning, "_capture", None)
     code, out, err = run(capsys, "explain", str(plan_file))
     assert (code, err) == (0, "")
     for words in ("why not", "time by cause", "memory by cause", "by layer", "what would change"):
@@ -189,18 +190,18 @@ def test_advise_compares_and_marks(capsys: pytest.CaptureFixture[str], target: s
     data = json.loads(out)
     times = [row["step_time_s"] for row in data["rows"]]
     assert times == sorted(times)
-    assert data["quickest"] == data["rows"][0]["cluster"]
+    assert data["fastest"] == data["rows"][0]["cluster"]
     costs = {row["cluster"]: row["cost_per_million_rows"] for row in data["rows"]}
     assert costs[data["cheapest"]] == min(costs.values())
 
 
-def test_advice_tells_what_does_not_fit() -> None:
+def test_advice_gives_the_reason_if_nothing_fits() -> None:
     graph = sw.capture(nn.Linear(64, 64), (torch.randn(4, 64),), lambda out, _: out.sum())
     advice = sw.advise(graph, ["h100"], [1], progress=False, memory_gib=1e-5)
     (row,) = advice.rows
     assert not row.feasible
     assert "too much" in row.reason
-    assert advice.quickest is advice.cheapest is None
+    assert advice.fastest is advice.cheapest is None
     assert "h100-1: no plan fits" in str(advice)
     with pytest.raises(ClusterError, match="nothing to compare"):
         sw.advise(graph)
@@ -215,7 +216,7 @@ def test_advice_tells_what_does_not_fit() -> None:
         (["-c", "h100", "--recompute", "ful"], 2, "did you mean 'full'?"),
         (["-c", "h100", "--schedule", "1f1"], 2, "did you mean '1f1b'?"),
         (["-c", "h100", "--offload", "optimiser"], 2, "did you mean 'optimizer'?"),
-        (["-c", "h100", "--constraint", "head"], 2, "is not GLOB=CUT"),
+        (["-c", "h100", "--constraint", "head"], 2, "--constraint"),
         (["-c", "h100", "--per-microbatch"], 2, "--per-microbatch"),
         (["-c", "h100:4", "--ranks", "3"], 2, "h100:4 has 4"),
         (["-c", "h100", "--memory-gib", "0"], 2, "for '--memory-gib'"),
@@ -223,7 +224,7 @@ def test_advice_tells_what_does_not_fit() -> None:
         (["--tp", "2"], 2, "with --cluster and no strategy"),
     ],
 )
-def test_wrong_options_are_told_at_once(
+def test_wrong_options_are_reported_at_once(
     capsys: pytest.CaptureFixture[str], target: str, arguments: list[str], code: int, message: str
 ) -> None:
     found, out, err = run(capsys, "plan", target, *arguments)
@@ -285,19 +286,19 @@ def test_plans_for_others_are_refused(
      ("h100:12", 12, 2), ("cpu:3", 3, 1), ("gb200:6", 6, 2)],
 )  # fmt: skip
 def test_clusters_can_be_typed(text: str, ranks: int, nodes: int) -> None:
-    cluster = cluster_of(text)
+    cluster = parse_cluster(text)
     assert (cluster.num_ranks, cluster.num_nodes) == (ranks, nodes)
 
 
 def test_counts_keep_to_usual_nodes() -> None:
     for count in (1, 2, 7, 8, 24, 30):
-        cluster = cluster_of_kind("h100", count)
+        cluster = preset_of_size("h100", count)
         assert cluster.num_ranks == count
         assert cluster.num_ranks // cluster.num_nodes <= 8
 
 
 def test_constraints_can_name_an_axis() -> None:
-    assert constraints_of(["a.*=0", "b=tp:0:3x[4]x16", "c=0:[4]x16"]) == {
+    assert parse_constraints(["a.*=0", "b=tp:0:3x[4]x16", "c=0:[4]x16"]) == {
         "a.*": "0", "b": {"tp": "0:3x[4]x16"}, "c": "0:[4]x16",
     }  # fmt: skip
 
