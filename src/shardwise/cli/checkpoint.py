@@ -111,7 +111,7 @@ def convert(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, a plain torch file, or a Shardwise checkpoint."""
+    """Write a checkpoint as a Hugging Face folder, a plain torch file, or for one rank."""
     from shardwise.checkpoint.convert import convert_checkpoint
     from shardwise.checkpoint.files import dtype_named
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.collective_bench.bench import Bench, Row
     from shardwise.collectives import Network, Solution
-    from shardwise.messages import Facts, MessageProgram
+    from shardwise.messages import MessageProgram
+    from shardwise.messages.check import Facts
     from shardwise.plans import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
@@ -101,7 +102,6 @@ def tune(
     dist.destroy_process_group()
 
 
-
 @app.command()
 def choose(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
@@ -176,13 +176,12 @@ def show(
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
     from shardwise.errors import ProgramError
-    from shardwise.messages import check, svg
+    from shardwise.messages import svg
+    from shardwise.messages.check import check
     from shardwise.schema import Reader
 
     require_own(picture, "picture", option="--svg")
-    program = (
-        _read(source) or _solve(source, operation, num_bytes, dtype, root, members).program
-    )
+    program = _read(source) or _solve(source, operation, num_bytes, dtype, root, members).program
     if rank is not None and not 0 <= rank < program.num_ranks:
         raise typer.BadParameter(f"--rank {rank}: the program has {program.num_ranks} ranks")
     facts = Reader(ProgramError, source).construct(check, (), program)
@@ -245,9 +244,7 @@ def bench(
     if rows is None:
         return
     title = f"{operation} on {network.num_ranks} ranks of {cluster}, median of {rounds} rounds"
-    echo(
-        [row.to_json() for row in rows] if as_json else "\n".join([title, *benches.table(rows)])
-    )
+    echo([row.to_json() for row in rows] if as_json else "\n".join([title, *benches.table(rows)]))
 
 
 def _time(task: Bench, *, emulate: bool) -> list[Row] | None:
@@ -279,7 +276,7 @@ def _lines(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[
     yield trees_text(program)
     yield ""
     yield (
-        f"checked: every rank ends with the right data; at most {program.window} messages in flight "
+        f"checked: every rank ends with its result; at most {program.window} messages in flight "
         f"on an edge, {facts.scratch_elements} elements of scratch on a rank"
     )
 

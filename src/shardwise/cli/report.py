@@ -1,4 +1,4 @@
-"""`shardwise simulate`, `report` and `diff`: what a plan file predicts, as text, page or timeline."""
+"""`shardwise simulate`, `report` and `diff`: what a plan file predicts, as text or page."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def simulate(
     if perfetto is not None:
         _write_timeline(perfetto, _timeline(estimate, plan))
     echo(
-        estimate_json(plan, estimate) if as_json else estimate_text(plan, estimate, terminal_width())
+        estimate_json(plan, estimate)
+        if as_json
+        else estimate_text(plan, estimate, terminal_width())
     )
     if not as_json and perfetto is not None:
         typer.echo(f"\n{perfetto}: {PERFETTO}")
@@ -328,9 +330,17 @@ def difference_text(difference: Difference, before: str, after: str, width: int)
 
 def _summary(difference: Difference, before: str, after: str, width: int) -> list[str]:
     lines = wrapped(f"from {before} to {after}", width, "", "  ")
-    if difference.step_time_s is None or difference.samples_per_s is None or difference.memory_bytes is None:
+    if (
+        difference.step_time_s is None
+        or difference.samples_per_s is None
+        or difference.memory_bytes is None
+    ):
         return lines
-    (a, b), (c, d), (e, f) = difference.step_time_s, difference.samples_per_s, difference.memory_bytes
+    (a, b), (c, d), (e, f) = (
+        difference.step_time_s,
+        difference.samples_per_s,
+        difference.memory_bytes,
+    )
     ratio = f" ({b / a - 1:+.2%})" if a else ""
     for text in (
         f"  step    {seconds(a)} to {seconds(b)}{ratio}",

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.cluster.presets import SUFFIXES, parse_cluster
 from shardwise.api.compile import capture
 from shardwise.cluster import Cluster
-from shardwise.cluster.presets import preset, preset_names
+from shardwise.cluster.presets import SUFFIXES, parse_cluster, preset, preset_names
 from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean, failed
 from shardwise.ir import Graph
 from shardwise.planner.options import option_names
