@@ -112,7 +112,7 @@ def test_wrong_options_of_tune_are_reported_before_the_rendezvous(capsys, option
 @pytest.mark.parametrize("wrong", [{"num_bytes": 0}, {"rounds": 0}, {"timeout_s": float("nan")}])
 def test_the_verb_refuses_it_too(wrong):
     plan = Plan(name="x", model="x", fingerprint="", mesh=Mesh.of(dp=2), roles={"dp": "batch"})
-    with pytest.raises(ProgramError, match="rounds and .* s"):
+    with pytest.raises(ProgramError, match=r"rounds and .* s"):
         sw.collectives.tune(plan, **wrong)
 
 
