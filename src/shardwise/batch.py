@@ -1,8 +1,4 @@
-"""The batch as a flat list of tensors, and the model's output as a tree.
-
-Enters: what the user passes to the model (a dict, a tuple, a tensor; anything nested inside).
-Leaves: `Call`, which knows every tensor's path and can rebuild the call from other tensors.
-"""
+"""Flatten a batch into tensors with paths, and rebuild calls and outputs from other tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of the model: its leaves in order, their paths, and how they nest."""
+    """One call of the model: the batch's leaves in order, their paths, and their nesting."""
 
     kind: str  # "keywords", "positions" or "single"
     leaves: tuple[Any, ...]
@@ -33,32 +29,28 @@ class Call:
 
     @property
     def tensors(self) -> tuple[tuple[Path, torch.Tensor], ...]:
-        return tuple(
-            (path, leaf)
-            for path, leaf in zip(self.paths, self.leaves, strict=True)
-            if isinstance(leaf, torch.Tensor)
-        )
+        """The batch's tensors with their paths."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        return tuple((path, leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor))
 
     @property
     def constants(self) -> tuple[tuple[Path, Any], ...]:
-        return tuple(
-            (path, leaf)
-            for path, leaf in zip(self.paths, self.leaves, strict=True)
-            if not isinstance(leaf, torch.Tensor)
-        )
+        """The batch's other leaves with their paths."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        return tuple((path, leaf) for path, leaf in pairs if not isinstance(leaf, torch.Tensor))
 
     def batch_with(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The batch with its tensors replaced, in order."""
-        fresh = iter(tensors)
-        leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        """Return the batch with its tensors replaced, in order."""
+        new = iter(tensors)
+        leaves = [next(new) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def arguments(
         self, batch: Any, model: torch.nn.Module | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args, kwargs` of the model's call; with a model, no more than its forward takes.
+        """Return `args, kwargs` of the model's call; with a model, only what its forward takes.
 
-        A loss function reads the whole batch, so that targets need not be the model's inputs.
+        A loss function reads the full batch, so targets need not be inputs of the model.
         """
         args: tuple[Any, ...] = tuple(batch) if self.kind == "positions" else (batch,)
         if self.kind == "keywords":
@@ -68,7 +60,7 @@ class Call:
 
 
 def _positions(model: torch.nn.Module) -> int | None:
-    """How many positional arguments forward takes; None for any number."""
+    """Return how many positional arguments forward takes; None for any number."""
     kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
@@ -76,16 +68,16 @@ def _positions(model: torch.nn.Module) -> int | None:
     return sum(kind not in keyword for kind in kinds)
 
 
-def _named(model: torch.nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that forward names."""
-    taken = inspect.signature(model.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        return given
-    return {name: value for name, value in given.items() if name in taken}
+def _named(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that forward takes."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
 
 
 def read_batch(batch: Any) -> Call:
-    """Flatten a batch; dict: keyword arguments, tuple or list: positional, else the only one."""
+    """Flatten a batch: a dict of keyword arguments, a tuple or list of positional ones, or one."""
     register_dataclasses(batch)
     tree: Any
     if isinstance(batch, Mapping):
@@ -101,13 +93,13 @@ def read_batch(batch: Any) -> Call:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             raise CaptureError(
                 f"the batch's {path_name(path)} is a {type(leaf).__name__}",
-                hint="give tensors, numbers, strings, or containers and dataclasses of them",
+                hint="pass tensors, numbers, strings, or containers and dataclasses of them",
             )
     return Call(kind=kind, leaves=leaves, paths=paths, spec=spec)
 
 
 def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The batch's tensors by `Input.name`, and its other leaves by name.
+    """Return the batch's tensors by `Input.name`, and its other leaves by name.
 
     >>> flatten_batch({"x": torch.zeros(2), "n": 3})
     ({'x': tensor([0., 0.])}, {'n': 3})
@@ -118,26 +110,23 @@ def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def path_name(path: Path) -> str:
-    """`("batch", 0)` as `batch.0`."""
+    """Return a path as text: `batch.0` for `("batch", 0)`."""
     return ".".join(map(str, path))
 
 
 def rebuild_output(spec: Any, leaves: Sequence[Any]) -> Any:
-    """The model's own output structure (ModelOutput, dataclass, tuple, dict) around `leaves`."""
+    """Put leaves into the structure of the model's output (ModelOutput, dataclass, tuple, dict)."""
     return pytree.tree_unflatten(list(leaves), spec)
 
 
 def register_dataclasses(value: Any) -> None:
-    """Make dataclasses inside `value` known to pytree, so that they flatten by field."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            register_dataclasses(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
+    """Register dataclasses inside `value` with pytree, so that they flatten by field."""
+    if isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
             register_dataclasses(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value) not in pytree.SUPPORTED_NODES:
-            with contextlib.suppress(ValueError):  # registered meanwhile
+            with contextlib.suppress(ValueError):  # another thread registered it
                 torch.export.register_dataclass(type(value))
         for field in dataclasses.fields(value):
             register_dataclasses(getattr(value, field.name))

@@ -1,28 +1,28 @@
-"""Every error a user can meet.
+"""Define all errors that users can meet.
 
 ShardwiseError
 ├── CaptureError      the model cannot be captured as a graph
 ├── LossError         the loss cannot be found in the model's output
 ├── ClusterError      a cluster or mesh is malformed (also a ValueError)
-├── RuleError         a sharding rule is malformed, or a split it does not allow was asked for
+├── RuleError         a sharding rule is malformed, or does not allow a requested split
 ├── PlanError         a plan file or a plan's decision is wrong
 │   └── PlanMismatch  the plan was made for another model or cluster
 ├── WeightsError      initial weights are missing, not numbers, or of another model
-├── InfeasiblePlan    no plan satisfies what was asked (for example: no dim to split)
-├── ProgramError      a lowered program breaks its own rules (a fault of ours, or of a hand edit)
+├── InfeasiblePlan    no plan satisfies the request (for example: no dim to split)
+├── ProgramError      a lowered program is inconsistent (our fault, or that of a hand edit)
 ├── VerifyError       the check itself could not run (a difference is a Certificate, not an error)
-├── BatchError        a batch the program cannot take, or batches that differ between ranks
-├── OptimizerError    an optimizer that would be wrong on shards
-├── ConfigError       a training's settings are wrong: a file, a key or a value of one
-├── TrainingError     training cannot go on: the loss is no number, data ended or changed
-├── CheckpointError   a checkpoint is damaged, incomplete or for another model, or cannot be written
-├── TraceError        a recorded trace is damaged, or not of this plan
+├── BatchError        the program cannot take a batch, or batches differ between ranks
+├── OptimizerError    an optimizer would be wrong on shards
+├── ConfigError       training settings are wrong: a file, a key or a value
+├── TrainingError     training cannot continue: loss not finite, or data ran out or changed
+├── CheckpointError   a checkpoint is corrupt, incomplete or of another model, or cannot be written
+├── TraceError        a recorded trace is corrupt, or of another plan
 ├── WatchError        a run's folder cannot be watched
 ├── RankError         ranks disagree, are missing, or died
-│   └── LinkError     a message between two ranks did not come; it names them
+│   └── LinkError     a message between two named ranks did not arrive
 └── LaunchError       a node cannot be reached, or cannot start its ranks
 
-A message has numbers, the place (user's file:line or parameter name) and a hint one can type.
+A message has numbers, the place (user's file:line or parameter name) and a hint to type.
 """
 
 from __future__ import annotations
@@ -59,17 +59,14 @@ __all__ = [
 
 
 class ShardwiseError(Exception):
-    """The root of all of Shardwise's errors: a message, where it arose, and what to try."""
+    """The base class of all errors: a message, where it arose, and what to try."""
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
-        message = shown(message)
-        where, hint = where and shown(where), hint and shown(hint)
-        self.message, self.where, self.hint = message, where, hint
-        lines = [message]
-        if where:
-            lines.append(f"  at: {where}")
-        if hint:
-            lines.append(f"  try: {hint}")
+        self.message = shown(message)
+        self.where, self.hint = where and shown(where), hint and shown(hint)
+        lines = [self.message]
+        lines += [f"  at: {self.where}"] if where else []
+        lines += [f"  try: {self.hint}"] if hint else []
         super().__init__("\n".join(lines))
 
 
@@ -97,7 +94,7 @@ class ClusterError(ShardwiseError, ValueError):
 
 
 class RuleError(ShardwiseError):
-    """A sharding rule is malformed, or a split that it does not allow was asked for."""
+    """A sharding rule is malformed, or does not allow a requested split."""
 
 
 class PlanError(ShardwiseError):
@@ -113,7 +110,7 @@ class WeightsError(ShardwiseError):
 
 
 class InfeasiblePlan(ShardwiseError):
-    """No plan satisfies what was asked; `report` has the figures, where a search found some."""
+    """No plan satisfies the request; `report` has the figures of a search, if there was one."""
 
     def __init__(
         self,
@@ -128,7 +125,7 @@ class InfeasiblePlan(ShardwiseError):
 
 
 class ProgramError(ShardwiseError):
-    """A lowered program breaks its own rules."""
+    """A lowered program is inconsistent."""
 
 
 class VerifyError(ShardwiseError):
@@ -136,23 +133,23 @@ class VerifyError(ShardwiseError):
 
 
 class BatchError(ShardwiseError):
-    """A batch that the program cannot take, or that differs between ranks."""
+    """The program cannot take a batch, or batches differ between ranks."""
 
 
 class OptimizerError(ShardwiseError):
-    """An optimizer that would be wrong on shards."""
+    """An optimizer would be wrong on shards."""
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint is damaged, incomplete or for another model, or cannot be written."""
+    """A checkpoint is corrupt, incomplete or of another model, or cannot be written."""
 
 
 class TraceError(ShardwiseError):
-    """A recorded trace is damaged, or not of this plan."""
+    """A recorded trace is corrupt, or of another plan."""
 
 
 class WatchError(ShardwiseError):
-    """A run's folder cannot be watched: it is not there, or holds no run."""
+    """A run's folder cannot be watched: it does not exist, or has no run."""
 
 
 class LaunchError(ShardwiseError):
@@ -164,7 +161,7 @@ class RankError(ShardwiseError):
 
 
 class LinkError(RankError):
-    """A message did not come: `edges` are (sender, receiver), the lost ones."""
+    """A message did not arrive: `edges` are the affected pairs (sender, receiver)."""
 
     def __init__(
         self,
@@ -180,18 +177,18 @@ class LinkError(RankError):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A training's settings are wrong: a file, a key or a value of one."""
+    """Training settings are wrong: a file, a key or a value."""
 
 
 class TrainingError(ShardwiseError):
-    """Training cannot go on: the loss is no number, or data ended or changed."""
+    """Training cannot continue: the loss is not finite, or the data ran out or changed."""
 
 
 _MAX_MESSAGE = 10_000  # characters
 
 
 def shown(text: str) -> str:
-    r"""Return a text as it may be printed: without control characters, and of a bounded length.
+    r"""Escape control characters of a text and limit its length.
 
     Messages quote files and names, which must not move a terminal's cursor or fill a log.
 
@@ -203,18 +200,16 @@ def shown(text: str) -> str:
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 _Error = TypeVar("_Error", bound=ShardwiseError)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'layout'?` or an empty string.
+    """Suggest the closest known word, or return an empty string.
 
     >>> did_you_mean("layuot", ["layout", "mesh"])
     "; did you mean 'layout'?"
@@ -226,7 +221,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def failed(
     kind: type[_Error], what: str, error: Exception, hint: str = "shardwise --debug …"
 ) -> _Error:
-    """The error for a user's own code that raised one: `what` failed, at its line."""
+    """Return the error to raise when the user's own code failed: `what` failed, at its line."""
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     else:

@@ -1,10 +1,10 @@
-"""Memory of a CPU that a process keeps for its next step: `keep_pages`.
+"""Keep freed CPU memory in the process for its next step.
 
-A training step allocates and frees the same tensors again and again. By itself glibc gives large
-blocks back to the system at once, and what it gets for the next ones are new pages, which the
-system has to find and to clear: a quarter of the time of a step whose gradients are tens of MiB.
-Here it keeps them. What the process has is then what it had at the most; settings of the user
-(`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …) stay as they are.
+A training step allocates and frees the same tensors again and again. By default, glibc returns
+large blocks to the system at once; new ones have to be mapped and cleared by the kernel, which
+takes a quarter of a step whose gradients have tens of MiB. `keep_pages` makes glibc keep them, so
+that the process stays at its peak size. Settings of the user (`MALLOC_MMAP_THRESHOLD_`,
+`GLIBC_TUNABLES`, …) take precedence.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["keep_pages"]
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-ALL = 2**31 - 1  # the most that mallopt takes
-BLOCKS = (1 << 30, 32 << 20)  # the largest that is kept; old versions of glibc know 32 MiB at most
+UNLIMITED = 2**31 - 1  # the largest value that mallopt takes
+BLOCK_BYTES = (1 << 30, 32 << 20)  # largest block to keep; old versions of glibc allow only 32 MiB
 
 
 @cache
 def keep_pages() -> bool:
-    """Have the C library keep what tensors on the CPU free; whether that was done."""
+    """Make the C library keep memory of freed CPU tensors; return whether it does."""
     if not sys.platform.startswith("linux") or _set_by_user():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl
         return False
-    kept = any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in BLOCKS)
-    return kept and mallopt(M_TRIM_THRESHOLD, ALL) == 1
+    keeps_blocks = any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in BLOCK_BYTES)
+    return keeps_blocks and mallopt(M_TRIM_THRESHOLD, UNLIMITED) == 1
 
 
 def _set_by_user() -> bool:

@@ -1,12 +1,13 @@
-"""Repeated parts of a program: the steps of one numbered module, written once as a class.
+"""Find the repeated blocks of a program, so that each kind of block is written once as a class.
 
-Enters: a `RankProgram`. Leaves: a list of items in order, each a `Step` of the model itself or a
-`BlockCall`. Blocks with the same steps up to names share a `BlockClass`.
+A program becomes a list of items in order: steps of the model itself, calls of blocks (numbered
+modules), and loops over blocks that feed each other. Blocks with the same steps up to names have
+the same `key` and share a class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwise.sharding.rule import MeshAxis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCall:
-    """One block: its module path, what it takes and returns, and its steps."""
+    """One block: its module path, its steps, their inputs and outputs."""
 
     path: str
     steps: tuple[Step, ...]
@@ -30,7 +31,7 @@ class BlockCall:
 
     @property
     def group(self) -> str | None:
-        """The group of recomputation that has all of its steps, if there is one."""
+        """Return the recomputation group of all its steps, if they have one."""
         groups = {step.recompute for step in self.steps}
         return groups.pop() if len(groups) == 1 else None
 
@@ -48,7 +49,7 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
     spans = {p: s for p, s in _spans(homes).items() if _is_block(steps[slice(*s)])}
     items: list[Item] = []
     position = 0
-    ends = {*_ends(program)}
+    ends = set(final_values(program))
     for path, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         items += steps[position:first]
         items.append(_block(path, steps, first, last, owners, ends))
@@ -56,19 +57,18 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
     return items + steps[position:]
 
 
-def _ends(program: RankProgram) -> Iterable[str]:
-    """Values needed after the last step."""
-    if program.loss:
-        yield program.loss
-    yield from program.sends
-    yield from (name for _, name in program.mutations)
-    yield from (ref.name for ref in iter_refs(program.outputs))
-    for step in program.output_steps:
-        yield from step.inputs
+def final_values(program: RankProgram) -> tuple[str, ...]:
+    """Return the values needed after the last step."""
+    made = {out for step in program.output_steps for out in step.outputs}
+    names = [program.loss] if program.loss else []
+    names += [*program.sends, *(name for _, name in program.mutations)]
+    names += [n for step in program.output_steps for n in step.inputs if n not in made]
+    names += [ref.name for ref in iter_refs(program.outputs) if ref.name not in made]
+    return tuple(dict.fromkeys(names))
 
 
 def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list[str | None]]:
-    """Moves of values from outside all blocks, or that others use too, go before the block."""
+    """Move redistributions of outside values, and those that others use too, before the block."""
     home_of = {out: h for step, h in zip(steps, homes, strict=True) for out in step.outputs}
     users: dict[str, set[str | None]] = {}
     for step, home in zip(steps, homes, strict=True):
@@ -84,7 +84,7 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
         if home is not None and step.is_move and (shared or foreign):
             home_of[step.outputs[0]] = None
             outside = replace(step, module=home, module_class="", recompute=None)
-            # A module that is called twice begins before the input of its second call is made.
+            # A module that is called twice begins before the input of its second call exists.
             at = first[home] if made.get(step.inputs[0], -1) < first[home] else index
             order.append((at, 0, outside, None))
         else:
@@ -94,7 +94,7 @@ def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list
 
 
 def _spans(homes: list[str | None]) -> dict[str, tuple[int, int]]:
-    """Index ranges of blocks whose steps are contiguous."""
+    """Return the index ranges of blocks whose steps are contiguous."""
     return {
         path: (first, last)
         for path, (first, last) in block_spans(homes).items()
@@ -123,8 +123,8 @@ def _block(
         for name in step.inputs:
             if name in made:
                 continue
-            mine = name in owners and owners[name].startswith(f"{path}.")
-            (own if mine else inputs).setdefault(name)
+            is_own = owners.get(name, "").startswith(f"{path}.")
+            (own if is_own else inputs).setdefault(name)
     outputs = tuple(o for step in inside for o in step.outputs if o in used_after)
     block = BlockCall(
         path=path, steps=inside, inputs=tuple(inputs), outputs=outputs, own=tuple(own)
@@ -133,12 +133,9 @@ def _block(
 
 
 def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
-    """Text that is equal for blocks that differ only in names and weights."""
-    names: dict[str, str] = {}
-    for index, value in enumerate(block.inputs):
-        names[value] = f"in{index}"
-    for value in block.own:
-        names[value] = owners[value].removeprefix(f"{block.path}.")
+    """Return text that is equal for blocks that differ only in names and weights."""
+    names = {value: f"in{index}" for index, value in enumerate(block.inputs)}
+    names |= {value: owners[value].removeprefix(f"{block.path}.") for value in block.own}
     lines = []
     groups = _part_groups(block)
     for step in block.steps:
@@ -155,11 +152,11 @@ def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
 
 
 def _part_groups(block: BlockCall) -> dict[str | None, int]:
-    """Groups of recomputation that are parts of the block, numbered; a whole block's is none."""
+    """Enumerate recomputation groups of parts of the block; one of the entire block has none."""
     if block.group is not None:
         return {}
-    named = dict.fromkeys(step.recompute for step in block.steps if step.recompute)
-    return {group: number for number, group in enumerate(named)}
+    groups = dict.fromkeys(step.recompute for step in block.steps if step.recompute)
+    return {group: number for number, group in enumerate(groups)}
 
 
 def _sign_group(step: Step, groups: Mapping[str | None, int]) -> str:
@@ -189,24 +186,26 @@ class Loop:
 
 
 def fold_loops(items: list[Item], used: Mapping[str, int]) -> list[Item | Loop]:
-    """Chains of equal blocks as loops. `used` counts the uses of every value in the model."""
+    """Fold chains of equal blocks into loops; `used` counts the uses of every value."""
     folded: list[Item | Loop] = []
-    index = 0
-    while index < len(items):
-        item = items[index]
-        chain = [item] if isinstance(item, BlockCall) else []
-        while chain and index + len(chain) < len(items):
-            following = items[index + len(chain)]
-            if not isinstance(following, BlockCall) or not _follows(chain, following, used):
-                break
-            chain.append(following)
+    chain: list[BlockCall] = []
+
+    def close() -> None:
         if len(chain) > 1:
-            blocks = [c for c in chain if isinstance(c, BlockCall)]
-            folded.append(Loop(calls=tuple(blocks), carried=_carried(blocks[0], blocks[1])))
-            index += len(chain)
+            folded.append(Loop(calls=tuple(chain), carried=_carried(chain[0], chain[1])))
         else:
+            folded.extend(chain)
+        chain.clear()
+
+    for item in items:
+        if not isinstance(item, BlockCall):
+            close()
             folded.append(item)
-            index += 1
+            continue
+        if chain and not _follows(chain, item, used):
+            close()
+        chain.append(item)
+    close()
     return folded
 
 
@@ -216,9 +215,9 @@ def _carried(a: BlockCall, b: BlockCall) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _follows(chain: list[Any], following: BlockCall, used: Mapping[str, int]) -> bool:
-    """Whether the next block continues the chain: same class, next number, fed the same way."""
-    last: BlockCall = chain[-1]
+def _follows(chain: list[BlockCall], following: BlockCall, used: Mapping[str, int]) -> bool:
+    """Return whether a block continues the chain: same class, next number, same inputs."""
+    last = chain[-1]
     if following.key != last.key or not _next_path(last.path, following.path):
         return False
     if _recomputation(following) != _recomputation(last):
@@ -228,12 +227,9 @@ def _follows(chain: list[Any], following: BlockCall, used: Mapping[str, int]) ->
         return False
     if len({o for _, o in carried}) != len(last.outputs):
         return False
-    moving = {i for i, _ in carried}
-    fixed = all(
-        a == b
-        for i, (a, b) in enumerate(zip(last.inputs, following.inputs, strict=True))
-        if i not in moving
-    )
+    positions = dict(carried)
+    pairs = enumerate(zip(last.inputs, following.inputs, strict=True))
+    fixed = all(a == b for i, (a, b) in pairs if i not in positions)
     only_here = all(used[o] == following.inputs.count(o) for o in last.outputs)
     return fixed and only_here
 

@@ -1,7 +1,6 @@
-"""Steps as Python expressions: the ATen operator in the spelling a person would use.
+"""Write ATen calls as Python expressions, spelled as a person would.
 
-An operator without a spelling of its
-own is written as `torch.ops.…`, so that nothing is ever left out.
+An operator without a spelling of its own is written as `torch.ops.…`.
 """
 
 from __future__ import annotations
@@ -37,6 +36,10 @@ FUNCTIONAL = {
     "conv3d", "conv_transpose1d", "conv_transpose2d", "rms_norm", "glu", "avg_pool2d",
     "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "bilinear",
 }  # fmt: skip
+FACTORIES = (
+    "arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "empty", "rand", "randn",
+    "tril_indices", "triu_indices",
+)  # fmt: skip
 SPELLING = {"split_with_sizes": "split", "log_sigmoid": "logsigmoid"}
 KEYWORDS = {"sum": ("dim", "keepdim"), "mean": ("dim", "keepdim"), "var": ("dim",)}
 REDUCTIONS = ("none", "mean", "sum")
@@ -77,7 +80,7 @@ def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Val
 
 
 def _operand(text: str) -> str:
-    """Parentheses around anything that is not a name, a call or an index."""
+    """Put parentheses around anything that is not a name, a call or an index."""
     depth = 0
     for character in text:
         depth += character in "([{"
@@ -109,11 +112,11 @@ def _method_args(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], va
 
 
 def bound(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by schema name, defaults filled in."""
-    found: dict[str, Any] = {}
-    for i, (name, default) in enumerate(signature(op) or ()):
-        found[name] = args[i] if i < len(args) else kwargs.get(name, default)
-    return found
+    """Return the arguments by schema name, with defaults filled in."""
+    return {
+        name: args[i] if i < len(args) else kwargs.get(name, default)
+        for i, (name, default) in enumerate(signature(op) or ())
+    }
 
 
 def _embedding(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
@@ -122,16 +125,12 @@ def _embedding(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -
     return f"F.embedding({value(a['indices'])}, {value(a['weight'])}{padding})"
 
 
-def _layer_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    a = bound("aten.layer_norm.default", args, kwargs)
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
-    return f"F.layer_norm({', '.join(value(a[n]) for n in names)})"
+def _positional(op: str, *names: str) -> Callable[..., str | None]:
+    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
+        a = bound(f"aten.{op}.default", args, kwargs)
+        return f"F.{op}({', '.join(value(a[n]) for n in names)})"
 
-
-def _group_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    a = bound("aten.group_norm.default", args, kwargs)
-    names = ("input", "num_groups", "weight", "bias", "eps")
-    return f"F.group_norm({', '.join(value(a[n]) for n in names)})"
+    return written
 
 
 def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
@@ -203,12 +202,12 @@ def _factory(name: str) -> Callable[..., str | None]:
 
 
 class Device:
-    """Stands for the module's device in arguments."""
+    """Placeholder of the module's device in arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """Stands for a user's `autograd.Function`, by its operator's name."""
+    """Placeholder of a user's `autograd.Function`, by its operator's name."""
 
     op: str
 
@@ -216,8 +215,10 @@ class UserFunction:
 DEVICE = Device()
 SPECIAL: dict[str, Callable[..., str | None]] = {
     "aten.embedding": _embedding,
-    "aten.layer_norm": _layer_norm,
-    "aten.group_norm": _group_norm,
+    "aten.layer_norm": _positional(
+        "layer_norm", "input", "normalized_shape", "weight", "bias", "eps"
+    ),
+    "aten.group_norm": _positional("group_norm", "input", "num_groups", "weight", "bias", "eps"),
     "aten.scaled_dot_product_attention": _attention,
     "aten.cross_entropy_loss": _cross_entropy,
     "aten.to.dtype": _to,
@@ -226,29 +227,17 @@ SPECIAL: dict[str, Callable[..., str | None]] = {
     "aten.cat": _sequence("cat"),
     "aten.stack": _sequence("stack"),
     "aten.where.self": _where,
-    "aten.arange": _factory("arange"),
-    "aten.zeros": _factory("zeros"),
-    "aten.ones": _factory("ones"),
-    "aten.full": _factory("full"),
-    "aten.eye": _factory("eye"),
-    "aten.linspace": _factory("linspace"),
-    "aten.scalar_tensor": _factory("scalar_tensor"),
-    "aten.empty": _factory("empty"),
-    "aten.rand": _factory("rand"),
-    "aten.randn": _factory("randn"),
-    "aten.tril_indices": _factory("tril_indices"),
-    "aten.triu_indices": _factory("triu_indices"),
+    **{f"aten.{name}": _factory(name) for name in FACTORIES},
 }
 
 
-# Breaks lines that are too long at the arguments of their outermost call.
-
+# ---------------------------------------------------------------- long lines
 
 WIDTH = 96
 
 
 def wrap(line: str) -> str:
-    """Return the line, or several if it is longer than the limit.
+    """Break a line that is too long at the arguments of its outermost call.
 
     >>> print(wrap("x = f(" + "a" * 60 + ", " + "b" * 60 + ")"))  # doctest: +ELLIPSIS
     x = f(
@@ -265,7 +254,7 @@ def wrap(line: str) -> str:
     indent = " " * (len(line) - len(line.lstrip()))
     pieces = _arguments(line[start + 1 : stop])
     called = start > 0 and (line[start - 1].isalnum() or line[start - 1] in "_])")
-    # A comma would make a tuple of a group, and of an index.
+    # A trailing comma would turn a parenthesized expression, or an index, into a tuple.
     comma = "," if (called and line[start] == "(") or len(pieces) > 1 else ""
     inner = [wrap(f"{indent}    {piece.strip()}{comma}") for piece in pieces if piece.strip()]
     return "\n".join([line[: start + 1], *inner, f"{indent}{line[stop:]}"])
@@ -298,7 +287,7 @@ def _arguments(text: str) -> list[str]:
 
 
 def _unquoted(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the characters outside of quotes, with their places."""
+    """Yield the characters outside of quotes, with their positions."""
     quote, escaped = "", False
     for index, character in enumerate(text):
         if quote:

@@ -1,9 +1,14 @@
-"""The body of a `forward`: statements, grouped by the user's modules with their source lines."""
+"""Write the body of a `forward`, with comments that name the user's modules and source lines.
+
+Steps that backward recomputes become nested functions. Variables have readable names, which are
+reused once their value is dead: Python then frees the old tensor, as it does when nested modules
+return.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -14,18 +19,31 @@ from shardwise.emit.blocks import BlockCall, Loop
 from shardwise.emit.expressions import Device, UserFunction, render
 from shardwise.emit.quote import comment, identifier, in_fstring, is_attribute, literal
 from shardwise.ir import Ref
+from shardwise.ir.blocks import is_number
 from shardwise.program import Step
 from shardwise.program.recompute import keeps_products
 from shardwise.sharding.rule import MeshAxis
 
-# Recomputed parts of a function: steps that backward computes again.
-#
-# A block all of whose steps are of one group needs no function: the block itself is called so.
+WIDTH = 100
+INLINE = 72  # characters of the longest expression that is written inside another
+INDENT = " " * 4
+OURS = frozenset(("rng", "device", "path"))  # attributes of emitted modules besides mesh axes
+BUILT_IN = frozenset((*dir(nn.Module), *vars(nn.Module())))
+OUTSIDE = "outside the model"  # label of a loss function's lines, which belong to no module
+SEQUENCES = {  # operators that return a list even if it has one element
+    "chunk", "split", "split_with_sizes", "unbind", "tensor_split", "meshgrid", "broadcast_tensors",
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- recomputed regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Neighbouring steps of one group, with what they take from outside and give to it."""
+    """Neighbouring steps of one recomputation group, with their inputs and outputs.
+
+    A block whose steps are all of one group needs no region: the call of the block is recomputed.
+    """
 
     steps: tuple[Step, ...]
     inputs: tuple[str, ...]
@@ -37,9 +55,9 @@ class Region:
 
 
 def recomputed(function: str, arguments: list[str], group: str | None) -> str:
-    """Return a call whose backward computes it again.
+    """Return a call that backward recomputes.
 
-    Random draws are keyed by node and step: they repeat without a saved state of a generator.
+    Random draws are keyed by node and step, so no generator state has to be saved.
     """
     passed = ", ".join([function, *arguments])
     options = "use_reentrant=False, preserve_rng_state=False"
@@ -49,7 +67,7 @@ def recomputed(function: str, arguments: list[str], group: str | None) -> str:
 
 
 def fold_regions(items: list[Any], returned: tuple[str, ...], own: Any) -> list[Any]:
-    """Items with recomputed steps folded; `own` are values that the function finds in `self`."""
+    """Fold recomputed steps into regions; `own` are values that the function reads from `self`."""
     folded: list[Any] = []
     runs = [(k, list(g)) for k, g in groupby(items, lambda item: getattr(item, "recompute", None))]
     after: list[set[str]] = [set(returned)]
@@ -66,26 +84,22 @@ def fold_regions(items: list[Any], returned: tuple[str, ...], own: Any) -> list[
 
 
 def _inputs(item: Any) -> list[str]:
-    calls = getattr(item, "calls", None) or (item,)
+    calls = item.calls if isinstance(item, Loop) else (item,)
     return [name for call in calls for name in call.inputs]
 
 
 def _region(steps: list[Step], used_after: set[str], own: Any) -> Region:
     made = {out for step in steps for out in step.outputs}
-    inputs = dict.fromkeys(
-        n for step in steps for n in step.inputs if n not in made and n not in own
-    )
+    inputs = [n for step in steps for n in step.inputs if n not in made and n not in own]
     outputs = [out for step in steps for out in step.outputs if out in used_after]
-    return Region(steps=tuple(steps), inputs=tuple(inputs), outputs=tuple(outputs))
+    return Region(steps=tuple(steps), inputs=tuple(dict.fromkeys(inputs)), outputs=tuple(outputs))
 
 
-# Names for local variables: readable, and reused once their value is dead.
-#
-# A name that is reused lets Python free the old tensor, as nested modules do when they return.
+# ---------------------------------------------------------------- names of variables
 
 
 class Names:
-    """Hands out names in one function; `release` makes a name free again."""
+    """Assign variable names in one function; `release` makes a name free again."""
 
     def __init__(self, taken: tuple[str, ...] = ()) -> None:
         self.taken = set(taken)
@@ -98,7 +112,7 @@ class Names:
         return value in self.of
 
     def bind(self, value: str, wish: str) -> str:
-        """Return a free name like `wish` for a value."""
+        """Return a free name for a value, similar to `wish`."""
         stem = identifier(wish)
         name, count = stem, 1
         while name in self.taken:
@@ -115,7 +129,7 @@ class Names:
 
 
 def wish_for(outputs: int, fn: str, module: str, leaves_module: bool) -> str:
-    """What to call a result: its module's last name when it is what the module returns."""
+    """Return a name for a result: its module's last name if the module returns it."""
     leaf = module.rsplit(".", 1)[-1]
     if leaves_module and leaf and not leaf.isdigit() and outputs == 1:
         return leaf
@@ -125,37 +139,30 @@ def wish_for(outputs: int, fn: str, module: str, leaves_module: bool) -> str:
     return name.strip("_") or "x"
 
 
-WIDTH = 100
-INLINE = 72
-INDENT = " " * 4
-_NUMBER = re.compile(r"0|[1-9][0-9]*")  # what a list counts by; "007" is a name
-OURS = frozenset(("rng", "device", "path"))  # what emitted modules hold besides mesh axes
-BUILT_IN = frozenset((*dir(nn.Module), *vars(nn.Module())))
-OUTSIDE = "outside the model"  # a loss function's lines, which are of no module
+# ---------------------------------------------------------------- function bodies
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where a function lives: its module path and how it spells parameters, buffers, constants."""
+    """The module of a function: its path and the attributes of parameters, buffers, constants."""
 
     path: str
     attribute: Mapping[str, str]  # value -> "self.attn.qkv.weight"
     class_of: Callable[[BlockCall], str]
     probe: bool = False
-    recompute: bool = False  # whether groups of steps and blocks are recomputed
-    members: frozenset[str] = frozenset()  # what the user's module already calls its own
-
-    axes: frozenset[str] = frozenset()  # the mesh's
+    recompute: bool = False  # whether to write recomputed regions and blocks as such
+    members: frozenset[str] = frozenset()  # attributes that the user's module already has
+    axes: frozenset[str] = frozenset()  # of the mesh
     functions: Mapping[str, str] = field(default_factory=dict)  # op -> name of a user's function
 
     def own(self, name: str) -> str:
-        """Return the attribute that holds one of ours: `rng`, `device` or `path`."""
+        """Return the attribute for `rng`, `device` or `path`."""
         while name in self.members:
             name += "_"
         return f"self.{name}"
 
     def axis(self, names: tuple[str, ...]) -> str:
-        """Return the attribute of some mesh axes, `self.dp_tp`; it hides no other one."""
+        """Return the attribute of some mesh axes, `self.dp_tp`; it shadows no other attribute."""
         name = "_".join(names)
         if len(names) > 1 and (name in self.axes or any("_" in part for part in names)):
             name = "_".join([name, *(str(len(part)) for part in names)])
@@ -167,7 +174,7 @@ class Scope:
 
 
 class Body:
-    """Writes one function body."""
+    """Write one function body."""
 
     def __init__(self, scope: Scope, arguments: dict[str, str]) -> None:
         self.scope = scope
@@ -177,11 +184,11 @@ class Body:
         self.stems: dict[str, str] = dict(arguments)
         self.inlined: dict[str, str] = {}
         self.context: tuple[Any, ...] = (True, None)
-        self.group = "" if scope.path else "\0"  # a block's docstring has its own line
+        self.group = "" if scope.path else "\0"  # a block's docstring names its own line
         self.regions = 0
 
     def write(self, items: list[Any], returned: tuple[str, ...]) -> None:
-        """All statements; names are reused after a value's last use."""
+        """Write all statements; names are reused after a value's last use."""
         if self.scope.recompute:
             items = fold_regions(items, returned, self.scope.attribute)
         uses = _uses(items, returned)
@@ -189,11 +196,13 @@ class Body:
             dying = [v for v, (last, _) in uses.items() if last == index]
             if isinstance(item, Step):
                 self._step(item, items, index, uses, dying)
-            elif isinstance(item, Region):
-                self._flush_context((True, None))
+                continue
+            self._flush_context((True, None))
+            if isinstance(item, Region):
                 self._region(item, dying, uses)
+            elif isinstance(item, Loop):
+                self._loop(item, dying)
             else:
-                self._flush_context((True, None))
                 self._call(item, dying, uses)
 
     # ------------------------------------------------------------ statements
@@ -205,8 +214,7 @@ class Body:
             return
         self._flush_context((step.grad_enabled, step.autocast))
         self._comment(step)
-        for value in dying:
-            self.names.release(value)
+        self._release(dying)
         leaves = _leaves_module(step, items, index)
         if step.is_move:
             source = step.inputs[0]
@@ -214,38 +222,32 @@ class Body:
         else:
             wish = wish_for(len(step.outputs), step.fn, self._relative(step.module), leaves)
         targets = [self._target(out, wish, uses) for out in step.outputs]
-        left = ", ".join(targets) if targets else ""
-        if len(targets) == 1 and _returns_sequence(step):
-            left += ","
+        left = ", ".join(targets) + ("," if len(targets) == 1 and _returns_sequence(step) else "")
         self._line(f"{left} = {expression}")
         if self.scope.probe and step.node:
             for out, target in zip(step.outputs, targets, strict=True):
                 if target != "_":
                     self._line(f"rt.probe({literal(out)}, {target})")
-        for out in step.outputs:
-            if out not in uses:
-                self.names.release(out)
+        self._release(out for out in step.outputs if out not in uses)
 
     def _region(self, region: Region, dying: list[str], uses: Mapping[str, Any]) -> None:
-        """A function that backward calls again; it sees only what it is given, and `self`."""
-        given = {value: self._value(Ref(value)) for value in region.inputs}
+        """Write a function for backward to call again; it sees its arguments and `self` alone."""
+        passed = [self._value(Ref(value)) for value in region.inputs]
         names = Names(tuple(self.scope.functions.values()))
         arguments = {v: names.bind(v, self.stems.get(v, "x")) for v in region.inputs}
         inner = Body(replace(self.scope, recompute=False), arguments)
         inner.write(list(region.steps), region.outputs)
         self.regions += 1
         name = f"recomputed_{self.regions}"
-        self._comment_text("")
+        self.group = "\0"
         self._line(f"def {name}({', '.join(arguments.values())}):")
         for line in inner.lines:
             self._line(f"{INDENT}{line}")
         self._line(f"{INDENT}return {', '.join(inner._value(Ref(o)) for o in region.outputs)}")
         self.lines.append("")
-        for value in dying:
-            self.names.release(value)
+        self._release(dying)
         targets = [self._target(o, inner.stems.get(o, "x"), uses) for o in region.outputs]
-        call = recomputed(name, list(given.values()), region.group)
-        self._line(f"{', '.join(targets)} = {call}")
+        self._line(f"{', '.join(targets)} = {recomputed(name, passed, region.group)}")
 
     def _target(self, out: str, wish: str, uses: Mapping[str, Any]) -> str:
         if out not in uses and not self.scope.probe:
@@ -253,42 +255,44 @@ class Body:
         self.stems[out] = wish
         return self.names.bind(out, wish)
 
-    def _call(self, item: BlockCall | Loop, dying: list[str], uses: Mapping[str, Any]) -> None:
-        self._comment_text("")
-        if isinstance(item, BlockCall):
-            arguments = [self._value(Ref(v)) for v in item.inputs]
-            for value in dying:
-                self.names.release(value)
-            wish = item.path.rsplit(".", 2)[-2] if "." in item.path else "x"
-            targets = [
-                self._target(o, self._block_wish(item, i, wish), uses)
-                for i, o in enumerate(item.outputs)
-            ]
-            left = ", ".join(targets)
-            called = self._called(attribute_path("self", item.path), arguments, item)
-            self._line(f"{left} = {called}")
-            return
+    def _release(self, values: Iterable[str]) -> None:
+        for value in values:
+            self.names.release(value)
+
+    def _call(self, call: BlockCall, dying: list[str], uses: Mapping[str, Any]) -> None:
+        self.group = "\0"
+        arguments = [self._value(Ref(v)) for v in call.inputs]
+        self._release(dying)
+        wish = call.path.rsplit(".", 2)[-2] if "." in call.path else "x"
+        targets = [
+            self._target(out, f"{wish}_{i}" if i else "x", uses)
+            for i, out in enumerate(call.outputs)
+        ]
+        called = self._called(attribute_path("self", call.path), arguments, call)
+        self._line(f"{', '.join(targets)} = {called}")
+
+    def _loop(self, item: Loop, dying: list[str]) -> None:
+        """Write a loop over blocks; the values that they pass on keep their names."""
+        self.group = "\0"
         first, last = item.calls[0], item.calls[-1]
         carried = dict(item.carried)
-        held = [self._value(Ref(v)) for v in first.inputs]
+        arguments = [self._value(Ref(v)) for v in first.inputs]
         outs = [""] * len(first.outputs)
         for position, output in carried.items():
-            outs[output] = held[position]
+            outs[output] = arguments[position]
         entering = {first.inputs[p] for p in carried}
         ends_here = all(v in dying for v in entering) and all(o.isidentifier() for o in outs)
-        if not ends_here:  # the entering value is still needed: carry a copy of the name
+        if not ends_here:  # the entering value is still used later: give the carried one a new name
             for position, output in carried.items():
-                fresh = self.names.bind(f"{last.path}:{output}", "x")
-                self._line(f"{fresh} = {held[position]}")
-                held[position] = outs[output] = fresh
+                name = self.names.bind(f"{last.path}:{output}", "x")
+                self._line(f"{name} = {arguments[position]}")
+                arguments[position] = outs[output] = name
         parent, _, start = first.path.rpartition(".")
         stop = int(last.path.rpartition(".")[2]) + 1
-        loop = self._loop_source(parent, int(start), stop)
-        self._line(f"for block in {loop}:")
-        self._line(f"{INDENT}{', '.join(outs)} = {self._called('block', held, first)}")
-        for value in dying:
-            if value not in entering:
-                self.names.release(value)
+        span = f"{int(start) or ''}:{stop}"
+        self._line(f"for block in {attribute_path('self', parent)}[{span}]:")
+        self._line(f"{INDENT}{', '.join(outs)} = {self._called('block', arguments, first)}")
+        self._release(value for value in dying if value not in entering)
         for name, out in zip(outs, last.outputs, strict=True):
             self.names.taken.add(name)
             self.names.of[out] = name
@@ -297,13 +301,6 @@ class Body:
         if self.scope.recompute and item.group is not None:
             return recomputed(block, arguments, item.group)
         return f"{block}({', '.join(arguments)})"
-
-    def _loop_source(self, parent: str, start: int, stop: int) -> str:
-        holder = attribute_path("self", parent)
-        return f"{holder}[{start}:{stop}]" if start else f"{holder}[:{stop}]"
-
-    def _block_wish(self, item: BlockCall, index: int, wish: str) -> str:
-        return "x" if index == 0 else f"{wish}_{index}"
 
     # ------------------------------------------------------------ expressions
 
@@ -315,9 +312,9 @@ class Body:
         if step.fn == "rt.draw" or (step.fn.startswith("rt.") and "device" in kwargs):
             kwargs["device"] = Device()
         for name in ("of", "to_of"):
-            cut = kwargs.get(name)
-            if cut is not None and len(cut) == 1 and cut[0][0] == cut[0][2] == 1:
-                kwargs[name] = cut[0][1]
+            pattern = kwargs.get(name)
+            if pattern is not None and len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
+                kwargs[name] = pattern[0][1]
         return render(step.fn, step.args, kwargs, self._value)
 
     def _value(self, arg: Any) -> str:
@@ -338,8 +335,8 @@ class Body:
         if isinstance(arg, _Key):
             prefix = f"{self.scope.path}."
             if self.scope.path and arg.text.startswith(prefix):
-                mine = self.scope.own("path")
-                return f'f"{{{mine}}}.{in_fstring(arg.text.removeprefix(prefix))}"'
+                own = self.scope.own("path")
+                return f'f"{{{own}}}.{in_fstring(arg.text.removeprefix(prefix))}"'
             return literal(arg.text)
         if isinstance(arg, tuple | list) and any(_has_value(a) for a in arg):
             inner = ", ".join(self._value(a) for a in arg)
@@ -349,20 +346,18 @@ class Body:
     def _may_inline(
         self, step: Step, items: list[Any], index: int, uses: Any, expression: str
     ) -> bool:
-        """Short values that only the next statement uses, once, are written inside it."""
+        """Return whether to write a value inside the next statement: short, and used only there."""
         if self.scope.probe or len(step.outputs) != 1 or step.is_move or index + 1 >= len(items):
             return False
         following = items[index + 1]
-        out = step.outputs[0]
-        last, count = uses.get(out, (None, 0))
         return (
             isinstance(following, Step)
-            and last == index + 1
-            and count == 1
+            and uses.get(step.outputs[0]) == (index + 1, 1)
             and len(expression) <= INLINE
             and not following.is_move
             and not following.fn.startswith("rt.")
-            and _returns_tensor(step)
+            and not _returns_sequence(step)
+            and not step.fn.startswith("rt.")
             and (step.grad_enabled, step.autocast) == (following.grad_enabled, following.autocast)
             and step.module == following.module
             and step.recompute == following.recompute
@@ -395,20 +390,12 @@ class Body:
 
     def _comment(self, step: Step) -> None:
         module = self._relative(step.module)
-        if module == self.group and step.module:
-            return
-        if not step.module and self.group == "":
+        if self.group == (module if step.module else ""):
             return
         label = " ".join(filter(None, (module, step.module_class))) or OUTSIDE
         source = f"  ({step.source})" if step.source else ""
         self.group = module
-        self._comment_text(comment(f"{label}{source}"))
-
-    def _comment_text(self, text: str) -> None:
-        if text:
-            self._line(f"# {text}"[: WIDTH - 12])
-        else:
-            self.group = "\0"
+        self._line(f"# {comment(f'{label}{source}')}"[: WIDTH - 12])
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +409,7 @@ class _Key:
 
 
 def attribute_path(root: str, path: str) -> str:
-    """`self.model.layers[0]` for a dotted path with numbers, or names that Python does not take.
+    """Return `self.model.layers[0]` for a dotted path with numbers or invalid Python names.
 
     >>> attribute_path("self", "blocks.0.attn"), attribute_path("self", "heads.a-b")
     ('self.blocks[0].attn', 'self.heads["a-b"]')
@@ -432,7 +419,7 @@ def attribute_path(root: str, path: str) -> str:
         if is_attribute(piece):
             text += f".{piece}"
         else:
-            text += f"[{piece}]" if _NUMBER.fullmatch(piece) else f"[{literal(piece)}]"
+            text += f"[{piece}]" if is_number(piece) else f"[{literal(piece)}]"
     return text
 
 
@@ -442,17 +429,11 @@ def _has_value(arg: Any) -> bool:
     return isinstance(arg, Ref | MeshAxis | Device | _Raw | _Key)
 
 
-def _item_inputs(item: Any) -> list[str]:
-    if isinstance(item, Loop):
-        return [v for call in item.calls for v in call.inputs]
-    return list(item.inputs)
-
-
 def _uses(items: list[Any], returned: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Value -> (index of its last use, number of uses)."""
+    """Map values to the index of their last use and the number of uses."""
     uses: dict[str, tuple[int, int]] = {}
     for index, item in enumerate(items):
-        for value in _item_inputs(item):
+        for value in _inputs(item):
             uses[value] = (index, uses.get(value, (0, 0))[1] + 1)
     for value in returned:
         uses[value] = (len(items), uses.get(value, (0, 0))[1] + 1)
@@ -460,7 +441,7 @@ def _uses(items: list[Any], returned: tuple[str, ...]) -> dict[str, tuple[int, i
 
 
 def _leaves_module(step: Step, items: list[Any], index: int) -> bool:
-    """Whether this is the last step of its module's call."""
+    """Return whether this is the last step of its module's call."""
     following = items[index + 1] if index + 1 < len(items) else None
     return not isinstance(following, Step) or not (
         following.module == step.module or following.module.startswith(f"{step.module}.")
@@ -468,18 +449,4 @@ def _leaves_module(step: Step, items: list[Any], index: int) -> bool:
 
 
 def _returns_sequence(step: Step) -> bool:
-    """Operators that give a list even when it has one element."""
-    name = step.fn.split(".")[1] if step.fn.count(".") else ""
-    return name in {
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "tensor_split",
-        "meshgrid",
-        "broadcast_tensors",
-    }
-
-
-def _returns_tensor(step: Step) -> bool:
-    return not _returns_sequence(step) and not step.fn.startswith("rt.")
+    return step.fn.count(".") > 0 and step.fn.split(".")[1] in SEQUENCES

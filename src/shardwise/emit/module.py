@@ -1,8 +1,7 @@
-"""A rank program as a Python file that a careful colleague could have written.
+"""Write a rank program as a readable Python file.
 
-The file runs with torch
-and `shardwise.runtime` alone: `Model(mesh)` is the module, `PARAMETERS`, `BUFFERS` and `INPUTS` say
-what it holds and takes.
+The file needs only torch and `shardwise.runtime`: `Model(mesh)` is the module, and the tables
+`PARAMETERS`, `BUFFERS` and `INPUTS` describe its state and its arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.dtypes import dtype_name
-from shardwise.emit.blocks import BlockCall, Item, Loop, find_blocks, fold_loops
+from shardwise.emit.blocks import BlockCall, Item, Loop, final_values, find_blocks, fold_loops
 from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT, Body, Scope, attribute_path
 from shardwise.emit.quote import (
@@ -28,7 +27,7 @@ from shardwise.emit.quote import (
     literal,
     unused,
 )
-from shardwise.ir import Graph, Ref, iter_refs
+from shardwise.ir import Graph, Ref
 from shardwise.messages import CollectiveChoice
 from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
@@ -39,21 +38,25 @@ from shardwise.version import __version__
 HOW_TO_CHECK = "Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER"
 
 
-# Parameters, cuts and number types as source text, for the tables at the head of a file.
+WIDTH = 90  # of docstrings
+SMALL_CONSTANT = 16  # elements; larger constants are passed to `Model`
+
+
+# ---------------------------------------------------------------- tables at the head of a file
 
 
 def splits_text(layout: Layout) -> str:
-    """Return the cuts of a layout as a tuple of `rt.Split`."""
-    cuts = [
+    """Return the shards of a layout as a tuple of `rt.Split`."""
+    return _tuple(
         f"rt.Split(axis={literal(axis)}, dim={literal(shard.dim)}, of={literal(shard.of)})"
         for axis, shard in layout.shards
-    ]
-    return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
+    )
 
 
-def _number_types(storage: Storage, plan: Plan) -> list[str]:
-    """Return the types in which a parameter is stored, its gradient added up, and summed over
-    ranks.
+def _dtype_fields(storage: Storage, plan: Plan) -> list[str]:
+    """Return the dtypes of a parameter's master copy, its gradient and the gradient's reduction.
+
+    A dtype is written only if it differs from the one before.
     """
     if not storage.dtype.is_floating_point:
         return []
@@ -70,7 +73,7 @@ def _number_types(storage: Storage, plan: Plan) -> list[str]:
 
 
 def parameter_spec(storage: Storage, plan: Plan) -> str:
-    """Return a parameter as `rt.ParameterSpec(…)`."""
+    """Return the `rt.ParameterSpec(…)` of a parameter."""
     fields = [f"name={literal(storage.name)}", f"shape={literal(storage.shape)}"]
     fields.append(f'dtype="{dtype_name(storage.dtype)}"')
     if storage.aliases:
@@ -83,40 +86,21 @@ def parameter_spec(storage: Storage, plan: Plan) -> str:
         fields.append(f"unit={literal(storage.unit)}")
     if not storage.requires_grad:
         fields.append("requires_grad=False")
-    fields += _number_types(storage, plan)
-    kept = tuple(what for what in plan.offload if what != "activations")
-    if kept and not storage.borrowed:
-        fields.append(f"offload={literal(kept)}")
+    fields += _dtype_fields(storage, plan)
+    offload = tuple(what for what in plan.offload if what != "activations")
+    if offload and not storage.borrowed:
+        fields.append(f"offload={literal(offload)}")
     if storage.borrowed:
         fields.append("borrowed=True")
     return f"rt.ParameterSpec({', '.join(fields)})"
 
 
-# The head of a rank program's file: for whom it is, what it imports, holds and takes.
-
-
-WIDTH = 90
-
-
-def head(
-    program: Program,
-    ranks: RankProgram,
-    body: str,
-    stage: int | None,
-    names: Mapping[str, str],
-) -> str:
-    """Docstring, imports that `body` needs, and tables; `names` are those of user functions."""
-    imports = _imports(body, names, program.graph.functions)
-    tables = [wrap(line) for line in _tables(program, ranks)]
-    return "\n".join([_docstring(program, ranks, stage), *imports, "", *tables])
-
-
 def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
     plan, graph = program.plan, program.graph
     part = "" if stage is None else f"stage {stage} of "
-    whose = comment(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
+    title = comment(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
     return (
-        f'"""{whose}: {_places(program, ranks)}'
+        f'"""{title}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
         f"{comment(graph.fingerprint)}.\n{HOW_TO_CHECK}\n"
         f'{collectives_text(plan.collectives)}"""\n'
@@ -124,18 +108,18 @@ def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
 
 
 def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
-    """Which collectives `parallelize` lets go another way than the library's, and how fast."""
+    """List the collectives for which `parallelize` does not use the library, with their speed."""
     others = [choice for choice in choices if not choice.is_library]
     if not others:
         return ""
     texts = [comment(str(choice)) for choice in others]
     rows = [textwrap.wrap(text, WIDTH, subsequent_indent="    ") for text in texts]
-    told = "\n".join(f"- {line}" if i == 0 else line for r in rows for i, line in enumerate(r))
-    return f"\nOf plan.json; other collectives are the library's:\n{told}\n"
+    listed = "\n".join(f"- {line}" if i == 0 else line for r in rows for i, line in enumerate(r))
+    return f"\nOf plan.json; other collectives are the library's:\n{listed}\n"
 
 
 def _places(program: Program, ranks: RankProgram) -> str:
-    """Whom the file is for: ranks, or ranks of a stage and micro-batches."""
+    """Name the ranks that run the file, and the micro-batches if it is not for all of them."""
     mesh, time = program.mesh, program.time_axis
     if time is None:
         return _numbers("rank", ranks.ranks)
@@ -167,7 +151,7 @@ def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) 
 
 
 def _function_import(op: str, name: str, cls: Any) -> str:
-    """Import a user's `autograd.Function`; one that no import finds is handed in at load time."""
+    """Import a user's `autograd.Function`; the loader passes in one that cannot be imported."""
     if cls is not None and is_importable(cls.__module__, cls.__qualname__):
         renamed = "" if name == cls.__qualname__ else f" as {name}"
         return f"from {cls.__module__} import {cls.__qualname__}{renamed}"
@@ -175,21 +159,21 @@ def _function_import(op: str, name: str, cls: Any) -> str:
 
 
 def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
-    """What the module holds, takes and gives."""
+    """Yield the lines of the tables: the module's state, inputs and outputs."""
     graph = program.graph
-    yield from _table("PARAMETERS", [parameter_spec(s, program.plan) for s in ranks.parameters])
-    yield from _table("BUFFERS", _buffer_specs(graph))
+    yield from table("PARAMETERS", [parameter_spec(s, program.plan) for s in ranks.parameters])
+    yield from table("BUFFERS", _buffer_specs(graph))
     yield "INPUTS = {"
     for item in ranks.inputs:
         if item.kind == "batch":
             yield f"{INDENT}{literal(item.name)}: {splits_text(item.layout)},"
     yield "}"
-    for table, source in (("BEFOREHAND", "precomputed"), ("RECEIVED", "received")):
-        names = tuple(i.name for i in ranks.inputs if i.kind == source)
+    for name, kind in (("BEFOREHAND", "precomputed"), ("RECEIVED", "received")):
+        names = tuple(i.name for i in ranks.inputs if i.kind == kind)
         if names:
-            yield f"{table} = {literal(names)}"
-    held = {parameter.name for parameter in ranks.parameters}
-    hooks = [comment(str(hook)) for hook in graph.hooks if hook.parameter in held]
+            yield f"{name} = {literal(names)}"
+    local = {parameter.name for parameter in ranks.parameters}
+    hooks = [comment(str(hook)) for hook in graph.hooks if hook.parameter in local]
     if hooks:
         yield from ("", "# parallelize runs these on complete gradients and hands them in:")
         yield from (f"# {hook}" for hook in hooks)
@@ -198,7 +182,8 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
         yield f"SENT = {literal(graph.sends)}"
 
 
-def _table(name: str, rows: list[str]) -> list[str]:
+def table(name: str, rows: list[str]) -> list[str]:
+    """Return the lines of a tuple with one row per line."""
     return [f"{name} = (", *(f"{INDENT}{row}," for row in rows), ")"] if rows else [f"{name} = ()"]
 
 
@@ -218,20 +203,20 @@ def _buffer_specs(graph: Graph) -> list[str]:
     return specs
 
 
-SMALL_CONSTANT = 16
+# ---------------------------------------------------------------- the file
 
 
 def emit(program: Program, rank: int = 0, *, probe: bool = False, stage: int | None = None) -> str:
-    """Return the source of the program that `rank` runs; in time, of a place of rank and
-    micro-batch.
+    """Return the source of the program that `rank` runs (in time, a pair of rank and micro-batch).
 
-    As a pipeline's `stage` its forward also gives what later stages use.
+    As a pipeline's `stage`, its forward also returns the values that later stages use. With
+    `probe`, every result is passed to `rt.probe`.
     """
     return _File(program, program.of_rank(rank), probe, stage).text()
 
 
 class _File:
-    """Writes one file."""
+    """Write one file."""
 
     def __init__(
         self, program: Program, ranks: RankProgram, probe: bool, stage: int | None
@@ -252,10 +237,14 @@ class _File:
     def text(self) -> str:
         classes = [self._block_class(key, name) for key, name in self.classes.items()]
         body = "\n\n\n".join([*classes, self._model_class()])
-        return f"{head(self.program, self.ranks, body, self.stage, self.functions)}\n\n\n{body}\n"
+        docstring = _docstring(self.program, self.ranks, self.stage)
+        imports = _imports(body, self.functions, self.graph.functions)
+        tables = [wrap(line) for line in _tables(self.program, self.ranks)]
+        head = "\n".join([docstring, *imports, "", *tables])
+        return f"{head}\n\n\n{body}\n"
 
     def _name_classes(self) -> dict[str, str]:
-        """Signature of a block -> class name, unique and readable."""
+        """Map each block's signature to a unique, readable class name."""
         names: dict[str, str] = {}
         taken = {"Model", *TABLES, *RESERVED, *self.functions.values()}
         for block in self.blocks:
@@ -270,32 +259,28 @@ class _File:
     def _block_class(self, key: str, name: str) -> str:
         blocks = [b for b in self.blocks if b.key == key]
         block = blocks[0]
-        attribute = {
-            v: attribute_path("self", self.owners[v].removeprefix(f"{block.path}."))
-            for v in block.own
-        }
-        own = [self.owners[v].removeprefix(f"{block.path}.") for v in block.own]
+        own = {v: self.owners[v].removeprefix(f"{block.path}.") for v in block.own}
+        attribute = {v: attribute_path("self", name) for v, name in own.items()}
         arguments = _arguments(block.inputs, self._wishes(block), self.functions.values())
-        members = _members(self.owners[v].removeprefix(f"{block.path}.") for v in block.own)
-        inside = self.recompute and block.group is None  # else the whole call is recomputed
+        inside = self.recompute and block.group is None  # otherwise the entire call is recomputed
         scope = Scope(
             block.path,
             attribute,
             lambda _: "",
             recompute=inside,
-            members=members,
+            members=_members(own.values()),
             axes=self.axes,
             functions=self.functions,
         )
         body = Body(scope, arguments)
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
-        where = block.path if len(blocks) == 1 else f"{blocks[0].path} … {blocks[-1].path}"
+        where = block.path if len(blocks) == 1 else f"{block.path} … {blocks[-1].path}"
         where = comment(where)
         source = comment(next((s.source for s in block.steps if s.source), ""))
         init = self._init(block.steps, block.own, scope, path_argument=True)
         lines = [
-            f"class {name}({_base(own)}):",
+            f"class {name}({_base(own.values())}):",
             f'{INDENT}"""{where} ({source})."""' if source else f'{INDENT}"""{where}."""',
             "",
             *init,
@@ -307,11 +292,11 @@ class _File:
         return "\n".join(lines)
 
     def _wishes(self, block: BlockCall) -> dict[str, str]:
-        """Argument names: `x` for what the block before gave, else what the value is called."""
-        wishes = {}
+        """Return argument names: `x` for the previous block's result, else the value's name."""
+        names, wishes = self._input_names(), {}
         for value in block.inputs:
-            local = self.ranks.values[value]
-            wishes[value] = self._input_names().get(local.value) or _stem(local.value)
+            full = self.ranks.values[value].value
+            wishes[value] = names.get(full) or _stem(full)
         previous = {o for b in self.blocks for o in b.outputs}
         chained = [v for v in block.inputs if v in previous]
         first = chained[0] if chained else (block.inputs[0] if block.inputs else None)
@@ -353,14 +338,12 @@ class _File:
             self.functions,
         )
         body = Body(scope, arguments)
-        kept = tuple(dict.fromkeys(_kept(self.ranks)))
-        body.write(self.items, kept)
+        body.write(self.items, final_values(self.ranks))
         closing = self._closing(body)
         signature = ", ".join(["self", *arguments.values(), "outputs=False"])
-        steps = [s for item in self.items if isinstance(item, Step) for s in (item,)]
-        init = self._init(
-            (*steps, *self.ranks.output_steps), tuple(own), scope, path_argument=False
-        )
+        steps = [item for item in self.items if isinstance(item, Step)]
+        steps += self.ranks.output_steps
+        init = self._init(tuple(steps), tuple(own), scope, path_argument=False)
         lines = [
             f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
             f'{INDENT}"""This rank\'s part of {comment(self.graph.name)}."""',
@@ -373,7 +356,7 @@ class _File:
         return "\n".join(lines)
 
     def _closing(self, body: Body) -> list[str]:
-        """Buffer updates, the loss, and the outputs when they are asked for."""
+        """Update buffers, return the loss, and the outputs if they are requested."""
         body.context = (True, None)
         body.lines, written = [], body.lines
         if self.ranks.mutations:
@@ -408,12 +391,10 @@ class _File:
     def _init(
         self, steps: tuple[Step, ...], own: tuple[str, ...], scope: Scope, *, path_argument: bool
     ) -> list[str]:
-        """`__init__`: mesh axes, parameters, buffers, blocks, constants."""
+        """Write `__init__`: mesh axes, parameters, buffers, blocks, constants."""
         taken = "mesh, rng, device, path" if path_argument else 'mesh, rng=None, device="cpu"'
-        constants = any(
-            isinstance(line, str) and "constants[" in line for line in self._constants()
-        )
-        taken += ", constants=None" if constants and not path_argument else ""
+        if not path_argument and any("constants[" in line for line in self._constants()):
+            taken += ", constants=None"
         lines = [f"def __init__(self, {taken}):"]
         body = ["super().__init__()"]
         axes = {a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}
@@ -426,7 +407,7 @@ class _File:
             body.append(f"{scope.own('rng')} = rng")
             body += [f"{scope.own('path')} = path"] if path_argument else []
         body.append(f"{scope.own('device')} = device")
-        # A block would replace what was declared below its path before it is attached.
+        # Attaching a block would replace parameters that were declared below its path before.
         paths = [] if path_argument else [f"{c.path}." for i in self.items for c in _calls(i)]
         inside = [value for value in own if self.owners[value].startswith(tuple(paths))]
         body += [self._declaration(value, scope.path) for value in own if value not in inside]
@@ -488,7 +469,7 @@ class _File:
 
 
 def _name_functions(ranks: RankProgram) -> dict[str, str]:
-    """Operator -> name of each user's `autograd.Function`; no two are called the same."""
+    """Map operators to unique names of the user's `autograd.Function`s."""
     names: dict[str, str] = {}
     steps = (*ranks.steps, *ranks.output_steps)
     for op in dict.fromkeys(s.fn for s in steps if s.fn.startswith("autograd_function.")):
@@ -498,14 +479,12 @@ def _name_functions(ranks: RankProgram) -> dict[str, str]:
 
 
 def _base(paths: Iterable[str]) -> str:
-    """Return the base class of a module with members at these paths: `self[0]` needs one with
-    indices.
-    """
+    """Return the base class of a module with members at these paths; `self[0]` needs indexing."""
     return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
 
 
 def _members(names: Iterable[str]) -> frozenset[str]:
-    """First components of dotted names: the attributes that a module's own members take."""
+    """Return the first components of dotted names: attributes that the module's members occupy."""
     return frozenset(name.split(".")[0] for name in names)
 
 
@@ -519,17 +498,9 @@ def _calls(item: Item | Loop) -> tuple[BlockCall, ...]:
     return (item,) if isinstance(item, BlockCall) else ()
 
 
-def _tuple(items: list[str]) -> str:
-    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-
-
-def _kept(ranks: RankProgram) -> list[str]:
-    kept = [ranks.loss] if ranks.loss else []
-    kept += ranks.sends
-    kept += [name for _, name in ranks.mutations]
-    made = {o for step in ranks.output_steps for o in step.outputs}
-    kept += [n for step in ranks.output_steps for n in step.inputs if n not in made]
-    return kept + [r.name for r in iter_refs(ranks.outputs) if r.name not in made]
+def _tuple(items: Iterable[str]) -> str:
+    listed = list(items)
+    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
 
 
 def _arguments(
@@ -553,6 +524,6 @@ def _mesh_axes(arg: Any) -> list[MeshAxis]:
     return []
 
 
-def _indented(lines: Any) -> list[str]:
-    pieces = [piece for line in lines for piece in str(line).split("\n")]
+def _indented(lines: Iterable[str]) -> list[str]:
+    pieces = [piece for line in lines for piece in line.split("\n")]
     return [f"{INDENT}{piece}" if piece.strip() else "" for piece in pieces]

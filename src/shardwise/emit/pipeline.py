@@ -1,7 +1,7 @@
-"""A pipeline as Python files: one per stage program, and one with what holds between them.
+"""Write a pipeline as Python files: one per stage program, and one that joins them.
 
-Enters: a `Pipeline`. Leaves: `PipelineSources`. `pipeline.py` says which ranks run which stage,
-what travels between stages, and in which order every group works: the schedule as a table.
+The latter, `pipeline.py`, lists the ranks of every stage, the transfers between stages and the
+schedule of every group of ranks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from shardwise.dtypes import dtype_name
 from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT
-from shardwise.emit.module import HOW_TO_CHECK, collectives_text, emit, splits_text
+from shardwise.emit.module import HOW_TO_CHECK, collectives_text, emit, splits_text, table
 from shardwise.emit.quote import comment, literal, mapping
 from shardwise.ir import Ref
 from shardwise.plans import TIME
+from shardwise.plans.resolve import input_cuts
 from shardwise.program.pipeline import Pipeline, StageProgram, Transfer
 from shardwise.runtime.loader import PipelineSources, StageSources
 from shardwise.sharding.placements import PARTIAL, Partial, Placement, Shard
@@ -57,18 +58,16 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         f"TIMED = {plan.splits_time}",
         f"BATCH_DIMS = {mapping(_batch_dims(pipeline).items())}",
         "",
-        "STAGES = (",
-        *(f"{INDENT}{_stage(stage)}," for stage in pipeline.stages),
-        ")",
+        *table("STAGES", [_stage(stage) for stage in pipeline.stages]),
         "",
         "# What stages send each other for every micro-batch, and whether a gradient comes back.",
-        *_table("TRANSFERS", [_transfer(t) for t in pipeline.transfers]),
+        *table("TRANSFERS", [_transfer(t) for t in pipeline.transfers]),
         "",
         "# Parameters of several stages: their home first, then those that borrow them.",
-        *_table("TIED", _tied(pipeline)),
+        *table("TIED", _tied(pipeline)),
         "",
         "# The leaves of the model's output.",
-        *_table("OUTPUTS", _outputs(pipeline)),
+        *table("OUTPUTS", _outputs(pipeline)),
         *_loss(pipeline),
         "",
         f"# {comment(head)}",
@@ -82,16 +81,8 @@ def _pipeline_file(pipeline: Pipeline) -> str:
 
 
 def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
-    from shardwise.plans.resolve import input_cuts
-
     cuts = input_cuts(pipeline.graph, pipeline.plan) or {}
     return {i.name: cuts[i.value].dim for i in pipeline.graph.inputs if i.value in cuts}  # type: ignore[union-attr]
-
-
-def _table(name: str, rows: list[str]) -> list[str]:
-    if not rows:
-        return [f"{name} = ()"]
-    return [f"{name} = (", *(f"{INDENT}{row}," for row in rows), ")"]
 
 
 def _stage(stage: StageProgram) -> str:
@@ -120,34 +111,34 @@ def _tied(pipeline: Pipeline) -> list[str]:
         for index in stages:
             programs = pipeline.stages[index].program.rank_programs
             stored.append(next(s for s in programs[0].parameters if s.name == name))
-        home = stored[0]
+        owner = stored[0]
         splits = [splits_text(s.layout) for s in stored]
         row = (
-            f"rt.TiedSpec(name={literal(name)}, shape={literal(home.shape)}, "
-            f'dtype="{dtype_name(home.dtype)}", stages={literal(stages)}, '
+            f"rt.TiedSpec(name={literal(name)}, shape={literal(owner.shape)}, "
+            f'dtype="{dtype_name(owner.dtype)}", stages={literal(stages)}, '
             f"splits=({', '.join(splits)})"
         )
-        rows.append(row + ("" if home.requires_grad else ", trained=False") + ")")
+        rows.append(row + ("" if owner.requires_grad else ", trained=False") + ")")
     return rows
 
 
 def _outputs(pipeline: Pipeline) -> list[str]:
     rows = []
-    giving = {leaf: stage.index for stage in pipeline.stages for leaf in stage.outputs}
+    stage_of = {leaf: stage.index for stage in pipeline.stages for leaf in stage.outputs}
     for position, leaf in enumerate(pipeline.graph.outputs):
         if not isinstance(leaf, Ref):
             rows.append(literal(leaf))
             continue
         kind = pipeline.graph.values[leaf.name]
-        shape, held = _joined(pipeline, kind.shape, pipeline.output_times.get(position))
+        shape, placement = _joined(pipeline, kind.shape, pipeline.output_times.get(position))
         row = (
-            f"rt.OutputSpec(stage={giving[position]}, shape={literal(shape)}, "
+            f"rt.OutputSpec(stage={stage_of[position]}, shape={literal(shape)}, "
             f'dtype="{dtype_name(kind.dtype)}"'
         )
-        if isinstance(held, Shard):
-            cut = f"axis={literal(TIME)}, dim={literal(held.dim)}, of={literal(held.of)}"
+        if isinstance(placement, Shard):
+            cut = f"axis={literal(TIME)}, dim={literal(placement.dim)}, of={literal(placement.of)}"
             row += f", split=rt.Split({cut})"
-        elif isinstance(held, Partial):
+        elif isinstance(placement, Partial):
             mean = not pipeline.plan.splits_time and kind.dtype.is_floating_point
             row += ", averaged=True" if mean else ", summed=True"
         rows.append(row + ")")
@@ -155,16 +146,16 @@ def _outputs(pipeline: Pipeline) -> list[str]:
 
 
 def _joined(
-    pipeline: Pipeline, shape: tuple[int, ...], held: Placement | None
+    pipeline: Pipeline, shape: tuple[int, ...], placement: Placement | None
 ) -> tuple[tuple[int, ...], Placement | None]:
-    """Return the shape of an output of all micro-batches, and how each holds it.
+    """Return the shape of an output of all micro-batches, and its placement along time.
 
-    Of batches of their own, what has a row for every sample is put together by rows; numbers are
-    averaged, and counts added up.
+    If micro-batches are batches of their own, outputs with a row per sample are concatenated, and
+    scalars averaged or, if they are counts, summed.
     """
     count = pipeline.plan.num_microbatches
     if pipeline.plan.splits_time or count == 1:
-        return shape, held
+        return shape, placement
     values = pipeline.graph.values
     dims = _batch_dims(pipeline)
     rows = [values[i.value].shape[dims[i.name]] for i in pipeline.graph.inputs if i.name in dims]
@@ -172,7 +163,7 @@ def _joined(
         return shape, PARTIAL
     if shape[0] in rows:
         return (shape[0] * count, *shape[1:]), Shard(0, ((1, shape[0] * count, 1),))
-    return shape, held
+    return shape, placement
 
 
 def _loss(pipeline: Pipeline) -> list[str]:

@@ -1,9 +1,9 @@
-"""Everything from outside that reaches emitted code: literals, comments and names.
+"""Quote text from outside that enters emitted code: literals, comments and names.
 
-A plan's file, a user's module paths, the keys of a batch, file names and class names all end up in
-emitted text, which is executed. Each of them goes through one of these functions, and none of them
-lets a text leave its place: a literal stays inside of its quotes, a comment on its line, a
-docstring between its quotes, and a name is a plain ASCII identifier that hides nothing.
+Text of plan files, module paths, batch keys, file names and class names ends up in emitted code,
+which is executed. All of it passes through these functions, so that none can escape: a literal
+stays inside its quotes, a comment on its line, a docstring between its quotes, and a name is a
+plain ASCII identifier that shadows nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 from shardwise.errors import ProgramError
 
-# Names that emitted functions use themselves; a value is never called so.
+# Names that emitted functions use themselves; no value gets one of them.
 RESERVED = {
     *keyword.kwlist, *dir(builtins), "torch", "nn", "F", "rt", "self", "math", "mesh",
     "checkpoint", "outputs", "block", "FUNCTIONS",
 }  # fmt: skip
-# Names at the head of emitted files; a class of the user's is never called so.
+# Names at the head of emitted files; no class of the user's gets one of them.
 TABLES = {"PARAMETERS", "BUFFERS", "INPUTS", "BEFOREHAND", "RECEIVED", "SENT"}
 LONGEST = 60  # characters of a name
 _RECOMPUTED = re.compile(r"recomputed_\d+")  # functions that backward calls again
@@ -76,12 +76,12 @@ def mapping(items: Iterable[tuple[Any, Any]]) -> str:
 
 
 def in_fstring(text: str) -> str:
-    """Return a text as it stands inside of an f-string with double quotes."""
+    """Escape a text for an f-string with double quotes."""
     return _escape_all(text).replace("{", "{{").replace("}", "}}")
 
 
 def _escape_all(text: str) -> str:
-    r"""Escape whatever could end a literal, or be shown as something else.
+    r"""Escape characters that could end a literal or be displayed as something else.
 
     >>> _escape_all('a"b' + chr(10))
     'a\\x22b\\x0a'
@@ -99,7 +99,7 @@ def _escape(character: str) -> str:
 
 
 def comment(text: str) -> str:
-    """Return a text for a comment or a docstring, which it can neither leave nor reverse.
+    """Return a text for a comment or a docstring, which it can neither end nor reverse.
 
     >>> comment("blocks.0 (model.py:3)"), comment('a"b')
     ('blocks.0 (model.py:3)', "a'b")
@@ -109,7 +109,7 @@ def comment(text: str) -> str:
 
 
 def identifier(text: str) -> str:
-    """Return a valid Python name made of any text.
+    """Return a valid Python name for any text.
 
     >>> identifier("layers.0"), identifier("sum")
     ('layers_0', 'sum_')
@@ -121,7 +121,7 @@ def identifier(text: str) -> str:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """Return the name, with the first number that makes it differ from those taken.
+    """Return the name, with the first number that makes it unique if it is taken.
 
     >>> unused("Block", {"Block", "Block2"})
     'Block3'
@@ -134,7 +134,7 @@ def unused(name: str, taken: Iterable[str]) -> str:
 
 
 def is_attribute(text: str) -> bool:
-    """Return whether `self.text` means the attribute of that very name.
+    """Return whether `self.text` is the attribute of exactly that name.
 
     Python normalizes names outside of ASCII, and renames private ones inside of a class.
 
@@ -147,6 +147,6 @@ def is_attribute(text: str) -> bool:
 
 
 def is_importable(module: str, name: str) -> bool:
-    """Return whether `from module import name` is valid code that imports just that."""
+    """Return whether `from module import name` is valid code that imports only this name."""
     pieces = (*module.split("."), name)
     return all(_ATTRIBUTE.fullmatch(p) and not keyword.iskeyword(p) for p in pieces)

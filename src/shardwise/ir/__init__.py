@@ -1,4 +1,4 @@
-"""The graph that every stage reads."""
+"""The captured graph, which every later stage of the compiler reads."""
 
 from shardwise.ir.graph import (
     Buffer,

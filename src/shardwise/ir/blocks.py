@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwise.ir.graph import Buffer, Graph, Node, Ref, iter_refs, map_refs
+from shardwise.ir.graph import Graph, Node, Ref, iter_refs, map_refs
 
 # Text of whatever a plan or a user fixed for a block, given its path and its nodes. Blocks with
 # different constraints are not folded together.
@@ -35,7 +35,7 @@ def is_number(name: str) -> bool:
 
 
 def block_path(module: str, depth: int = 1) -> str | None:
-    """Return a module's path up to its numbered piece at this depth, if it has so many.
+    """Return a module's path up to its numbered piece at this depth, or None.
 
     >>> block_path("model.layers.0.mlp.experts.3")
     'model.layers.0'
@@ -122,7 +122,7 @@ def drop_blocks(
 def fold_blocks(
     graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
 ) -> tuple[Graph, tuple[str, ...], dict[str, str]]:
-    """As `drop_blocks`, and also map each dropped node to the node that stands for it."""
+    """Fold as `drop_blocks`, and also map each dropped node to the node that stands for it."""
     notes: list[str] = []
     stands: dict[str, str] = {}
     for depth in range(1, MAX_DEPTH + 1):
@@ -179,29 +179,29 @@ def _fold_at(
 
 
 def _substitutes(kinds: Mapping[str, str], required: Collection[str]) -> dict[str, str]:
-    """Map every block of a parent to the one that stands for it: itself, or an earlier kept one.
+    """Map every block of a parent to its substitute: itself, or an earlier block that remains.
 
-    What follows a dropped block is fed by its substitute instead. A block is kept where that edge
-    would skip over another kept block, since the order of kinds would change.
+    The block after a dropped one takes its input from the substitute. If that edge would skip
+    another remaining block, the order of kinds would change: the dropped block remains, too.
     """
     paths = list(kinds)
     seen: Counter[str] = Counter()
-    kept = set(required).intersection(paths)
+    remaining = set(required).intersection(paths)
     for path in paths:
         if seen[kinds[path]] < BLOCKS_PER_KIND:
-            kept.add(path)
+            remaining.add(path)
         seen[kinds[path]] += 1
     while True:
         last: dict[str, str] = {}
         substitutes: dict[str, str] = {}
         newest = ""
         for index, path in enumerate(paths):
-            if path in kept:
+            if path in remaining:
                 last[kinds[path]] = newest = path
             substitutes[path] = last[kinds[path]]
             following = paths[index + 1] if index + 1 < len(paths) else None
-            if substitutes[path] != newest and (following is None or following in kept):
-                kept.add(path)
+            if substitutes[path] != newest and (following is None or following in remaining):
+                remaining.add(path)
                 break
         else:
             return substitutes
@@ -229,15 +229,15 @@ def _signature(graph: Graph, path: str, nodes: list[Node], owners: Mapping[str, 
     return "\n".join(lines)
 
 
-def _without(graph: Graph, kept: list[bool], renamed: Mapping[str, str]) -> Graph:
-    """Return the graph of the kept nodes and of what they use, with renamed values."""
+def _without(graph: Graph, remains: list[bool], renamed: Mapping[str, str]) -> Graph:
+    """Return the graph of the remaining nodes and the sources they use, with renamed values."""
 
     def rename(arg: Any) -> Any:
         return map_refs(arg, lambda ref: Ref(renamed.get(ref.name, ref.name)))
 
     nodes = [
         dataclasses.replace(node, args=rename(node.args), kwargs=rename(node.kwargs))
-        for node, stays in zip(graph.nodes, kept, strict=True)
+        for node, stays in zip(graph.nodes, remains, strict=True)
         if stays
     ]
     before = {name for node in graph.nodes for name in node.inputs}
@@ -253,7 +253,11 @@ def _without(graph: Graph, kept: list[bool], renamed: Mapping[str, str]) -> Grap
     nodes = [node for node in nodes if node.name in alive]
     lost = before - {name for node in nodes for name in node.inputs}
     made = {name for node in nodes for name in node.outputs}
-    buffers = [b for b in graph.buffers if b.value not in lost]
+    buffers = tuple(
+        dataclasses.replace(b, mutation=renamed.get(b.mutation or "", b.mutation))
+        for b in graph.buffers
+        if b.value not in lost
+    )
     parameters = tuple(p for p in graph.parameters if p.value not in lost)
     constants = tuple(c for c in graph.constants if c.value not in lost)
     made |= {i.value for i in graph.inputs} | {p.value for p in parameters}
@@ -263,15 +267,8 @@ def _without(graph: Graph, kept: list[bool], renamed: Mapping[str, str]) -> Grap
         nodes=tuple(nodes),
         values={n: t for n, t in graph.values.items() if n in made},
         parameters=parameters,
-        buffers=tuple(_renamed_buffer(b, renamed) for b in buffers),
+        buffers=buffers,
         constants=constants,
         loss=loss,
         outputs=outputs,
-    )
-
-
-def _renamed_buffer(buffer: Buffer, renamed: Mapping[str, str]) -> Buffer:
-    mutation = buffer.mutation
-    return dataclasses.replace(
-        buffer, mutation=renamed.get(mutation, mutation) if mutation else None
     )

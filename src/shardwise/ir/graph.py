@@ -1,6 +1,4 @@
-"""The captured step: a flat, immutable graph of ATen calls over named values.
-
-Enters: what a frontend traced. Leaves: `Graph`, the value every later stage reads.
+"""Define `Graph`, the captured step: a flat, immutable list of ATen calls over named values.
 
 A node's arguments hold `Ref`s to values next to plain constants (numbers, strings, dtypes,
 nested tuples). Nodes with several results have several output names; there is no `getitem`.
@@ -10,6 +8,8 @@ Regions (`no_grad`, autocast, activation checkpointing) are flattened: each node
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +29,7 @@ class TensorType:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -61,34 +58,34 @@ class Node:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[str, ...]
-    module: str = ""  # path of the module that made the call: "blocks.0.attn"
-    module_class: str = ""  # its class name: "Attention"
+    module: str = ""  # path of the calling module: "blocks.0.attn"
+    module_class: str = ""  # the module's class name: "Attention"
     source: str = ""  # "model.py:41" of the innermost user frame
     source_text: str = ""  # that line's text, stripped
     grad_enabled: bool = True  # False inside torch.no_grad()
     autocast: tuple[str, torch.dtype, bool] | None = None  # (device type, dtype, enabled)
     recompute: str | None = None  # name of the activation-checkpoint group it is in
-    key: str = ""  # its name by place, where the graph is a part of another one (see `node_keys`)
+    key: str = ""  # its key in the full graph (see `node_keys`), if the graph is part of another
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The value names this node uses, in argument order, repeats kept."""
-        found: list[str] = []
-        _add_refs(self.args, found)
+        """Return the names of the values that this node uses, in argument order, with repeats."""
+        names: list[str] = []
+        _add_refs(self.args, names)
         for _, value in self.kwargs:
-            _add_refs((value,), found)
-        return tuple(found)
+            _add_refs((value,), names)
+        return tuple(names)
 
     @property
     def origin(self) -> str:
-        """`blocks.0.attn (model.py:41)`: what errors and reports show."""
+        """Return the place for errors and reports: `blocks.0.attn (model.py:41)`."""
         path = self.module or "the model"
         return f"{path} ({self.source})" if self.source else path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter: its value, its first name, and further names of the same tensor (tied)."""
+    """A parameter: its value, its first name, and the other names of a tied parameter."""
 
     value: str
     name: str
@@ -98,7 +95,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A buffer: its value, its names, and the value that forward leaves in it, if it changes."""
+    """A buffer: its value, its names, and the value that forward writes to it, if any."""
 
     value: str
     name: str
@@ -111,9 +108,9 @@ class Buffer:
 class Input:
     """One tensor of the batch: its value and its path, `input_ids` or `0` or `batch.mask`.
 
-    `path` is the pytree key path; two inputs may not share a tensor (capture separates them). In a
-    part of a graph an input may also be `received` from an earlier stage, or be computed from
-    the whole batch `precomputed`.
+    `path` is the pytree key path. Two inputs never share a tensor: capture separates them. In a
+    part of a graph, an input may also be `received` from an earlier stage, or `precomputed` from
+    the full batch.
     """
 
     value: str
@@ -132,15 +129,15 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientHook:
-    """A function of one parameter's whole gradient that runs when the gradient is complete.
+    """A function of one parameter's full gradient that runs when the gradient is complete.
 
     `function(gradient, value)` returns the new gradient; only hooks with `needs_value` read the
     parameter's value. An `elementwise` hook may run on any part of the gradient. `code` is the
-    traced computation with a digest of its constants, which decides whether two hooks are equal.
+    traced computation with a digest of its constants; hooks with equal code are equal.
     """
 
     parameter: str
-    accumulated: bool  # sees the gradient after it was added to that of earlier steps
+    accumulated: bool  # runs on the sum with earlier gradients, not on the new one alone
     name: str  # of the user's function
     source: str  # "train.py:12", where it is defined
     code: str
@@ -158,8 +155,8 @@ class Graph:
 
     `outputs` are the leaves of the model's output in pytree order: a `Ref` or a constant.
     `output_spec` is the output's `TreeSpec`: `frontend.rebuild_output(spec, leaves)` uses it.
-    `functions` maps `autograd_function.*` op names to the user's classes, for this process only;
-    so are `hooks`, which it also holds as "gradient hooks".
+    `functions` maps `autograd_function.*` op names to the user's classes, and "gradient hooks" to
+    the `hooks`; both exist in this process only.
     """
 
     name: str  # the model's class name
@@ -172,12 +169,12 @@ class Graph:
     loss: str | None = None
     outputs: tuple[Any, ...] = ()
     output_spec: Any = field(default=None, compare=False)
-    input_constants: tuple[tuple[str, Any], ...] = ()  # non-tensor arguments baked in
+    input_constants: tuple[tuple[str, Any], ...] = ()  # non-tensor arguments, fixed in the graph
     training: bool = True
     module_classes: Mapping[str, str] = field(default_factory=dict)  # path -> class name
     functions: Mapping[str, Any] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = ()
-    sends: tuple[str, ...] = ()  # values that later stages use, in a part of a graph
+    sends: tuple[str, ...] = ()  # in a part of a graph: values that later stages use
     hooks: tuple[GradientHook, ...] = ()  # of parameters, in the order in which they run
 
     def __str__(self) -> str:
@@ -189,7 +186,7 @@ class Graph:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides the computation; weights are not part of it."""
+        """Return a hex digest of everything that determines the computation; weights do not."""
         digest = hashlib.sha256(to_text(self, provenance=False).encode(errors="backslashreplace"))
         for constant in self.constants:
             data = constant.data.detach().cpu().contiguous()
@@ -225,25 +222,23 @@ class Graph:
 
 
 def node_keys(graph: Graph) -> dict[str, str]:
-    """Node name -> module path, operator and its number among its like in that module.
+    """Map each node's name to its key: module path, operator, and a number within the module.
 
-    These names do not depend on a plan, and are the same for other batch sizes and types: they key
-    random draws and say where a pipeline stage begins. `blocks.0.drop.dropout_0` is the first
-    dropout of the module blocks.0.drop.
+    Keys do not depend on a plan, nor on batch sizes and dtypes: they key random draws and say where
+    a pipeline stage begins. `blocks.0.drop.dropout_0` is the first dropout of blocks.0.drop.
     """
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[str] = Counter()
     keys: dict[str, str] = {}
     for node in graph.nodes:
-        name = node.op.split(".")[1] if "." in node.op else node.op
-        number = counts.get((node.module, name), 0)
-        counts[node.module, name] = number + 1
-        path = f"{node.module}." if node.module else ""
-        keys[node.name] = node.key or f"{path}{name}_{number}"
+        op = node.op.split(".")[1] if "." in node.op else node.op
+        stem = f"{node.module}.{op}" if node.module else op
+        keys[node.name] = node.key or f"{stem}_{counts[stem]}"
+        counts[stem] += 1
     return keys
 
 
 def iter_refs(arg: Any) -> Iterator[Ref]:
-    """Return all `Ref`s in a nested argument, in order."""
+    """Yield all `Ref`s in a nested argument, in order."""
     if isinstance(arg, Ref):
         yield arg
     elif isinstance(arg, tuple | list):
@@ -251,17 +246,17 @@ def iter_refs(arg: Any) -> Iterator[Ref]:
             yield from iter_refs(item)
 
 
-def _add_refs(args: Iterable[Any], found: list[str]) -> None:
-    """As `iter_refs`, without its generators: searches ask for inputs a million times."""
+def _add_refs(args: Iterable[Any], names: list[str]) -> None:
+    """Append the names of `iter_refs`, without generators: searches read inputs very often."""
     for arg in args:
         if isinstance(arg, Ref):
-            found.append(arg.name)
+            names.append(arg.name)
         elif isinstance(arg, tuple | list):
-            _add_refs(arg, found)
+            _add_refs(arg, names)
 
 
 def map_refs(arg: Any, replace: Any) -> Any:
-    """`arg` with every `Ref` replaced by `replace(ref)`; lists become tuples."""
+    """Return `arg` with every `Ref` replaced by `replace(ref)`; lists become tuples."""
     if isinstance(arg, Ref):
         return replace(arg)
     if isinstance(arg, tuple | list):
@@ -270,7 +265,7 @@ def map_refs(arg: Any, replace: Any) -> Any:
 
 
 def format_arg(arg: Any) -> str:
-    """One argument as text, the same in every process."""
+    """Return one argument as text, the same in every process."""
     if isinstance(arg, tuple | list):
         return "[" + ", ".join(format_arg(item) for item in arg) + "]"
     if isinstance(arg, Ref | int | float | bool | torch.dtype | torch.device):
@@ -279,7 +274,7 @@ def format_arg(arg: Any) -> str:
 
 
 def to_text(graph: Graph, *, provenance: bool = True) -> str:
-    """Return the graph as readable text; without provenance it is what the fingerprint hashes."""
+    """Return the graph as readable text; the fingerprint hashes it without provenance."""
     lines = [f"graph {graph.name} training={graph.training}"]
     types = graph.values
     for kind, sources in (

@@ -1,12 +1,8 @@
-"""Runs a graph node by node with real tensors: the reference for everything derived from it.
-
-Enters: a `Graph` and tensors for its parameters, buffers and inputs. Leaves: every value by name.
-"""
+"""Run a graph node by node with real tensors: the reference for everything derived from it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +10,9 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.ir.graph import Graph, Node, map_refs
+from shardwise.ir.schema import bind, operator, signature
+
+__all__ = ["RandomOp", "batch_norm", "interpret", "is_random", "resolve", "takes_device"]
 
 RandomOp = Callable[[Node, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -50,13 +49,19 @@ def interpret(
 
 
 def resolve(graph: Graph, op: str) -> Callable[..., Any]:
-    """Return the callable of a node's op: an ATen overload, a custom function, one of our own."""
+    """Return the callable of an op: an operator, a custom autograd function, or `batch_norm`."""
     if op in graph.functions:
         apply: Callable[..., Any] = graph.functions[op].apply
         return apply
     if op == "shardwise.batch_norm.default":
         return batch_norm
-    return _overload(op)
+    function: Callable[..., Any] | None = operator(op)
+    if function is None:
+        raise ShardwiseError(
+            f"operator {op} is not registered in this process",
+            hint="import the module that defines it",
+        )
+    return function
 
 
 def batch_norm(
@@ -68,46 +73,29 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Batch norm in training: the result, then the new running statistics, if there are any."""
+    """Apply batch norm in training; return the result and new running statistics, if any."""
     mean, var = (None if s is None else s.detach().clone() for s in (running_mean, running_var))
     out = torch.nn.functional.batch_norm(data, mean, var, weight, bias, True, momentum, eps)
     return (out, *(statistic for statistic in (mean, var) if statistic is not None))
 
 
-@functools.cache
-def _overload(op: str) -> Callable[..., Any]:
-    namespace, name, overload = op.split(".")
-    try:
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except AttributeError as error:
-        raise ShardwiseError(
-            f"operator {op} is not registered in this process",
-            hint="import the module that defines it",
-        ) from error
-    return found
-
-
 def takes_device(op: str) -> bool:
-    """Whether the operator makes a tensor from nothing: `arange`, `zeros`; graphs omit devices."""
-    if op.startswith(("autograd_function.", "shardwise.")):
-        return False
-    function: Any = _overload(op)
-    return any(argument.name == "device" for argument in function._schema.arguments)
+    """Return whether an operator such as `arange` takes a device, which graphs omit."""
+    return any(name == "device" for name, _ in signature(op) or ())
 
 
 def is_random(node: Node) -> bool:
     """Return whether the node draws random numbers.
 
-    Attention and recurrent layers do so only if their dropout is on.
+    Attention and recurrent layers do so only with dropout.
     """
     if node.op.startswith(("autograd_function.", "shardwise.")):
         return False
-    named = dict(node.kwargs)
     if node.op == "aten.scaled_dot_product_attention.default":
-        return bool(named.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+        return bool(bind(node)["dropout_p"])
     if node.op in ("aten.lstm.input", "aten.gru.input"):
         return bool(node.args[5] and node.args[6])
-    function: Any = _overload(node.op)
+    function = operator(node.op)
     return torch.Tag.nondeterministic_seeded in function.tags or "dropout" in node.op
 
 
@@ -125,10 +113,10 @@ def _sources(
     for kind, sources, given in groups:
         for source in sources:
             names = (source.name, *getattr(source, "aliases", ()))
-            found = next((given[name] for name in names if name in given), None)
-            if found is None:
+            tensor = next((given[name] for name in names if name in given), None)
+            if tensor is None:
                 raise ShardwiseError(f"no tensor for {kind} {source.name}", where=graph.name)
-            yield source.value, found
+            yield source.value, tensor
 
 
 @contextlib.contextmanager
@@ -146,6 +134,3 @@ def _results(node: Node, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
     several = isinstance(result, tuple | list)
     tensors = [r for r in (result if several else (result,)) if isinstance(r, torch.Tensor)]
     return zip(node.outputs, tensors, strict=True)
-
-
-__all__ = ["RandomOp", "batch_norm", "interpret", "is_random", "resolve", "takes_device"]

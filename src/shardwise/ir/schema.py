@@ -1,4 +1,4 @@
-"""Operators by name, and a node's arguments by their schema names.
+"""Look up operators by name, and a node's arguments by their schema names.
 
 >>> operator("aten.linear.default")
 <OpOverload(op='aten.linear', overload='default')>
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,21 +15,17 @@ import torch
 from shardwise.ir.graph import Node, Ref
 
 
-@cache
 def operator(name: str) -> Any:
-    """Return the `OpOverload` of `namespace.op.overload`, or None when torch does not know it."""
-    found: Any = torch.ops
-    for piece in name.split("."):
-        try:
-            found = getattr(found, piece)
-        except (AttributeError, RuntimeError):
-            return None
-    return found
+    """Return the `OpOverload` of `namespace.op.overload`, or None if it is not registered."""
+    try:
+        return attrgetter(name)(torch.ops)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 @cache
 def signature(name: str) -> tuple[tuple[str, Any], ...] | None:
-    """`(argument, default)` in schema order; a missing default is `...`. None: no schema."""
+    """Return `(argument, default)` in schema order (`...`: none); None for an op without schema."""
     op = operator(name)
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -38,9 +35,7 @@ def signature(name: str) -> tuple[tuple[str, Any], ...] | None:
 
 
 def bind(node: Node) -> dict[str, Any]:
-    """Return the node's arguments by name, defaults filled in;
-    positions where there is no schema.
-    """
+    """Return the node's arguments by name with defaults; by position if it has no schema."""
     arguments = signature(node.op)
     if arguments is None:
         return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
@@ -64,8 +59,8 @@ def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
     if op == "embedding":
         return (given["weight"].name, 0) if given.get("indices") == Ref(index) else None
     if op == "index":
-        places = list(given.get("indices") or ())
-        return (given["self"].name, places.index(Ref(index))) if Ref(index) in places else None
+        indices = list(given.get("indices") or ())
+        return (given["self"].name, indices.index(Ref(index))) if Ref(index) in indices else None
     if given.get("index") != Ref(index):
         return None
     return given["self"].name, given.get("dim", 0)

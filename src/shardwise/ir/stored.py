@@ -1,8 +1,8 @@
-"""A `Graph` as JSON data, and back.
+"""Convert a `Graph` to JSON and back.
 
 Operators are stored by name and looked up among torch's own when a graph is read; numbers, dtypes,
-references and trees have tagged forms. Nothing is imported or evaluated. What has no such form
-(autograd functions, hooks, operators of other libraries, large constants) raises `NotStorable`.
+references and trees have tagged forms. Nothing is imported or evaluated. Everything else (autograd
+functions, hooks, operators of other libraries, large constants) raises `NotStorable`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class NotStorable(ShardwiseError):
-    """A graph, or a file, that does not have the form of stored graphs."""
+    """The graph cannot be stored, or the file is not a stored graph."""
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
-    """Return the graph as data from which an equal one can be made, or raise `NotStorable`."""
+    """Return JSON data from which an equal graph can be read, or raise `NotStorable`."""
     if graph.functions or graph.hooks:
         raise NotStorable("autograd functions and gradient hooks live in one process")
     data = {
@@ -59,18 +59,15 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         "module_classes": list(graph.module_classes.items()),
         "output_spec": _encode_spec(graph.output_spec),
     }
-    again = graph_from_json(data)
-    if not (
-        again == graph
-        and to_text(again) == to_text(graph)
-        and repr(again.output_spec) == repr(graph.output_spec)
-    ):
-        raise NotStorable("the graph holds something that its stored form does not")
+    read = graph_from_json(data)
+    same_text = to_text(read) == to_text(graph)
+    if read != graph or not same_text or repr(read.output_spec) != repr(graph.output_spec):
+        raise NotStorable("the stored form of the graph is not complete")
     return data
 
 
 def graph_from_json(data: Any) -> Graph:
-    """Return the graph, checked, or raise `NotStorable`."""
+    """Return the graph after checking it, or raise `NotStorable`."""
     try:
         fields: dict[str, Any] = {name: _decode(data[name]) for name in _PLAIN}
         for kind, cls in _SOURCES.items():
@@ -87,15 +84,15 @@ def graph_from_json(data: Any) -> Graph:
         _check(graph)
     except NotStorable:
         raise
-    except Exception as error:  # whatever a damaged or hostile file leads to
+    except Exception as error:  # a damaged or hostile file may raise anything
         raise NotStorable(f"not a stored graph: {type(error).__name__}") from error
     if graph.fingerprint != data["fingerprint"]:
-        raise NotStorable("the graph is not the one that was stored")
+        raise NotStorable("fingerprint mismatch: the stored graph was changed")
     return graph
 
 
 def _check(graph: Graph) -> None:
-    """Refuse names that are no names, and operators that are not torch's."""
+    """Refuse names that are not identifiers, and operators that are not torch's."""
     if not all(_NAME.fullmatch(name) for name in graph.values):
         raise NotStorable("a value's name is not an identifier")
     for node in graph.nodes:
@@ -173,15 +170,8 @@ def _encode_constant(constant: Constant) -> list[Any]:
     if not plain or data.device.type != "cpu" or data.nbytes > LARGEST_CONSTANT:
         raise NotStorable(f"constant {constant.value} is large, or not a plain tensor on the CPU")
     content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [
-        constant.value,
-        *_encode_type(TensorType(tuple(data.shape), data.dtype)),
-        _text(content),
-    ]
-
-
-def _text(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")
+    kind = TensorType(tuple(data.shape), data.dtype)
+    return [constant.value, *_encode_type(kind), base64.b64encode(content).decode("ascii")]
 
 
 def _decode_constant(value: str, shape: list[int], dtype: str, content: str) -> Constant:
@@ -194,7 +184,7 @@ def _decode_constant(value: str, shape: list[int], dtype: str, content: str) -> 
 
 
 def _encode_spec(spec: Any) -> Any:
-    """How an output nests: classes by name, which must be registered with pytree when read."""
+    """Encode how an output nests; its classes are found in pytree's registry when it is read."""
     if spec is None or spec.is_leaf():
         return None if spec is None else "leaf"
     context = list(spec.context) if isinstance(spec.context, list) else spec.context
@@ -209,7 +199,7 @@ def _decode_spec(data: Any) -> Any:
     name, context, children = data
     cls = next((c for c in pytree.SUPPORTED_NODES if _class_name(c) == name), None)
     if cls is None or cls.__module__.partition(".")[0] not in ("builtins", "transformers"):
-        raise NotStorable(f"{name} is not a class of outputs that is known here")
+        raise NotStorable(f"{name} is not a known output class")
     return pytree.TreeSpec(cls, context, [_decode_spec(child) for child in children])
 
 
