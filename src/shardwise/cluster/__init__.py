@@ -1,4 +1,4 @@
-"""The machines a plan is for, and the mesh of named axes its ranks form."""
+"""Describe clusters and their networks, and meshes of named axes over their ranks."""
 
 from shardwise.cluster.cluster import Cluster, ClusterNode, Ssh, Start
 from shardwise.cluster.device import Curve, Device

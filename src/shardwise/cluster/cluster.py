@@ -1,4 +1,4 @@
-"""The cluster: nodes with devices, and the network between them.
+"""Describe a cluster: nodes with devices, and the network between them.
 
 A `Cluster` comes from a YAML file, a preset, or a number of ranks on this machine; plans are made
 for one, and estimates are computed from it. Ranks are numbered node by node, device by device.
@@ -10,16 +10,28 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from shardwise.cluster.device import Device
-from shardwise.cluster.links import Link, Network, Nic
-from shardwise.cluster.names import MOST, Pattern, count, expand, expand_all
-from shardwise.errors import ClusterError
+from shardwise.cluster.links import (
+    MAX_COUNT,
+    Link,
+    Network,
+    Nic,
+    Pattern,
+    Switch,
+    Trunk,
+    count,
+    expand,
+    expand_all,
+)
+from shardwise.errors import ClusterError, did_you_mean
 from shardwise.files import read_text, write_text
 from shardwise.schema import AS_MAPPING, ONE_OR_MORE, Range, Stored, check_fields
 
@@ -38,7 +50,7 @@ Port = Annotated[int, Range(1, 2**16 - 1), Stored(always=True)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ssh:
-    """How a node is reached to start its ranks: `program -o OPTION -i KEY -p PORT user@address`."""
+    """How to reach a node to start its ranks: `program -o OPTION -i KEY -p PORT user@address`."""
 
     user: Annotated[str, Stored(always=True)] = ""
     key: Annotated[str, Stored(always=True)] = ""
@@ -52,7 +64,7 @@ class Ssh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How a node's ranks start; empty settings are those of the launching machine."""
+    """How to start a node's ranks; empty settings are those of the launching machine."""
 
     folder: str = ""
     python: str = ""
@@ -107,7 +119,7 @@ class ClusterNode:
             raise ClusterError(
                 f"devices of kinds {' and '.join(kinds)}: the ranks of a node use one library",
                 where=where,
-                hint="a node each",
+                hint="describe a node for each kind",
             )
         if self.address and count(self.address) != self.copies:
             raise ClusterError(
@@ -140,9 +152,9 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the topology is computed once, on first use
 class Cluster:
-    """Nodes, and the network between them; `port` is where the ranks meet, on the first node.
+    """Nodes, and the network between them; the ranks rendezvous at `port` of the first node.
 
-    `start` holds for every node that does not say otherwise.
+    `start` applies to every node that does not override it.
 
     >>> Cluster.local(4).num_ranks
     4
@@ -162,10 +174,10 @@ class Cluster:
             raise ClusterError(
                 f"cluster {self.name} has no nodes", hint="Cluster.local(4)", part=("nodes",)
             )
-        if self.num_ranks > MOST:
-            raise ClusterError(f"{self.num_ranks:,} ranks, more than {MOST:,}", part=("nodes",))
-        from shardwise.cluster.check import check
-
+        if self.num_ranks > MAX_COUNT:
+            raise ClusterError(
+                f"{self.num_ranks:,} ranks, more than {MAX_COUNT:,}", part=("nodes",)
+            )
         check(self)
 
     @classmethod
@@ -201,7 +213,7 @@ class Cluster:
     ) -> Cluster:
         """Equal nodes of a known kind, for example `Cluster.preset("h100", nodes=8)`.
 
-        `nic_gbit_per_s` is that of all cards of a node together.
+        `nic_gbit_per_s` is the total of all network cards of a node.
         """
         from shardwise.cluster.presets import preset
 
@@ -264,7 +276,7 @@ class Cluster:
         return subset(self, ranks)
 
     def link_between(self, a: int, b: int) -> Link:
-        """Return the link that traffic from rank `a` to rank `b` would see on its own."""
+        """Return the link from rank `a` to rank `b` in the absence of other traffic."""
         path = self.path(a, b)
         capacities = self.topology.capacity_of
         slowest = min((capacities(name) for name in path.resources), default=math.inf)
@@ -326,7 +338,164 @@ def machine_memory_bytes() -> int:
         return _FALLBACK_MEMORY_BYTES
 
 
-# A part of a cluster: some of its devices, as a cluster of their own.
+# ------------------------------------------------------------ consistency
+
+
+def check(cluster: Cluster) -> None:
+    """Refuse a cluster whose parts contradict each other."""
+    known = _check_names(cluster)
+    domain_of = _check_domains(cluster, known)
+    _check_links(cluster, set(domain_of))
+    _check_switches(cluster, known, domain_of)
+    for index, trunk in enumerate(cluster.network.trunks):
+        with _errors_at(f"trunk {trunk.name}", "network", "trunks", index):
+            _check_trunk(trunk, known, domain_of)
+    for kind in ("switches", "trunks"):
+        given = [item.name for item in getattr(cluster.network, kind)]
+        for index, name in enumerate(given):
+            if name in given[:index]:
+                with _errors_at(f"network.{kind}", "network", kind, index):
+                    raise ClusterError(f"{given.count(name)} {kind} are named {name!r}")
+
+
+@contextmanager
+def _errors_at(what: str, *part: str | int) -> Iterator[None]:
+    """Attribute errors to this part of the cluster."""
+    try:
+        yield
+    except ClusterError as error:
+        raise ClusterError(error.message, where=what, hint=error.hint, part=part) from None
+
+
+def _check_names(cluster: Cluster) -> set[str]:
+    known = Counter(name for node in cluster.nodes for name in expand(node.name))
+    twice = {name for name, number in known.items() if number > 1}
+    for index, node in reversed(list(enumerate(cluster.nodes))):
+        for name in sorted(twice.intersection(expand(node.name))):
+            with _errors_at(f"node {node.name}", "nodes", index):
+                raise ClusterError(
+                    f"{known[name]} nodes are named {name!r}", hint="name each differently"
+                )
+    return set(known)
+
+
+def _check_domains(cluster: Cluster, known: set[str]) -> dict[str, int]:
+    domain_of: dict[str, int] = {}
+    groups = 0
+    for index, domain in enumerate(cluster.network.domains):
+        with _errors_at(f"domain of {', '.join(domain.nodes)}", "network", "domains", index):
+            _check_finite(domain.link)
+            _check_known(domain.nodes, known)
+            for group in domain.groups():
+                for name in group:
+                    if name in domain_of:
+                        raise ClusterError(f"node {name} is in two domains")
+                    domain_of[name] = groups
+                groups += 1
+    return domain_of
+
+
+def _check_links(cluster: Cluster, in_domains: set[str]) -> None:
+    for index, node in enumerate(cluster.nodes):
+        with _errors_at(f"node {node.name}", "nodes", index):
+            inside = [name in in_domains for name in expand(node.name)]
+            if node.link is not None:
+                _check_finite(node.link)
+            if any(inside) and node.link is not None:
+                raise ClusterError("has its own link and is in a domain", hint="remove its link")
+            if not all(inside) and node.link is None and node.count > 1:
+                raise ClusterError(
+                    f"{node.count} devices without a link between them",
+                    hint="link: {bandwidth_gb_per_s: 450, latency_us: 1}",
+                )
+            if node.nic is None and cluster.num_nodes > 1:
+                raise ClusterError(
+                    "has no nic to reach the other nodes",
+                    hint="nic: {count: 8, bandwidth_gbit_per_s: 400, latency_us: 2}",
+                )
+
+
+def _check_finite(link: Link) -> None:
+    """Refuse infinite bandwidth, which only the link from a rank to itself may have."""
+    if link.bandwidth_bytes_per_s == math.inf:
+        raise ClusterError("bandwidth_bytes_per_s is inf, must be a finite number", where="link")
+
+
+def _check_switches(cluster: Cluster, known: set[str], domain_of: Mapping[str, int]) -> None:
+    groups = []
+    for index, switch in enumerate(cluster.network.switches):
+        with _errors_at(f"switch {switch.name}", "network", "switches", index):
+            _check_known(switch.nodes, known)
+            for group in switch.groups():
+                _check_domain_is_complete(group, domain_of)
+                groups.append((index, frozenset(group)))
+    _check_nesting(cluster.network.switches, groups)
+
+
+def _check_nesting(
+    switches: Sequence[Switch], switched: Iterable[tuple[int, frozenset[str]]]
+) -> None:
+    """Refuse groups that overlap without one containing the other; each has its switch's index."""
+    groups = sorted(switched, key=lambda each: -len(each[1]))
+    around: dict[str, int] = {}  # node -> the smallest group so far
+    for number, (index, group) in enumerate(groups):
+        within = {around[name] for name in group if name in around}
+        for other in sorted(within):
+            outer = groups[other][1]
+            if group <= outer:
+                continue
+            switch, before = switches[index], switches[groups[other][0]]
+            with _errors_at(f"switch {switch.name}", "network", "switches", index):
+                raise ClusterError(
+                    f"switches {before.name} and {switch.name} share {min(group & outer)}, but "
+                    f"{min(outer - group)} and {min(group - outer)} are behind one of them alone",
+                    hint="put all nodes of the smaller switch behind the larger one, or none",
+                )
+        around.update(dict.fromkeys(group, number))
+
+
+def _check_trunk(trunk: Trunk, known: set[str], domain_of: Mapping[str, int]) -> None:
+    for side in trunk.between:
+        _check_known(side, known)
+    ends = [set(expand_all(side)) for side in trunk.between]
+    if ends[0] & ends[1]:
+        raise ClusterError(
+            f"node {min(ends[0] & ends[1])} is at both ends", hint="list each node at one end"
+        )
+    shared = {domain_of[n] for n in ends[0] if n in domain_of}
+    for name in sorted(ends[1]):
+        if domain_of.get(name) in shared:
+            raise ClusterError(
+                f"node {name} is in a domain with nodes of the other end",
+                hint="keep the nodes of a domain at one end",
+            )
+
+
+def _check_domain_is_complete(group: tuple[str, ...], domain_of: Mapping[str, int]) -> None:
+    sizes = Counter(domain_of.values())
+    for domain, number in Counter(domain_of[n] for n in group if n in domain_of).items():
+        if number != sizes[domain]:
+            raise ClusterError(
+                f"holds {number} of the {sizes[domain]} nodes of a domain",
+                hint="put all of them behind the switch, or none",
+            )
+
+
+def _check_known(patterns: Iterable[str], known: set[str]) -> None:
+    names = expand_all(patterns)
+    for name in names:
+        if name not in known:
+            raise ClusterError(
+                f"no node {name!r}{did_you_mean(name, sorted(known))}",
+                hint=f"name one of the {len(known)} nodes, such as {min(known)}",
+            )
+    if not names:
+        raise ClusterError("no node is named", hint=f"nodes: [{min(known)}]")
+    if len(set(names)) != len(names):
+        raise ClusterError("a node is named twice")
+
+
+# ------------------------------------------------------------ a part of a cluster
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -335,18 +504,20 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def subset(cluster: Cluster, ranks: Collection[int]) -> Cluster:
     """Return the cluster of these ranks, in its order.
 
-    On a node of which only some devices are left, `CUDA_VISIBLE_DEVICES` says which. Raises a
+    Where only some devices of a node remain, `CUDA_VISIBLE_DEVICES` selects them. Raises a
     `ClusterError` where the network is described in groups of nodes that this would change.
     """
     wanted = set(ranks)
     outside = sorted(rank for rank in wanted if not 0 <= rank < cluster.num_ranks)
     if not wanted or outside:
-        raise ClusterError(f"ranks {outside} of {cluster.num_ranks} of cluster {cluster.name}")
+        raise ClusterError(
+            f"ranks {outside} are not among the {cluster.num_ranks} of cluster {cluster.name}"
+        )
     if len(wanted) == cluster.num_ranks:
         return cluster
     nodes = tuple(_nodes(cluster, wanted))
     if len(nodes) == nodes[0].copies == 1 < cluster.num_nodes:
-        # A lone node of which nothing is said would be started on this machine.
+        # Without settings for ssh, the launcher would start a single node on this machine.
         nodes = (replace(nodes[0], ssh=nodes[0].ssh or Ssh()),)
     names = set(expand_all(node.name for node in nodes))
     return replace(
@@ -386,19 +557,20 @@ def _with_devices(node: ClusterNode, local: list[int]) -> ClusterNode:
 
 
 def _network(network: Network, names: set[str]) -> Network:
-    """Return the network without nodes that are left out."""
+    """Return the network of the nodes in `names`."""
 
-    def rest(patterns: tuple[str, ...], every: int) -> tuple[str, ...]:
-        known = [name for pattern in patterns for name in expand(pattern)]
-        kept = tuple(name for name in known if name in names)
-        if every and kept and len(kept) < len(known):
-            raise ClusterError(f"nodes of which every {every} form a group cannot be left out")
-        return patterns if len(kept) == len(known) else kept
+    def select(patterns: tuple[str, ...], every: int) -> tuple[str, ...]:
+        known = expand_all(patterns)
+        selected = tuple(name for name in known if name in names)
+        if every and selected and len(selected) < len(known):
+            raise ClusterError(f"cannot remove nodes that form groups of {every}")
+        return patterns if len(selected) == len(known) else selected
 
-    domains = [replace(d, nodes=rest(d.nodes, d.every)) for d in network.domains]
-    switches = [replace(s, nodes=rest(s.nodes, s.every)) for s in network.switches]
+    domains = [replace(d, nodes=select(d.nodes, d.every)) for d in network.domains]
+    switches = [replace(s, nodes=select(s.nodes, s.every)) for s in network.switches]
     trunks = [
-        replace(t, between=(rest(t.between[0], 0), rest(t.between[1], 0))) for t in network.trunks
+        replace(t, between=(select(t.between[0], 0), select(t.between[1], 0)))
+        for t in network.trunks
     ]
     return replace(
         network,

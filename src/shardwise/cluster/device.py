@@ -1,7 +1,7 @@
-"""A device: how fast it computes, how much memory it has, and what it costs.
+"""Describe a device: compute rates, memory and price.
 
-`Device` holds the figures of a data sheet, a preset or a measurement; its methods return the rate
-for a size. Every rate is scaled by `speed`, so that a slow device differs in a single figure.
+The figures come from a data sheet, a preset or a measurement. Every rate is scaled by `speed`, so
+that a slow device differs from the others in a single figure.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Device:
     )
     host_memory_bytes: Annotated[int, Range(0), Stored("host_memory_gib", GIB, always=True)] = 0
     price_per_hour: Annotated[float, Range(0), Stored(always=True)] = 0.0
-    # The fraction of its speed that computing loses while messages travel.
+    # The fraction of its speed that compute loses while messages travel.
     overlap_loss: Annotated[float, Range(0, 1), Stored(always=True)] = 0.0
     speed: Annotated[float, Range(0, above=True), Stored(always=True)] = 1.0
 
@@ -111,9 +111,9 @@ class Device:
         if self.reserved_bytes >= self.memory_bytes:
             raise ClusterError(
                 f"{self.reserved_bytes / 2**30:.2f} GiB of {self.memory_bytes / 2**30:.2f} GiB are "
-                "reserved: nothing is left",
+                "reserved, which leaves nothing",
                 where=where,
-                hint="a smaller reserved_gib",
+                hint="reduce reserved_gib",
             )
 
     @property

@@ -1,8 +1,8 @@
-"""Cluster files: YAML text to `Cluster` and back.
+"""Read and write cluster files: YAML text to `Cluster` and back.
 
-Writing and reading again gives the same cluster, and the text has one fixed form, from which the
-fingerprint is computed. `docs/guides/clusters.md` describes every field. Numbers are read as
-decimals, so that a unit in a field's name costs no digit.
+A round trip gives the same cluster. The text has one canonical form, from which the fingerprint is
+computed. `docs/guides/clusters.md` describes every field. Numbers are read as
+decimals, so that converting units loses no digits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from shardwise.cluster.cluster import (
     Start,
 )
 from shardwise.cluster.device import Curve, Device
-from shardwise.cluster.links import Factor, Network
-from shardwise.cluster.names import MOST
+from shardwise.cluster.links import MAX_COUNT, Factor, Network
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.schema import KeyPath, Range, Reader, Writer, parse_yaml
 
@@ -35,7 +34,7 @@ FORMAT_VERSION = 2
 MAX_VALUES = 500_000  # in a cluster file
 
 Rate = Annotated[float, Range(0, above=True)]
-Count = Annotated[int, Range(1, MOST)]
+Count = Annotated[int, Range(1, MAX_COUNT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ def from_yaml(text: str, file: str) -> Cluster:
     version = value.get("version") if isinstance(value, Mapping) else str(FORMAT_VERSION)
     if version != str(FORMAT_VERSION):
         reader.fail(
-            f"cluster format version {version}, this is {FORMAT_VERSION}",
+            f"cluster format version {version}, expected {FORMAT_VERSION}",
             ("version",) if version else (),
             hint=f"version: {FORMAT_VERSION}",
         )
@@ -72,7 +71,7 @@ def from_yaml(text: str, file: str) -> Cluster:
 
 
 def open_reader(text: str, file: str) -> tuple[Reader, Any]:
-    """Return the value of a text in the language of cluster files, and what reads its parts."""
+    """Parse a text in the format of cluster files; return a reader of its parts, and the value."""
     value, lines = parse_yaml(text, ClusterError, where=file, max_values=MAX_VALUES, typed=False)
     devices: dict[str, Device] = {}
     hooks: dict[Any, Any] = {
@@ -85,17 +84,17 @@ def open_reader(text: str, file: str) -> tuple[Reader, Any]:
 
 
 def read_device(reader: Reader, value: Any, path: KeyPath, name: str) -> Device:
-    """Return a kind of device; fields that are not given are those of its `preset`."""
+    """Return a kind of device; missing fields are those of its `preset`."""
     if not isinstance(value, Mapping) or value.get("preset") is None:
         return reader.construct(Device, path, name=name, **reader.fields(Device, value, path))
     from shardwise.cluster.presets import preset_device
 
     inner = (*path, "preset")
     base = reader.construct(preset_device, inner, reader.read(str, value["preset"], inner))
-    return _changed(reader, base, value, path, "preset", name=name)
+    return _override(reader, base, value, path, "preset", name=name)
 
 
-def _changed(
+def _override(
     reader: Reader, base: Device, value: Mapping[str, Any], path: KeyPath, *omit: str, **more: str
 ) -> Device:
     rest = {name: item for name, item in value.items() if name not in omit}
@@ -134,7 +133,7 @@ def _read_node_devices(
             reader.fail("field 'device' is missing", inner, hint="device: …")
         base = named(reader.read(str, item["device"], (*inner, "device")), inner)
         number = reader.read(Count, item.get("count") or "1", (*inner, "count"))
-        result += [_changed(reader, base, item, inner, "device", "count")] * number
+        result += [_override(reader, base, item, inner, "device", "count")] * number
     return tuple(result)
 
 

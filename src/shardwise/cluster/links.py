@@ -1,26 +1,94 @@
-"""Links between the devices of a node, between nodes and between switches.
+"""Describe links between the devices of a node, between nodes and between switches.
 
-These are frozen descriptions of bandwidths and latencies; `topology.py` derives the resources that
-traffic shares from them.
+`topology.py` derives from these bandwidths and latencies the resources that traffic shares. Nodes
+are named by patterns: `gpu[0-63]` stands for 64 of them.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated
 
 from shardwise.cluster.device import Curve
-from shardwise.cluster.names import MOST, Pattern, expand_all
 from shardwise.errors import ClusterError
 from shardwise.schema import (
     AS_MAPPING,
     ONE_OR_MORE,
+    Form,
     OneOf,
     Range,
     Stored,
     check_fields,
 )
+
+MAX_COUNT = 10**6  # of ranks, nodes, network cards and so on
+MAX_NAME = 255  # characters of a host name
+_NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_RANGE = re.compile(r"^([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)$")
+
+
+@cache
+def expand(pattern: str) -> tuple[str, ...]:
+    """Return all names of a pattern, in order.
+
+    >>> expand("gpu[08-10,20]")
+    ('gpu08', 'gpu09', 'gpu10', 'gpu20')
+    >>> expand("localhost")
+    ('localhost',)
+    """
+    match = _RANGE.match(pattern)
+    if match is None:
+        if not pattern or "[" in pattern or "]" in pattern:
+            raise _malformed(pattern)
+        return (pattern,)
+    head, inside, tail = match.groups()
+    if len(head) + len(tail) > MAX_NAME:
+        raise ClusterError(f"{pattern[:60]!r}… is a name of more than {MAX_NAME} characters")
+    parts = [_numbers(part) for part in inside.split(",")]
+    if sum(len(numbers) for numbers, _ in parts) > MAX_COUNT:
+        raise ClusterError(f"more than {MAX_COUNT:,} names in {pattern[:60]!r}", hint="gpu[0-63]")
+    return tuple(
+        f"{head}{str(number).zfill(width)}{tail}" for numbers, width in parts for number in numbers
+    )
+
+
+@cache
+def count(pattern: str) -> int:
+    """Return how many names the pattern stands for."""
+    return len(expand(pattern)) if "[" in pattern or "]" in pattern or not pattern else 1
+
+
+def expand_all(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of several patterns, in order."""
+    return tuple(name for pattern in patterns for name in expand(pattern))
+
+
+def _checked(pattern: str) -> str:
+    expand(pattern)  # raises
+    return pattern
+
+
+Pattern = Annotated[str, Form(_checked)]  # a name or a range of names in a file
+
+
+def _numbers(part: str) -> tuple[range, int]:
+    """Return the numbers of `08-10`, and the digits that each is written with."""
+    match = _NUMBERS.fullmatch(part.strip())
+    if match is None:
+        raise _malformed(part)
+    first, last = match[1], match[2] or match[1]
+    if int(last) < int(first):
+        raise _malformed(part)
+    return range(int(first), int(last) + 1), len(first)
+
+
+def _malformed(text: str) -> ClusterError:
+    return ClusterError(f"{text[:80]!r} is neither a name nor a range of names", hint="gpu[0-63]")
+
 
 OPERATIONS = (
     "all_reduce",
@@ -36,7 +104,7 @@ ONE = Curve.constant(1.0)
 Names = Annotated[tuple[Pattern, ...], ONE_OR_MORE, Stored(single=True)]
 Latency = Annotated[float, Range(0), Stored("latency_us", "1e-6")]
 MessageTime = Annotated[float, Range(0), Stored("message_us", "1e-6")]
-Every = Annotated[int, Range(0, MOST)]
+Every = Annotated[int, Range(0, MAX_COUNT)]
 # Reductions inside a switch can exceed the bandwidth of a link, but not twofold.
 Efficiency = Annotated[float, Range(0, 2, above=True)]
 GBIT = "125e6"  # bytes per second
@@ -50,7 +118,7 @@ class Factor:
     size of the groups it was measured on; 0 stands for any.
     """
 
-    ranks: Annotated[int, Range(0, MOST)] = 0
+    ranks: Annotated[int, Range(0, MAX_COUNT)] = 0
     latency: Annotated[float, Range(0, above=True), Stored(always=True)] = 1.0
     bytes: Annotated[Curve, Stored(always=True)] = ONE
 
@@ -115,7 +183,7 @@ class Link:
 class Nic:
     """The network cards of a node: `count` equal ones, each serving as many devices."""
 
-    count: Annotated[int, Range(1, MOST), Stored(always=True)] = 1
+    count: Annotated[int, Range(1, MAX_COUNT), Stored(always=True)] = 1
     bandwidth_bytes_per_s: Annotated[
         float, Range(0, above=True), Stored("bandwidth_gbit_per_s", GBIT)
     ]

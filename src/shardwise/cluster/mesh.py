@@ -1,8 +1,7 @@
-"""A mesh: the ranks arranged along named axes.
+"""Arrange ranks in a mesh of named axes.
 
-A `Mesh` has named axes with numbers of ranks, or with the shares that ranks take. It converts
-between ranks and coordinates and lists the groups of ranks that communicate along some axes. No
-process group is made here.
+A `Mesh` converts between ranks and coordinates and lists the groups of ranks that communicate along
+some axes. It creates no process groups: the compiler uses it as well.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shardwise.errors import ClusterError, did_you_mean
 from shardwise.shares import axes_of, written
 
 MAX_AXES = 16
-MAX_RANKS = 1 << 22  # of places: micro-batches are an axis, too
+MAX_RANKS = 1 << 22  # counts micro-batches as well, which are an axis, too
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -26,8 +25,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 class Mesh:
     """Named axes and their sizes, in order; ranks are row-major, the last axis fastest.
 
-    A size is a number of ranks, among which a cut is even. `Shares(2, 1)`, or a tuple or list of
-    weights, is an axis of ranks that take unequal parts of whatever is cut over it.
+    A size is a number of ranks that take equal shards. `Shares(2, 1)`, or a tuple or list of
+    weights, is an axis of ranks that take unequal shards of whatever is sharded over it.
 
     >>> mesh = Mesh.of(dp=2, tp=2)
     >>> mesh.coordinate(1)
@@ -54,13 +53,11 @@ class Mesh:
             raise ClusterError(f"mesh axis {repeated[0]} is given twice in {self}")
         object.__setattr__(self, "axes", tuple(axes_of(self.axes).items()))
         if self.size > MAX_RANKS:
-            raise ClusterError(
-                f"a mesh of {self.size:,} ranks is larger than the {MAX_RANKS:,} that are supported"
-            )
+            raise ClusterError(f"a mesh of {self.size:,} ranks exceeds the limit of {MAX_RANKS:,}")
 
     @classmethod
     def of(cls, **sizes: int | Sequence[int]) -> Mesh:
-        """`Mesh.of(dp=2, tp=2)`, or `Mesh.of(dp=(2, 1))`: axes in the order given."""
+        """Return a mesh of these axes in order: `Mesh.of(dp=2, tp=2)`, `Mesh.of(dp=(2, 1))`."""
         return cls(axes=tuple(axes_of(sizes).items()))
 
     @property
@@ -83,7 +80,7 @@ class Mesh:
         return int(dict(self.axes)[name])
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` is: axis name -> index."""
+        """Return the index of `rank` along each axis."""
         if not 0 <= rank < self.size:
             raise ClusterError(f"rank {rank} is outside {self} with {self.size} ranks")
         indices: dict[str, int] = {}
@@ -105,8 +102,7 @@ class Mesh:
         return rank
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that differ only along `axes`, one tuple per group; every rank is in
-        one.
+        """Return the groups of ranks that differ only along `axes`; every rank is in one.
 
         Inside a group the ranks follow `axes` in the order given, the last one fastest; the
         groups follow the remaining axes in the mesh's order.
@@ -133,12 +129,12 @@ class Mesh:
                 raise ClusterError(f"{self} has no axis {name!r}{near}")
 
     def to_json(self) -> dict[str, Any]:
-        """`{"dp": 2}`, or `{"dp": [2, 1]}` where ranks take unequal shares."""
+        """Return `{"dp": 2}`, or `{"dp": [2, 1]}` where ranks take unequal shards."""
         return {name: written(size) for name, size in self.axes}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Mesh:
-        """Return the mesh that `to_json` gave, or an edited one."""
+        """Return the mesh described by the result of `to_json`, or an edited one."""
         return Mesh(axes=tuple(data.items()))
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Presets: clusters of equal nodes of a known kind, by name or as text such as `h100:8x8`.
+"""Build clusters of equal nodes of a known kind, by name or from a text such as `h100:8x8`.
 
-All figures are in `presets.yaml`, with their sources.
+The figures and their sources are in `presets.yaml`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Preset:
     link: Link
     nic: Nic
     network: Network = field(default_factory=Network)
-    domain_devices: int = 0  # of a link that spans several nodes
+    domain_devices: int = 0  # devices that one link connects across nodes
     aliases: Annotated[tuple[str, ...], ONE_OR_MORE] = ()
 
 
@@ -52,7 +52,7 @@ def preset(
     for name, value in (("nodes", nodes), ("devices_per_node", per_node)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ClusterError(
-                f"{name} is {value!r}, must be a whole number of at least 1",
+                f"{name} is {value!r}, must be an integer of at least 1",
                 hint=f'Cluster.preset("{kind}", nodes=2, devices_per_node=8)',
             )
     names = "node0" if nodes == 1 else f"node[0-{nodes - 1}]"
@@ -87,7 +87,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def _cards(known: Preset, per_node: int, gbit_per_s: float | None) -> Nic:
-    """Return as many cards for each device as a full node has, at least one in all."""
+    """Return the network cards of a node: as many per device as in a full one, at least one."""
     count = max(1, round(known.nic.count * per_node / known.devices_per_node))
     if gbit_per_s is None:
         return replace(known.nic, count=count)

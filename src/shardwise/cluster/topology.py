@@ -1,7 +1,7 @@
-"""The resources that traffic shares, as arrays over ranks.
+"""Model the resources that traffic shares, as arrays over ranks.
 
-A `Topology` holds the capacity of every directed resource of a cluster and, for arrays of pairs of
-ranks, which resources each pair crosses and with what latency.
+A `Topology` holds the capacity of every directed resource of a cluster. For arrays of pairs of
+ranks, it returns the resources that each pair crosses, and the latency.
 
 An *island* is a set of ranks that one link connects: the devices of a node, or of a domain of
 nodes. Within one, traffic leaves through the sender's port, enters through the receiver's, and
@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.arrays import Floats, Ints
-from shardwise.cluster.links import Factors, Link
-from shardwise.cluster.names import expand, expand_all
+from shardwise.cluster.links import Factors, Link, expand, expand_all
 
 if TYPE_CHECKING:
     from shardwise.cluster.cluster import Cluster
@@ -33,7 +32,7 @@ NONE = -1  # no resource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """What traffic from one rank to another crosses, in order."""
+    """The resources that traffic from one rank to another crosses, in order."""
 
     resources: tuple[str, ...]
     latency_s: float
@@ -68,7 +67,7 @@ class Topology:
     labels: tuple[str, ...]
 
     def crossed(self, a: Ints, b: Ints) -> tuple[list[Ints], Floats]:
-        """Columns of resources that traffic from `a[i]` to `b[i]` crosses (-1: none); latencies."""
+        """Return latencies from `a[i]` to `b[i]` after columns of resources crossed (-1: none)."""
         same = self.island[a] == self.island[b]
         node_a, node_b = self.node[a], self.node[b]
         columns = [
@@ -92,8 +91,10 @@ class Topology:
         return columns, np.where(same, self.link_latency_s[self.island[a]], far_s)
 
     def figures(self, ranks: Ints) -> bytes:
-        """How ranks are connected, alike for groups whose traffic takes as long: rates of their
-        ports and cards, and which of them share switches, of what rate, and sides of trunks.
+        """Return a key of how ranks are connected: groups with equal keys have equal traffic times.
+
+        It holds the rates of their ports and cards, which of them share switches, the rates of
+        those, and the ends of trunks that they are at.
         """
         nodes = self.node[ranks]
         rows: list[NDArray[Any]] = [self.capacity[ranks]]
@@ -108,29 +109,29 @@ class Topology:
         return b"".join(row.tobytes() for row in rows)
 
     def path(self, a: int, b: int) -> Path:
-        """Return the path of one pair; a rank reaches itself at once."""
+        """Return the path of one pair; a rank reaches itself without delay."""
         if a == b:
             return Path(resources=(), latency_s=0.0)
         columns, latency = self.crossed(np.array([a]), np.array([b]))
         ids = [int(column[0]) for column in columns]
-        found = tuple(self.label(i) for i in ids if i != NONE)
-        return Path(resources=found, latency_s=float(latency[0]))
+        resources = tuple(self.label(i) for i in ids if i != NONE)
+        return Path(resources=resources, latency_s=float(latency[0]))
 
     def label(self, resource: int) -> str:
         """Return the name of a resource."""
         if resource < 2 * self.num_ranks:
-            way = "out" if resource < self.num_ranks else "in"
-            return f"device {resource % self.num_ranks} {way}"
+            direction = "out" if resource < self.num_ranks else "in"
+            return f"device {resource % self.num_ranks} {direction}"
         return self.labels[resource - 2 * self.num_ranks]
 
     @cached_property
     def capacities(self) -> Mapping[str, float]:
-        """Bytes per second by name."""
+        """The bytes per second of every resource, by name."""
         names = (self.label(i) for i in range(len(self.capacity)))
         return dict(zip(names, self.capacity.tolist(), strict=True))
 
     def capacity_of(self, name: str) -> float:
-        """Bytes per second of one resource."""
+        """Return the bytes per second of one resource."""
         return self.capacities[name]
 
 
@@ -157,8 +158,9 @@ class _Builder:
     def build(self) -> Topology:
         island_of_node, links = self._islands()
         island = island_of_node[self.node]
-        wire = [_wire(link) for link in links]
-        port = np.array([w for w, _ in wire])[island]
+        # Of one device, into and out of its island.
+        rates = [x.bandwidth_bytes_per_s * x.efficiency if x else math.inf for x in links]
+        port = np.array(rates)[island]
         bus = self._buses(links)
         out_card, in_card, card_latency_s = self._cards()
         levels, first_switch, switch_latency_s = self._switches()
@@ -171,7 +173,7 @@ class _Builder:
             in_card=in_card,
             card_latency_s=card_latency_s,
             bus=bus,
-            link_latency_s=np.array([latency for _, latency in wire]),
+            link_latency_s=np.array([link.latency_s if link else 0.0 for link in links]),
             link_message_s=np.array([link.message_s if link else 0.0 for link in links]),
             factors=tuple(link.collectives if link else () for link in links),
             levels=levels,
@@ -198,26 +200,26 @@ class _Builder:
             for group in domain.groups():
                 domain_of[[self.index[name] for name in group]] = len(links)
                 links.append(domain.link)
-        alone = np.flatnonzero(domain_of == NONE)
-        domain_of[alone] = len(links) + np.arange(len(alone))
-        links += [self.cluster.nodes[e].link for e in self.entry[alone]]
+        others = np.flatnonzero(domain_of == NONE)
+        domain_of[others] = len(links) + np.arange(len(others))
+        links += [self.cluster.nodes[e].link for e in self.entry[others]]
         self.island_of_node = domain_of
         return domain_of, links
 
     def _buses(self, links: list[Link | None]) -> Ints:
-        found = np.full(len(links), NONE)
+        bus = np.full(len(links), NONE)
         if all(link is None or link.bus_bytes_per_s == math.inf for link in links):
-            return found
+            return bus
         first_node = np.full(len(links), len(self.names))
         np.minimum.at(first_node, self.island_of_node, np.arange(len(self.names)))
         for island, link in enumerate(links):
             if link is not None and link.bus_bytes_per_s < math.inf:
                 label = f"bus {self.names[first_node[island]]}"
-                found[island] = self._add(label, link.bus_bytes_per_s * link.efficiency)
-        return found
+                bus[island] = self._add(label, link.bus_bytes_per_s * link.efficiency)
+        return bus
 
     def _cards(self) -> tuple[Ints, Ints, Floats]:
-        """Of each rank: its card outwards, inwards, and that card's latency."""
+        """Return each rank's resource for sending, for receiving, and its card's latency."""
         out = np.full(self.num_ranks, NONE)
         latency = np.zeros(self.num_ranks)
         nics = [entry.nic for entry in self.cluster.nodes]
@@ -241,7 +243,7 @@ class _Builder:
         return out, np.where(has, out + 1, NONE), latency
 
     def _switches(self) -> tuple[tuple[Ints, ...], int, Floats]:
-        """Switches in levels, none of which holds a node twice; each has a way up and one down."""
+        """Assign switches, with an uplink and a downlink each, to levels with no node twice."""
         first = 2 * self.num_ranks + len(self.extra)
         levels: list[Ints] = []
         latencies: list[float] = []
@@ -282,10 +284,3 @@ class _Builder:
             ends.append(end)
         latencies: Any = [trunk.latency_s for trunk in self.cluster.network.trunks] or [0.0]
         return tuple(ends), first, np.array(latencies)
-
-
-def _wire(link: Link | None) -> tuple[float, float]:
-    """One device's bandwidth into and out of an island, and the latency."""
-    if link is None:
-        return math.inf, 0.0
-    return link.bandwidth_bytes_per_s * link.efficiency, link.latency_s

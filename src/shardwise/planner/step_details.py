@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Mesh
-from shardwise.cluster.names import expand
+from shardwise.cluster.links import expand
 from shardwise.cost.collectives import PHASES, CollectiveModel, crossing_bytes
 from shardwise.ir import Graph
 from shardwise.plans.search_result import LinkTraffic, MemoryCurve

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise import files
 from shardwise.cluster import Cluster
-from shardwise.cluster.names import expand
+from shardwise.cluster.links import expand
 from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan

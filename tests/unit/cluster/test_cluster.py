@@ -114,7 +114,7 @@ def test_switches_of_switches_are_both_crossed() -> None:
     assert cluster.capacities["switch spine.0 up"] == 7.0
 
 
-def test_a_domain_reaches_over_nodes() -> None:
+def test_a_domain_spans_nodes() -> None:
     cluster = Cluster.preset("gb200", nodes=36)
     assert cluster.num_ranks == 144
     assert cluster.path(0, 71).resources == ("device 0 out", "device 71 in")
@@ -125,11 +125,11 @@ def test_a_domain_reaches_over_nodes() -> None:
     ("change", "message"),
     [
         ({"nodes": (node("a"), node("a"))}, "2 nodes are named 'a'"),
-        ({"nodes": (node("a", nic=None), node("b"))}, "has no nic, and there are other nodes"),
-        ({"nodes": (node("a", link=None),)}, "2 devices and no link"),
+        ({"nodes": (node("a", nic=None), node("b"))}, r"nic(.|\n)*node a"),
+        ({"nodes": (node("a", link=None),)}, r"2 devices(.|\n)*node a"),
         ({"nodes": ()}, "has no nodes"),
         ({"port": 0}, "port is 0"),
-        ({"network": Network(domains=(Domain(nodes=("a",), link=FAST),))}, "link of its own"),
+        ({"network": Network(domains=(Domain(nodes=("a",), link=FAST),))}, r"link(.|\n)*node a"),
         ({"network": Network(switches=(Switch(name="s", nodes=("c",)),))}, "no node 'c'"),
         (
             {
@@ -171,7 +171,7 @@ def test_a_domain_reaches_over_nodes() -> None:
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+def test_inconsistent_parts_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster(**({"name": "x", "nodes": TWO_NODES.nodes} | change))  # type: ignore[arg-type]
 
@@ -184,7 +184,7 @@ def test_switches_of_the_same_nodes_are_nested() -> None:
     assert len(cluster.topology.levels) == len(sizes)
 
 
-def test_a_folder_is_no_cluster(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_cluster(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="is a folder") as caught:
         Cluster.load(tmp_path)
     assert caught.value.hint == str(tmp_path / "cluster.yaml")
@@ -212,7 +212,7 @@ def test_rates_follow_sizes_and_speed() -> None:
         GPU.matmul_rate("float32", 1, 1, 1)
 
 
-def test_a_large_cluster_is_built_at_once() -> None:
+def test_a_large_cluster_is_built_quickly() -> None:
     def build() -> None:
         cluster = Cluster.preset("h100", nodes=2048, oversubscription=2)
         columns, _ = cluster.topology.crossed(np.arange(16383), np.arange(1, 16384))

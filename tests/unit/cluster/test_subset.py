@@ -53,7 +53,7 @@ def test_some_devices_of_a_node_are_left_out() -> None:
 def test_all_ranks_are_the_cluster_itself_and_others_are_refused() -> None:
     cluster = Cluster.from_yaml(FILE)
     assert cluster.subset(range(14)) is cluster
-    with pytest.raises(ClusterError, match=r"ranks \[14\] of 14"):
+    with pytest.raises(ClusterError, match=r"ranks \[14\] .* 14"):
         cluster.subset([0, 14])
     with pytest.raises(ClusterError):
         cluster.subset([])
