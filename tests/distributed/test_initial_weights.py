@@ -250,7 +250,8 @@ def constants() -> str:
 
 def test_constants_that_differ_are_named(pool: Callable[[int], Pool]) -> None:
     for told in pool(2).run(constants, timeout=60):
-        assert "rank 1 has other values than rank 0 of a tensor of shape (40, 3)" in told
+        assert "rank 1" in told
+        assert "(40, 3)" in told
         assert "test_initial_weights.py:" in told
 
 

@@ -18,7 +18,7 @@ from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.profiling.compute import at_training
-from shardwise.runtime import UninitializedTransport
+from shardwise.runtime.transport.fake import UninitializedTransport
 from shardwise.tuning import measurement_server as proving
 from shardwise.tuning import tune as tuning
 from shardwise.tuning.compute_time import (

@@ -17,7 +17,6 @@ from shardwise.equivalence.twin import build_twin, prepare_twin
 from shardwise.equivalence.twin.scale import small_size
 from shardwise.errors import VerifyError
 from shardwise.ir.blocks import BLOCKS_PER_KIND, block_kinds, drop_blocks
-from shardwise.plans import ParameterEntry
 from shardwise.plans.plan import block_constraints
 from tests.support import zoo
 from tests.unit.equivalence import mutations as m
@@ -157,9 +156,9 @@ def test_layers_of_one_kind_are_kept_twice() -> None:
 def test_a_layer_that_the_plan_treats_otherwise_is_kept() -> None:
     model, batch = zoo.FusedGPT(layers=6), zoo.build("fused_gpt")[1]
     graph = sw.capture(model, batch)
-    whole = {"blocks.4.up.weight": ParameterEntry(layout={"tp": "whole"})}
+    replicated = {"blocks.4.up.weight": {"tp": "whole"}}
     cluster = sw.Cluster.local(2)
-    for options in ({"parameters": whole}, {"recompute": ["blocks.4"]}):
+    for options in ({"constraints": replicated}, {"recompute": ["blocks.4"]}):
         twin = build_twin(graph, sw.strategies.tensor(graph, cluster, **options))
         assert twin.scaled[0] == "blocks: 6 layers -> 4"
         kept = {p.name for p in twin.graph.parameters if p.name.endswith("up.weight")}

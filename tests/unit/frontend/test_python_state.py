@@ -385,7 +385,7 @@ def test_a_module_that_is_added() -> None:
     for scale in ("x", float("nan")):
         with pytest.raises(ProgramError, match="not a finite number"):
             pm.train_step(BATCH, scale=scale)  # type: ignore[arg-type]
-    with torch.no_grad(), pytest.raises(ProgramError, match="switched off"):
+    with torch.no_grad(), pytest.raises(ProgramError, match="gradients"):
         pm.train_step(BATCH)
     model.append(nn.ReLU())
     with pytest.raises(ProgramError, match="was added") as error:

@@ -197,9 +197,7 @@ def test_groups_of_a_file_are_numbered_by_their_first_stage(tmp_path: Path) -> N
 
 def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
     made = make("1f1b", num_groups=2, num_microbatches=4)
-    with pytest.raises(
-        InfeasiblePlan, match=r"2 stages on 2 groups .* with 4 micro-batches, asked"
-    ):
+    with pytest.raises(InfeasiblePlan, match=r"2 stages on 2 groups .* with 4 micro-batches"):
         pipeline("fused_gpt", 2, pp=2, num_microbatches=2, schedule=made)
     with pytest.raises(InfeasiblePlan, match="pp=4, schedule '1f1b' is for 2"):
         pipeline("fused_gpt", 4, pp=4, num_microbatches=4, schedule=made)

@@ -101,7 +101,7 @@ def test_what_cannot_be_averaged_exactly_is_refused(returned: Any, message: str)
          "early_stop.metric"),
         ({"metrics": {"loss": support.right}}, "reported already", "metrics"),
         ({"metrics": {"a b": support.right}}, "is no name", "metrics"),
-        ({"metrics": {"accuracy": 3}}, "found 3, wanted text", "sw.Trainer"),
+        ({"metrics": {"accuracy": 3}}, "is 3", "sw.Trainer"),
         ({"data": {"evaluation": None}}, "nothing to evaluate with", "data.evaluation"),
     ],
 )  # fmt: skip

@@ -109,7 +109,7 @@ def test_an_edited_or_damaged_plan_is_not_replayed(graph: Graph) -> None:
         broken = {k: v for k, v in data["search"].items() if k != name}
         with pytest.raises(PlanError, match="damaged") as raised:
             sw.Plan.from_json({**data, "search": broken})
-        assert raised.value.where == "plan: search"
+        assert raised.value.where == "plan (search)"
     found = plan.search
     for broken in (
         replace(found, memory=()),

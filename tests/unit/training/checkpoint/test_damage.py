@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_the_old_one(
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(CheckpointError, match="no space for the checkpoint: No space") as caught:
         two.save(3, model_of(3), wait=True)
-    assert "are kept" in str(caught.value.hint)
+    assert "keep_last" in str(caught.value.hint)
     monkeypatch.undo()
     assert sorted(tmp_path.rglob("*")) == before
     assert two.latest() == two.path(2)
