@@ -230,7 +230,7 @@ def test_a_named_plan_is_simulated_with_model_and_cluster(
     graph: sw.Graph, cluster: sw.Cluster
 ) -> None:
     plan = sw.strategies.hybrid(graph, cluster, dp=2, tp=2, pp=2, num_microbatches=4)
-    with pytest.raises(PlanError, match=r"no with_figures(.|\n)*--cluster"):
+    with pytest.raises(PlanError, match=r"no figures(.|\n)*--cluster"):
         sw.report(plan)
     made = sw.report(plan, graph, cluster)
     estimate = sw.simulate(graph, plan, cluster)
