@@ -1,103 +1,61 @@
-"""`report(plan)`: what a plan does, why, and whether reality followed it.
+"""`report(plan)`: what a plan does, why it was chosen, and whether a recorded run followed it.
 
-Nothing of the user's code runs: figures are those of the plan's file.
+Nothing of the user's code runs: all figures are stored in the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from shardwise.cluster import Cluster
+from shardwise.cluster.links import expand
 from shardwise.errors import PlanError
+from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
+from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.plans.explain import difference, idle_devices, option_text, why_not
-from shardwise.plans.search_result import CAUSES, PlanDetails, SearchResult, SimulatedConfig
-from shardwise.reports.document import Cause, Compared, Headroom, Report, Verdict
-from shardwise.reports.sections import machines_of, memory_of, modules_of, ways_of
-from shardwise.reports.steps import PASSES
-from shardwise.reports.timeline import Step, classes_of, groups_of
-from shardwise.simulation import Estimate, stored_estimate
+from shardwise.plans.search_result import (
+    CAUSES,
+    PARAMETER_COLUMNS,
+    PlanDetails,
+    SearchResult,
+    SimulatedConfig,
+)
+from shardwise.reports.document import (
+    Cause,
+    CollectiveRow,
+    Compared,
+    Headroom,
+    Machines,
+    MemoryBar,
+    Modules,
+    RankClass,
+    Report,
+    Verdict,
+    source_row,
+)
+from shardwise.reports.timeline import Step, classes_of, groups_of, short
+from shardwise.simulation import Estimate, MemoryUse, stored_estimate
+from shardwise.simulation.stored import memory_over_time
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
     from shardwise.cost import OpTable
     from shardwise.ir import Graph
     from shardwise.reports.recorded import Recording
 
-__all__ = ["predicted_causes", "predicted_passes"]
-
-
-# The predicted step of each group of ranks, in the words of a recording.
-
-
-def predicted_causes(estimate: Estimate, group: int) -> dict[str, float]:
-    """Seconds of a group by cause, with those of computing by pass."""
-    found = dict(estimate.timeline.by_group[group])
-    passes = dict.fromkeys(("forward", "backward", "weight"), 0.0)
-    for (kind, _), seconds in predicted_passes(estimate, group).items():
-        passes[kind] += seconds
-    total, computed = sum(passes.values()), found.pop("compute")
-    scale = computed / total if total else 0.0
-    return {**{kind: seconds * scale for kind, seconds in passes.items()}, **found}
-
-
-def predicted_passes(estimate: Estimate, group: int) -> dict[tuple[str, int], float]:
-    """Seconds of computing by kind of pass and stage."""
-    found: dict[tuple[str, int], float] = {}
-    timeline = estimate.timeline
-    computing = timeline.ends - timeline.starts - timeline.waits
-    computing = np.maximum(0.0, computing - timeline.collectives - timeline.recompute)
-    begin = sum(map(len, timeline.schedule.actions[:group]))
-    for at, action in enumerate(timeline.schedule.actions[group], start=begin):
-        key = (PASSES[action.kind], action.stage)
-        found[key] = found.get(key, 0.0) + float(computing[at])
-    return found
-
-
-# The chosen plan beside its runners-up, as rows of a report.
-
-
-def plans_of(search: SearchResult) -> tuple[Compared, ...] | None:
-    """Return the chosen plan, then its runners-up; None for a plan that no search made."""
-    if search.gap is None:
-        return None
-    best = search.best
-    return (_row(best, best), *(_row(best, other) for other in search.runners_up))
-
-
-def _row(best: SimulatedConfig, other: SimulatedConfig) -> Compared:
-    found, time = difference(best, other), best.step_time_s
-    return Compared(
-        what=other.what,
-        chosen=other is best,
-        step_time_s=other.step_time_s,
-        ratio=other.step_time_s / time if time else 1.0,
-        causes=other.causes,
-        peak_bytes=other.memory.peak_bytes,
-        limit_bytes=other.memory.limit_bytes,
-        changed=found.changed,
-        words={
-            name: tuple(option_text(name, value) for value in pair)
-            for name, pair in found.changed.items()
-        },
-        differences_s=found.causes_s,
-        memory_difference_bytes=found.memory_bytes,
-        text="the chosen plan" if other is best else why_not(best, other),
-    )
-
-
+STATE = ("parameters", "optimizer")  # parts of memory that stay between steps
+MAX_RANKS = 12  # of a device, listed one by one
 ANEW = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
 MISSING = {
-    "modules": f"The plan's file does not tell of its modules. {ANEW}",
-    "cluster": f"The plan's file does not tell of the machines. {ANEW}",
-    "what_if": f"Other machines were not simulated. {ANEW}",
-    "code": "The plan's file does not hold the generated code. "
-    "shardwise report plan.json MODULE.py:FUNCTION",
-    "plans": "The plan was not searched for, so it was compared with no others. "
+    "modules": f"The plan file has no modules. {ANEW}",
+    "cluster": f"The plan file has no cluster. {ANEW}",
+    "what_if": f"No other clusters were simulated. {ANEW}",
+    "code": "The plan file has no generated code. shardwise report plan.json MODULE.py:FUNCTION",
+    "plans": "The plan was not searched for, so there are no others to compare it with. "
     "shardwise plan MODULE.py:FUNCTION --cluster c.yaml",
     "measured": "No run was recorded. shardwise report plan.json --trace run.json",
 }
@@ -111,11 +69,12 @@ def report(
     *,
     table: OpTable | None = None,
 ) -> Report:
-    """What a plan does and why, as a page: `report(plan).save("report.html")`.
+    """Describe what a plan does and why, as a page: `report(plan).save("report.html")`.
 
-    A plan that `sw.plan` made has all figures; with a `graph` the generated code is shown, too. A
-    named or edited plan is simulated: it needs a `graph` and a `cluster`. `trace` is a recorded
-    run, as a file or read, laid over the prediction; `table` holds measured times of operators.
+    A plan of `sw.plan` has all figures; with a `graph`, the generated code is shown, too. A named
+    or edited plan is simulated, which needs a `graph` and a `cluster`. `trace` is a recorded run,
+    a file or what was read from one, which is compared with the prediction; `table` has measured
+    times of operators.
     """
     plan = with_figures(plan, graph, cluster, table)
     if graph is not None:
@@ -133,13 +92,13 @@ def report(
 def with_figures(
     plan: Plan, graph: Graph | None, cluster: Cluster | None, table: OpTable | None = None
 ) -> Plan:
-    """Return the plan with figures that are its own."""
-    own = plan.search is not None and not plan.is_edited
-    if own and cluster is None and table is None:
+    """Return the plan with figures of its own, simulated if it has none."""
+    has_own = plan.search is not None and not plan.is_edited
+    if has_own and cluster is None and table is None:
         return plan
     if graph is None or cluster is None:
         why = "was changed after it was made" if plan.search else "has no figures"
-        why = "is to be simulated on other machines" if own else why
+        why = "is to be simulated on another cluster" if has_own else why
         raise PlanError(
             f"the plan {plan.name!r} {why}: a new simulation needs the model and a cluster",
             hint=f"{ANEW}, or sw.report(plan, graph, cluster)",
@@ -147,12 +106,14 @@ def with_figures(
     from shardwise.planner.figures import with_figures as simulated
 
     plan.check(graph)
-    if own and table is None and plan.figures.cluster.fingerprint == cluster.fingerprint:
+    if has_own and table is None and plan.figures.cluster.fingerprint == cluster.fingerprint:
         return plan
     return simulated(graph, plan, cluster, table)
 
 
 def _build(plan: Plan, estimate: Estimate) -> Report:
+    from shardwise.reports.render import read_code
+
     search = plan.figures
     details = search.details
     classes = classes_of(plan, estimate)
@@ -163,9 +124,9 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         "cluster": machines_of(details, plan, estimate),
         "what_if": details.what_if,
         "plans": plans_of(search),
-        "code": _code(details),
+        "code": read_code(details),
     }
-    missing = {name: MISSING[name] for name, found in sections.items() if found is None}
+    missing = {name: MISSING[name] for name, section in sections.items() if section is None}
     if sections["code"] is None and details.code_missing:
         missing["code"] = details.code_missing
     return Report(
@@ -179,15 +140,9 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         timeline=step.chart(),
         schedule=step.grid(),
         gap=search.gap,
-        collectives=ways_of(plan),
+        collectives=tuple(_collective(choice) for choice in plan.collectives) or None,
         **sections,
     )
-
-
-def _code(details: PlanDetails) -> Any:
-    from shardwise.reports.render import read_code
-
-    return read_code(details)
 
 
 def _causes(estimate: Estimate) -> Iterator[Cause]:
@@ -230,16 +185,231 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
 def _measured(
     made: Report, trace: Recording | str | Path, plan: Plan, estimate: Estimate
 ) -> Report:
-    """Return the report with a recorded run laid over it."""
+    """Return the report with a recorded run beside the prediction."""
     from shardwise.reports.measured import compare
 
-    found = compare(trace, plan, estimate)
-    beyond = found.ratio - 1
-    text = f"a recorded run takes {abs(beyond):.1%} {'longer' if beyond >= 0 else 'less'}"
-    told = {"step_time_s": found.step_time_s, "difference": beyond, "text": text}
+    measured = compare(trace, plan, estimate)
+    excess = measured.ratio - 1
+    text = f"a recorded run takes {abs(excess):.1%} {'longer' if excess >= 0 else 'less'}"
+    summary = {"step_time_s": measured.step_time_s, "difference": excess, "text": text}
     return replace(
         made,
-        measured=found.to_json({group.id: group.class_ for group in made.groups}),
-        verdict=replace(made.verdict, measured=told),
+        measured=measured.to_json({group.id: group.class_ for group in made.groups}),
+        verdict=replace(made.verdict, measured=summary),
         missing={k: v for k, v in made.missing.items() if k != "measured"},
     )
+
+
+# ------------------------------------------------------------ compared plans
+
+
+def plans_of(search: SearchResult) -> tuple[Compared, ...] | None:
+    """Return the chosen plan, then its runners-up; None for a plan that no search made."""
+    if search.gap is None:
+        return None
+    best = search.best
+    return (_row(best, best), *(_row(best, other) for other in search.runners_up))
+
+
+def _row(best: SimulatedConfig, other: SimulatedConfig) -> Compared:
+    differences, time = difference(best, other), best.step_time_s
+    return Compared(
+        what=other.what,
+        chosen=other is best,
+        step_time_s=other.step_time_s,
+        ratio=other.step_time_s / time if time else 1.0,
+        causes=other.causes,
+        peak_bytes=other.memory.peak_bytes,
+        limit_bytes=other.memory.limit_bytes,
+        changed=differences.changed,
+        words={
+            name: tuple(option_text(name, value) for value in pair)
+            for name, pair in differences.changed.items()
+        },
+        differences_s=differences.causes_s,
+        memory_difference_bytes=differences.memory_bytes,
+        text="the chosen plan" if other is best else why_not(best, other),
+    )
+
+
+# ------------------------------------------------------------ modules
+
+
+def modules_of(details: PlanDetails) -> Modules | None:
+    """Return the module tree, if the plan has one; numbers of texts become the texts again."""
+    modules = details.modules
+    if modules is None:
+        return None
+    layouts, ops = modules.layouts, modules.ops
+    values = zip(*modules.rows.values(), strict=True)
+    rows: list[dict[str, Any]] = [dict(zip(modules.rows, row, strict=True)) for row in values]
+    for number, row in enumerate(rows):
+        row["id"] = number
+        row["parent"] = None if row["parent"] < 0 else row["parent"]
+        row["layout"] = layouts[row["layout"]] if row["layout"] >= 0 else ""
+    parameters = [dict(zip(PARAMETER_COLUMNS, row, strict=True)) for row in modules.parameters]
+    for row in parameters:
+        row["layout"] = layouts[row["layout"]]
+        above = rows[row["module"]]["path"]
+        row["path"] = f"{above}.{row['name']}" if above else row["name"]
+    nodes: dict[str, Any] = dict(modules.nodes)
+    nodes["op"] = [ops[at].removesuffix(".default") for at in nodes["op"]]
+    nodes["layout"] = [layouts[at] for at in nodes["layout"]]
+    nodes["bytes"] = nodes.pop("activation_bytes")
+    return Modules(
+        rows=tuple(rows),
+        parameters=tuple(parameters),
+        nodes=nodes,
+        sources=tuple(source_row(source, text) for source, text in modules.sources),
+    )
+
+
+# ------------------------------------------------------------ cluster and collectives
+
+
+def machines_of(details: PlanDetails, plan: Plan, estimate: Estimate) -> Machines | None:
+    """Return the cluster with its ranks, if the plan has it."""
+    if not details.cluster:
+        return None
+    cluster = Cluster.from_yaml(json.dumps(details.cluster), "search.details.cluster")
+    home = {rank: number for number, ranks in enumerate(plan.groups) for rank in ranks}
+    return Machines(
+        name=cluster.name,
+        nodes=tuple(_nodes(cluster, home, estimate.memory)),
+        links=details.links,
+    )
+
+
+def _nodes(
+    cluster: Cluster, home: Mapping[int, int], memory: Sequence[MemoryUse]
+) -> Iterator[dict[str, Any]]:
+    """Yield an entry for equal nodes, whose devices have the ranks of all copies."""
+    first = 0
+    for node in cluster.nodes:
+        machines = range(node.copies)
+        devices = []
+        for local, device in enumerate(node.devices):
+            ranks = [first + machine * node.count + local for machine in machines]
+            groups = sorted({home[rank] for rank in ranks if rank in home})
+            fullest = max(groups, key=lambda g: memory[g].peak_bytes, default=None)
+            devices.append(
+                {
+                    "name": device.name,
+                    "kind": device.kind,
+                    "memory_bytes": device.memory_bytes,
+                    "ranks": listed_ranks(ranks),
+                    "groups": groups,
+                    "group": groups[0] if groups else None,
+                    "peak_bytes": memory[fullest].peak_bytes if fullest is not None else 0.0,
+                }
+            )
+        names = expand(node.name)
+        yield {
+            "name": node.name,
+            "machines": [names[0], names[-1]] if node.copies > 1 else [names[0]],
+            "copies": node.copies,
+            "kind": node.device.name,
+            "first": first,
+            "devices": devices,
+            "groups": _groups_by_machine(node.copies, node.count, first, home),
+        }
+        first += node.copies * node.count
+
+
+def _groups_by_machine(
+    copies: int, count: int, first: int, home: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """Return which copies of a node run which groups, copies with the same groups once."""
+    by_groups: dict[tuple[int, ...], list[int]] = {}
+    for machine in range(copies):
+        begin = first + machine * count
+        groups = {home[rank] for rank in range(begin, begin + count) if rank in home}
+        by_groups.setdefault(tuple(sorted(groups)), []).append(machine)
+    return [
+        {"machines": format_ranks(tuple(machines)), "groups": list(groups)}
+        for groups, machines in by_groups.items()
+    ]
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks one by one, or the first few of many.
+
+    >>> listed_ranks([0, 8]), listed_ranks(range(0, 160, 8))
+    ('0, 8', '0, 8, 16, … 152; 20 in all')
+    """
+    if len(ranks) <= MAX_RANKS:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:3]))}, … {ranks[-1]}; {len(ranks)} in all"
+
+
+def _collective(choice: CollectiveChoice) -> CollectiveRow:
+    return CollectiveRow(
+        operation=choice.operation,
+        groups=format_groups(choice.groups),
+        num_groups=len(choice.groups),
+        group_ranks=len(choice.groups[0]),
+        uses=choice.uses,
+        way=choice.way,
+        min_bytes=choice.min_bytes,
+        reference_bytes=REFERENCE_BYTES,
+        predicted_s=dict(choice.predicted_s),
+        saved_share=choice.gain,
+    )
+
+
+# ------------------------------------------------------------ memory
+
+
+def memory_of(
+    search: SearchResult, estimate: Estimate, classes: Sequence[RankClass]
+) -> tuple[MemoryBar, ...]:
+    """Return a bar for every class, with its memory over the step."""
+    curves = {curve.group: curve for curve in search.details.memory}
+    bars = []
+    for one in classes:
+        use, data = estimate.memory[one.shown], search.memory[one.shown]
+        curve = curves.get(one.shown)
+        moments = (list(curve.times), list(curve.bytes)) if curve else _moments(use, estimate)
+        times, sizes = _from_zero(*moments, data.parts)
+        bars.append(
+            MemoryBar(
+                class_=one.id,
+                group=one.shown,
+                ranks=one.label,
+                peak_bytes=data.peak_bytes,
+                limit_bytes=data.limit_bytes,
+                when=data.when,
+                parts=data.parts,
+                others=data.others,
+                host_bytes=data.host_bytes,
+                over_time=tuple(float(size) for size in sizes),
+                times=tuple(float(time) for time in times),
+            )
+        )
+    return tuple(bars)
+
+
+def _from_zero(
+    times: Sequence[float], sizes: Sequence[float], parts: Mapping[str, float]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the curve from time zero on: a group that begins later has its state until then."""
+    if not times or times[0] <= 0:
+        return times, sizes
+    state = sum(parts.get(name, 0.0) for name in STATE)
+    return [0.0, *times], [min(state, sizes[0]), *sizes]
+
+
+def _moments(use: MemoryUse, estimate: Estimate) -> tuple[list[float], list[float]]:
+    """Return the start of each moment (of the first action that it stands for) and its bytes."""
+    timeline = estimate.timeline
+    counts = [len(actions) for actions in timeline.schedule.actions]
+    begin = sum(counts[: use.group])
+    own = slice(begin, begin + counts[use.group])
+    starts = timeline.starts[own].tolist()
+    values, has_update = memory_over_time(use), use.when == "optimizer"
+    count = len(values) - has_update
+    step = -(-len(starts) // count) if count > 0 else 1
+    times = [short(starts[min(at * step, len(starts) - 1)]) for at in range(count)]
+    if has_update:
+        times.append(short(float(timeline.ends[own].max())))
+    return times, values

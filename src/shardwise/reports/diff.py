@@ -1,9 +1,9 @@
-"""What changed between two plans, and what it costs."""
+"""Compare two plans: which decisions changed, and what that costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
@@ -22,7 +22,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A decision that differs; `name` is what of `kind` it is about."""
+    """A decision that differs; `name` is the parameter, node or other thing of its `kind`."""
 
     kind: str
     name: str
@@ -42,12 +42,13 @@ class Cost:
 
     @property
     def difference(self) -> float:
+        """By how much the figure grows."""
         return self.after - self.before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two plans side by side; `notes` say what could not be compared, and why."""
+    """The differences of two plans; `notes` say what could not be compared, and why."""
 
     changes: tuple[Change, ...]
     step_time_s: tuple[float, float] | None
@@ -57,24 +58,13 @@ class Difference:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the differences as data."""
         pairs = ("step_time_s", "samples_per_s", "memory_bytes")
-        found: dict[str, Any] = {name: _pair_json(getattr(self, name)) for name in pairs}
+        shown = ("kind", "name", "before", "after", "difference")
         return {
-            "changes": [
-                {"kind": c.kind, "name": c.name, "before": c.before, "after": c.after}
-                for c in self.changes
-            ],
-            **found,
-            "costs": [
-                {
-                    "kind": c.kind,
-                    "name": c.name,
-                    "before": c.before,
-                    "after": c.after,
-                    "difference": c.difference,
-                }
-                for c in self.costs
-            ],
+            "changes": [asdict(change) for change in self.changes],
+            **{name: _pair_json(getattr(self, name)) for name in pairs},
+            "costs": [{name: getattr(cost, name) for name in shown} for cost in self.costs],
             "notes": list(self.notes),
         }
 
@@ -83,24 +73,19 @@ def _pair_json(pair: tuple[float, float] | None) -> dict[str, float] | None:
     if pair is None:
         return None
     before, after = pair
-    return {
-        "before": before,
-        "after": after,
-        "difference": after - before,
-        "ratio": after / before if before else 0.0,
-    }
+    ratio = after / before if before else 0.0
+    return {"before": before, "after": after, "difference": after - before, "ratio": ratio}
 
 
 def diff(before: Plan, after: Plan) -> Difference:
-    """What `after` does otherwise than `before`, and what that costs."""
+    """Return what `after` decides differently from `before`, and what that costs."""
     notes: list[str] = []
     if before.fingerprint != after.fingerprint:
         notes.append(
             f"different models: {before.model} ({before.fingerprint}) and {after.model} "
-            f"({after.fingerprint}); times and bytes are of each its own"
+            f"({after.fingerprint}); times and bytes are those of each model"
         )
-    estimates = [_estimate(plan, notes) for plan in (before, after)]
-    first, second = estimates
+    first, second = (_estimate(plan, notes) for plan in (before, after))
     both = (first, second) if first is not None and second is not None else None
     costs: tuple[Cost, ...] = ()
     if both is not None:
@@ -122,11 +107,11 @@ def _rate(estimate: Estimate) -> float:
 
 
 def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
-    """Return the plan's step, if its file has it; else note what to type."""
+    """Return the plan's stored step, or add a note with the command that stores it."""
     if plan.search is None:
         why = "has no figures"
     elif plan.is_edited:
-        why = "was changed after it was made, so its figures are another plan's"
+        why = "was changed after it was made, so its figures do not apply"
     else:
         return stored_estimate(plan)
     notes.append(
@@ -140,22 +125,22 @@ def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
 
 
 def _changes(before: Plan, after: Plan) -> Iterator[Change]:
-    """All decisions that differ, in the order of a plan's file."""
+    """Yield all decisions that differ, in the order of a plan file."""
     for kind, (one, other) in _single(before, after).items():
         if one != other:
             yield Change(kind=kind, name="", before=one, after=other)
     yield from _stages(before, after)
     names = dict.fromkeys((*before.parameters, *after.parameters))
     yield from _by_name("parameters", _parameters(before, names), _parameters(after, names))
-    yield from _by_name("nodes", *({n: _cuts(c) for n, c in p.nodes.items()}
+    yield from _by_name("nodes", *({n: _shards(c) for n, c in p.nodes.items()}
                                    for p in (before, after)))  # fmt: skip
     yield from _by_name("inputs", *({n: _dim(d) for n, d in p.inputs.items()}
                                     for p in (before, after)))  # fmt: skip
-    yield from _by_name("collectives", _ways(before), _ways(after))
+    yield from _by_name("collectives", _collectives(before), _collectives(after))
 
 
 def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
-    """Decisions of which a plan has one."""
+    """Return the decisions that a plan makes once, of both plans."""
     both = (before, after)
 
     def pair(text: Any) -> tuple[str, str]:
@@ -176,7 +161,7 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
         "recompute": pair(lambda p: _listed(p.recompute)),
         "offload": pair(lambda p: _listed(p.offload) or "none"),
         "precision": pair(lambda p: _listed(f"{k} {v}" for k, v in p.precision.to_json().items())
-                          or "as the model's"),
+                          or "that of the model"),
         "units": pair(lambda p: _listed(p.units) or "none"),
         "random numbers": pair(lambda p: f"{p.rng}, seed {p.seed}"),
     }  # fmt: skip
@@ -222,7 +207,7 @@ def _stages(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
-    """What a plan says of names and globs, also where it says so by others.
+    """Return the entries of a plan for names and globs, also if other names or globs give them.
 
     >>> from shardwise import Mesh
     >>> one, two = ParameterEntry(layout={"tp": "0"}), ParameterEntry(layout={"tp": "1"})
@@ -232,33 +217,33 @@ def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
     >>> _parameters(plan, ["up.0", "down.*", "head"])
     {'up.0': 'tp: 0', 'down.*': 'one by one'}
     """
-    found = {}
+    texts = {}
     for name in names:
         if name in plan.parameters:
-            told = {_entry(plan.parameters[name])}
+            entries = {_entry(plan.parameters[name])}
         elif any(fnmatchcase(name, glob) for glob in plan.parameters):
-            told = {_entry(plan.entry(name))}
+            entries = {_entry(plan.entry(name))}
         else:
-            told = {_entry(e) for part, e in plan.parameters.items() if fnmatchcase(part, name)}
-        if told:
-            found[name] = told.pop() if len(told) == 1 else "one by one"
-    return found
+            entries = {_entry(e) for part, e in plan.parameters.items() if fnmatchcase(part, name)}
+        if entries:
+            texts[name] = entries.pop() if len(entries) == 1 else "one by one"
+    return texts
 
 
 def _entry(entry: ParameterEntry) -> str:
-    cuts = _cuts({a: c for a, c in entry.layout.items() if c != "whole"}) or "whole"
-    return f"{cuts}, zero {entry.zero}" if entry.zero is not None else cuts
+    shards = _shards({a: s for a, s in entry.layout.items() if s != "whole"}) or "whole"
+    return f"{shards}, zero {entry.zero}" if entry.zero is not None else shards
 
 
-def _cuts(cuts: Mapping[str, str]) -> str:
-    return ", ".join(f"{axis}: {cut}" for axis, cut in cuts.items())
+def _shards(layout: Mapping[str, str]) -> str:
+    return ", ".join(f"{axis}: {shard}" for axis, shard in layout.items())
 
 
 def _dim(dim: int | None) -> str:
     return "whole" if dim is None else f"dim {dim}"
 
 
-def _ways(plan: Plan) -> dict[str, str]:
+def _collectives(plan: Plan) -> dict[str, str]:
     return {
         f"{c.operation} of {format_groups(c.groups, most=len(c.groups))}": c.way
         for c in plan.collectives
@@ -295,18 +280,18 @@ def _figures(
 
 
 def _traffic(plan: Plan) -> dict[str, float]:
-    """Bytes over links of each kind, by what they are for: of the busiest."""
-    found: dict[str, float] = {}
+    """Return the bytes over the busiest link of each kind, by purpose."""
+    traffic: dict[str, float] = {}
     for link in plan.figures.details.links:
-        found[link.name] = found.get(link.name, 0.0) + link.traffic_bytes
-    return found
+        traffic[link.name] = traffic.get(link.name, 0.0) + link.traffic_bytes
+    return traffic
 
 
-# Timelines of two plans in one file for Perfetto.
+# ------------------------------------------------------------ timelines for Perfetto
 
 
 def side_by_side(plans: list[tuple[str, Plan, Estimate]]) -> dict[str, Any]:
-    """One trace of several predicted steps, each named."""
+    """Return one trace of several predicted steps with their names."""
     events: list[dict[str, Any]] = []
     first = 0
     for name, plan, estimate in plans:

@@ -1,7 +1,6 @@
-"""A report as data: all that its page shows, and nothing that it computes.
+"""A report as data: everything that its page shows, and nothing that the page computes.
 
-Texts are plain text; seconds and bytes are numbers. Many equal
-things are columns, one list for each figure. `verify` checks it as a whole.
+Texts are plain text; seconds and bytes are numbers. Tables with many rows are stored by column.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.files import write_text
 from shardwise.plans.search_result import LinkTraffic, SearchGap, WhatIf
 
 FORMAT = "shardwise-report"
 VERSION = 1
-NUMERIC = ("_s", "_bytes", ".count", ".ratio", "share")  # how names of numbers end
-CLOSE = 1e-6  # relative difference up to which sums agree
+NUMERIC = ("_s", "_bytes", ".count", ".ratio", "share")  # suffixes of the names of numbers
+TOLERANCE = 1e-6  # relative, of sums
 
 Columns = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """Memory of the rank that is nearest to its limit."""
+    """Memory of the rank that is closest to its limit."""
 
     group: int
     peak_bytes: float
@@ -35,7 +35,7 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a reader wants to know first."""
+    """The most important figures."""
 
     model: str
     plan_name: str
@@ -87,7 +87,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClass:
-    """Groups that are shown as one; `more` were joined to the slowest of them."""
+    """Rank groups displayed as one row; `more` counts the groups merged into it."""
 
     id: int
     label: str
@@ -108,7 +108,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBar:
-    """Memory of a class of ranks: what it is made of, what may be, and over the step."""
+    """Memory of a class of ranks: its parts, its limit, and its course over the step."""
 
     class_: int
     group: int
@@ -125,7 +125,7 @@ class MemoryBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineRow:
-    """What a class of ranks does when: columns of spans, by lane."""
+    """What a class of ranks does over the step: columns of spans, by lane."""
 
     class_: int
     group: int
@@ -138,7 +138,7 @@ class TimelineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineChart:
-    """The step; `kinds` and `names` are texts by number."""
+    """The timeline of the step; spans refer to `kinds` and `names` by number."""
 
     step_time_s: float
     kinds: tuple[str, ...]
@@ -172,15 +172,15 @@ class Compared:
     peak_bytes: float
     limit_bytes: float
     changed: Mapping[str, Any]
-    words: Mapping[str, tuple[str, ...]]  # what was changed, of the chosen plan and of this one
+    words: Mapping[str, tuple[str, ...]]  # changed options, of the chosen plan and of this one
     differences_s: Mapping[str, float]
     memory_difference_bytes: float
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveWay:
-    """What an operation of some groups uses in place of the library, and the times that decided."""
+class CollectiveRow:
+    """The implementation of a collective that is not the library's, and the deciding times."""
 
     operation: str
     groups: str
@@ -190,13 +190,13 @@ class CollectiveWay:
     way: str
     min_bytes: int
     reference_bytes: int
-    predicted_s: Mapping[str, float]  # by way, for data of the reference size
+    predicted_s: Mapping[str, float]  # by implementation, for data of the reference size
     saved_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """A generated file; of every line the number of the user's line that it came from, or -1."""
+    """A generated file, with the number of the user's line behind every line, or -1."""
 
     name: str
     ranks: str
@@ -214,7 +214,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One plan's report. `missing` says why a section is None, and what to type for it."""
+    """The report of a plan; `missing` says why a section is None, and which command adds it."""
 
     title: str
     verdict: Verdict
@@ -231,15 +231,15 @@ class Report:
     gap: SearchGap | None
     what_if: tuple[WhatIf, ...] | None
     code: Code | None
-    collectives: tuple[CollectiveWay, ...] | None
+    collectives: tuple[CollectiveRow, ...] | None
     measured: Mapping[str, Any] | None = None
     format: str = field(default=FORMAT, init=False)
     version: int = field(default=VERSION, init=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Dicts, lists, texts and numbers; field `class_` is `class`."""
-        found: dict[str, Any] = _plain(self)
-        return {"format": found.pop("format"), "version": found.pop("version"), **found}
+        """Return the report as JSON values; the field `class_` becomes `class`."""
+        data: dict[str, Any] = _plain(self)
+        return {"format": data.pop("format"), "version": data.pop("version"), **data}
 
     def verify(self) -> None:
         """Raise unless every number is finite, every reference exists and sums agree."""
@@ -247,26 +247,31 @@ class Report:
             raise PlanError(
                 f"the figures do not agree with each other: {problem}",
                 where="search",
-                hint="shardwise plan makes them again",
+                hint="shardwise plan computes them anew",
             )
 
     @property
     def html(self) -> str:
-        """The page: one file without references to others."""
+        """The page: a single file without references to others."""
         from shardwise.reports.render import render
 
         return render(self)
 
     def save(self, path: str | Path) -> None:
         """Write the page; an earlier file stays until the new one is complete."""
-        from shardwise.reports.sections import write_whole
-
-        write_whole(path, self.html)
+        write_text(path, self.html)
 
     def _repr_html_(self) -> str:
         from shardwise.reports.render import frame
 
         return frame(self.html)
+
+
+def source_row(source: str, text: str) -> dict[str, Any]:
+    """Return `model.py:41` as file and line, with the text of the line."""
+    file, _, line = source.rpartition(":")
+    known = bool(file) and line.isdigit()
+    return {"file": file if known else source, "line": int(line) if known else 0, "text": text}
 
 
 def _plain(value: Any) -> Any:
@@ -283,7 +288,7 @@ def _numbers(value: Any, where: str) -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{value} at {where}"
     elif where.endswith(NUMERIC) and not isinstance(value, int | float | None | list | dict):
-        yield f"{value!r} at {where} is no number"
+        yield f"{value!r} at {where} is not a number"
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _numbers(item, f"{where}.{key}")
@@ -312,7 +317,7 @@ def _references(report: Report) -> Iterator[str]:
         if len({len(column) for column in report.modules.nodes.values()}) > 1:
             yield "columns of nodes differ in length"
         if not all(isinstance(row["name"], str) for row in report.modules.rows):
-            yield "a module's name is no text"
+            yield "the name of a module is not a text"
         if any(not 0 <= module < count for module in report.modules.nodes["module"]):
             yield "a node of no module"
         if any(not -1 <= source < sources for source in report.modules.nodes["source"]):
@@ -329,9 +334,9 @@ def _references(report: Report) -> Iterator[str]:
 def _sums(report: Report) -> Iterator[str]:
     step = report.verdict.step_time_s
     total = sum(cause.seconds for cause in report.causes)
-    if abs(total - step) > CLOSE * max(step, 1e-12):
+    if abs(total - step) > TOLERANCE * max(step, 1e-12):
         yield f"causes sum to {total} s, the step takes {step} s"
     for bar in report.memory:
-        made = sum(bar.parts.values())
-        if abs(made - bar.peak_bytes) > CLOSE * max(bar.peak_bytes, 1.0):
-            yield f"parts of group {bar.group} sum to {made}, its peak is {bar.peak_bytes}"
+        total = sum(bar.parts.values())
+        if abs(total - bar.peak_bytes) > TOLERANCE * max(bar.peak_bytes, 1.0):
+            yield f"parts of group {bar.group} sum to {total}, its peak is {bar.peak_bytes}"

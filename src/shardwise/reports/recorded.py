@@ -1,7 +1,7 @@
-"""A recorded trace, read: the events of all ranks as columns.
+"""Read a recorded trace: the events of all ranks, as columns.
 
-The file is decoded event by event, and of an event only
-numbers are kept: memory does not follow the size of the file's text.
+The file is decoded event by event, and only numbers of each event are stored, so that memory does
+not grow with the size of the text.
 """
 
 from __future__ import annotations
@@ -21,25 +21,20 @@ from numpy.typing import NDArray
 from shardwise.errors import TraceError
 from shardwise.runtime.tracing import FORMAT, VERSION
 
-__all__ = ["LANES", "Recording", "read_trace"]
-
-
 LANES = ("step", "compute", "waiting", "communication", "groups")
-MOST_BYTES = 4 << 30
-MOST_EVENTS = 5_000_000
-MOST_NAMES = 100_000
-MOST_VALUE = 16 << 20  # characters of one value that is no list of events
+MAX_BYTES = 4 << 30
+MAX_EVENTS = 5_000_000
+MAX_NAMES = 100_000
+MAX_VALUE = 16 << 20  # characters of one value
 CHUNK = 1 << 20
-LONGEST_NAME = 200
+MAX_NAME = 200
 KNOWN = ("X", "M", "s", "f")  # spans, labels, and the ends of arrows
-AGAIN = (
-    'pm = sw.parallelize(…, record=True); pm.trace("run.json"), or in a config trace: {steps: …}'
-)
+HINT = 'pm = sw.parallelize(…, record=True); pm.trace("run.json"), or in a config trace: {steps: …}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What all ranks did when: a column for each figure, in seconds of one clock.
+    """What all ranks did and when: a column for each figure, in seconds of one clock.
 
     Events are in the order of ranks, lanes and starts.
     """
@@ -57,9 +52,9 @@ class Recording:
 
     def of(self, rank: int, lane: str) -> slice:
         """Return the events of a rank's lane."""
-        mine = slice(*np.searchsorted(self.rank, (rank, rank + 1)))
-        ends = np.searchsorted(self.lane[mine], (LANES.index(lane), LANES.index(lane) + 1))
-        return slice(mine.start + int(ends[0]), mine.start + int(ends[1]))
+        own = slice(*np.searchsorted(self.rank, (rank, rank + 1)))
+        ends = np.searchsorted(self.lane[own], (LANES.index(lane), LANES.index(lane) + 1))
+        return slice(own.start + int(ends[0]), own.start + int(ends[1]))
 
 
 def read_trace(path: str | os.PathLike[str]) -> Recording:
@@ -67,9 +62,9 @@ def read_trace(path: str | os.PathLike[str]) -> Recording:
     where = Path(path)
     try:
         size = where.stat().st_size
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise TraceError(
-                f"{size / 2**30:.1f} GiB are more than the {MOST_BYTES >> 30} GiB that are read",
+                f"{size / 2**30:.1f} GiB are more than the limit of {MAX_BYTES >> 30} GiB",
                 where=str(where),
                 hint="record fewer steps: two or three are enough",
             )
@@ -77,16 +72,16 @@ def read_trace(path: str | os.PathLike[str]) -> Recording:
             return _read(file, str(where))
     except OSError as error:
         raise TraceError(
-            f"cannot be read: {error.strerror or error}", where=str(where), hint=AGAIN
+            f"cannot be read: {error.strerror or error}", where=str(where), hint=HINT
         ) from None
     except UnicodeDecodeError as error:
-        raise TraceError(f"is no text: {error.reason}", where=str(where), hint=AGAIN) from None
+        raise TraceError(f"is not text: {error.reason}", where=str(where), hint=HINT) from None
 
 
 def _read(file: TextIO, where: str) -> Recording:
     text = _Text(file, where)
     if text.peek() != "{":
-        raise TraceError("is no trace: a JSON object was expected", where=where, hint=AGAIN)
+        raise TraceError("is not a trace: a JSON object was expected", where=where, hint=HINT)
     about: dict[str, Any] = {}
     columns: _Columns | None = None
     for key in text.names():
@@ -99,29 +94,31 @@ def _read(file: TextIO, where: str) -> Recording:
         for number, event in enumerate(text.items()):
             columns.add(event, number)
     if text.peek():
-        raise text.error("something follows the trace's end")
+        raise text.error("data after the end of the trace")
     if columns is None:
-        raise TraceError("holds no events", where=where, hint=AGAIN)
+        raise TraceError("holds no events", where=where, hint=HINT)
     return columns.recording(where, about)
 
 
 def _checked(about: Mapping[str, Any], seen: list[str], where: str) -> int:
-    """Return the number of ranks, of a trace that is one of ours."""
+    """Return the number of ranks of a trace that Shardwise recorded."""
     if about.get("format") != FORMAT:
         foreign = {"schemaVersion", "deviceProperties"} & set(seen)
         what = "a trace of torch.profiler" if foreign else "a trace of something else"
         raise TraceError(
-            f"is {what}: it does not say that it is a recording of Shardwise",
+            f"is {what}, not a recording of Shardwise",
             where=where,
-            hint=AGAIN,
+            hint=HINT,
         )
     if about.get("version") != VERSION:
         raise TraceError(
-            f"is a recording of version {about.get('version')!r}, known is {VERSION}", where=where
+            f"is a recording of version {about.get('version')!r}, not {VERSION}", where=where
         )
     ranks = about.get("num_ranks")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 1_000_000:
-        raise TraceError(f"{ranks!r} is no number of ranks", where=f"{where}: otherData.num_ranks")
+        raise TraceError(
+            f"invalid number of ranks {ranks!r}", where=f"{where}: otherData.num_ranks"
+        )
     return ranks
 
 
@@ -136,7 +133,7 @@ class _Text:
         self.seen: list[str] = []
 
     def peek(self) -> str:
-        """Return the next character that is no space; nothing at the end."""
+        """Return the next character that is not a space, or "" at the end."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -150,7 +147,7 @@ class _Text:
         for _ in self._between("{", "}"):
             key = self.value()
             if not isinstance(key, str):
-                raise self.error(f"{key!r} is no key")
+                raise self.error(f"{key!r} is not a key")
             self._take(":")
             self.seen.append(key)
             yield key
@@ -177,7 +174,7 @@ class _Text:
         self.peek()
         while True:
             try:
-                found, end = self._decoder.raw_decode(self._text, self._at)
+                value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if self._more():
                     continue
@@ -185,23 +182,25 @@ class _Text:
             except (ValueError, RecursionError) as error:
                 raise self.error(str(error).partition("(")[0].strip()) from None
             if end == len(self._text) and self._more():
-                continue  # a number may go on
+                continue  # more digits of a number may follow
             self._at = end
-            return found
+            return value
 
-    def _take(self, wanted: str) -> None:
-        found = self.peek()
-        if found != wanted:
-            raise self.error(f"{wanted!r} was expected" + (f", not {found!r}" if found else ""))
+    def _take(self, expected: str) -> None:
+        character = self.peek()
+        if character != expected:
+            raise self.error(
+                f"{expected!r} was expected" + (f", not {character!r}" if character else "")
+            )
         self._at += 1
 
     def _more(self) -> bool:
-        """Read on; whether there was more."""
+        """Read more text; return whether there was any."""
         if self._ended:
             return False
         rest = len(self._text) - self._at
-        if rest > MOST_VALUE:
-            raise self.error(f"a value of more than {MOST_VALUE >> 20} MiB")
+        if rest > MAX_VALUE:
+            raise self.error(f"a value of more than {MAX_VALUE >> 20} MiB")
         piece = self._file.read(CHUNK)
         self._ended = not piece
         self._before += self._at
@@ -209,17 +208,15 @@ class _Text:
         return bool(piece)
 
     def error(self, reason: str) -> TraceError:
-        """What is wrong here."""
+        """Return the error for a fault at this place."""
         at = self._before + self._at
         if self._ended and self._at >= len(self._text.rstrip()):
             reason = f"the file ends in the middle ({reason})"
-        return TraceError(
-            f"is damaged at character {at:,}: {reason}", where=self._where, hint=AGAIN
-        )
+        return TraceError(f"is corrupt at character {at:,}: {reason}", where=self._where, hint=HINT)
 
 
 class _Columns:
-    """Events as they come, checked."""
+    """Collects and checks events."""
 
     def __init__(self, num_ranks: int, where: str) -> None:
         self._num_ranks, self._where = num_ranks, where
@@ -229,9 +226,9 @@ class _Columns:
         self._start, self._end, self._step = array("d"), array("d"), array("q")
 
     def add(self, event: Any, number: int) -> None:
-        """Keep a span of a lane that counts."""
+        """Add an event; only spans of known lanes are stored."""
         if not isinstance(event, dict) or event.get("ph") not in KNOWN:
-            raise self._wrong(number, "is no event that a recording has")
+            raise self._wrong(number, "is not an event of a recording")
         if event["ph"] != "X":
             return
         lane = self._lanes.get(str(event.get("cat", "")))
@@ -245,9 +242,9 @@ class _Columns:
             raise self._wrong(number, f"has the name {name!r}")
         if lane is None:
             return
-        if len(self._rank) >= MOST_EVENTS:
+        if len(self._rank) >= MAX_EVENTS:
             raise TraceError(
-                f"more than {MOST_EVENTS:,} events",
+                f"more than {MAX_EVENTS:,} events",
                 where=self._where,
                 hint="record fewer steps: two or three are enough",
             )
@@ -259,11 +256,11 @@ class _Columns:
         self._step.append(self._step_of(event, number) if lane == 0 else -1)
 
     def _number_of(self, name: str, number: int) -> int:
-        short = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-        found = self._names.setdefault(short, len(self._names))
-        if found >= MOST_NAMES:
-            raise self._wrong(number, f"has one of more than {MOST_NAMES:,} names")
-        return found
+        short = name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"
+        place = self._names.setdefault(short, len(self._names))
+        if place >= MAX_NAMES:
+            raise self._wrong(number, f"has one of more than {MAX_NAMES:,} names")
+        return place
 
     def _step_of(self, event: Mapping[str, Any], number: int) -> int:
         details = event.get("args")
@@ -274,11 +271,11 @@ class _Columns:
 
     def _wrong(self, number: int, what: str) -> TraceError:
         return TraceError(
-            f"event {number:,} {what}", where=f"{self._where}: traceEvents", hint=AGAIN
+            f"event {number:,} {what}", where=f"{self._where}: traceEvents", hint=HINT
         )
 
     def recording(self, where: str, about: Mapping[str, Any]) -> Recording:
-        """All that was kept; every rank has something."""
+        """Return what was collected; every rank must have recorded something."""
         ranks = np.array(self._rank, dtype=np.int32)
         silent = np.flatnonzero(np.bincount(ranks, minlength=self._num_ranks) == 0)
         if silent.size:
@@ -286,7 +283,7 @@ class _Columns:
                 f"rank {silent[0]} of {self._num_ranks} recorded nothing"
                 + (f", nor did {silent.size - 1} others" if silent.size > 1 else ""),
                 where=where,
-                hint=AGAIN,
+                hint=HINT,
             )
         lane, start = np.array(self._lane, dtype=np.int32), np.array(self._start)
         order = np.lexsort((start, lane, ranks))
@@ -305,7 +302,7 @@ class _Columns:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, or nothing."""
+    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -1,9 +1,8 @@
-"""A report as one HTML file that needs nothing else.
+"""Render a report as one self-contained HTML file.
 
-The files of `page/` are real
-HTML, CSS and ES modules without a build step: they are joined here into one style and one script,
-and the page's security policy allows these two by their hash and nothing else, no network at all.
-The data stands beside them as JSON in which nothing can end its element.
+The files of `page/` are plain HTML, CSS and ES modules without a build step. They are joined here
+into one style and one script; the page's security policy allows these two by their hash and nothing
+else, not even the network. The data is JSON in which no text can end its element.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from shardwise.ir import Graph
 from shardwise.messages.program import format_ranks, parse_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import GeneratedCode, GeneratedFile, PlanDetails
-from shardwise.reports.document import Code, CodeFile
-from shardwise.reports.sections import source_row
+from shardwise.reports.document import Code, CodeFile, source_row
 
 FIRST = "main"  # the module that imports all others
 STYLES = ("base", "parts", "sections", "print")
@@ -38,7 +36,7 @@ _PLACE = re.compile(r"<!--\s*(\w+)\s*-->")
 
 
 class Document(Protocol):
-    """What knows its own JSON."""
+    """An object that can be written as JSON."""
 
     def to_json(self) -> Mapping[str, Any]: ...
 
@@ -55,11 +53,11 @@ def render(document: Document | Mapping[str, Any]) -> str:
         "data": f'<script type="application/json" id="report-data">{embedded(data)}</script>',
         "script": f"<script>{script}</script>",
     }
-    return _PLACE.sub(lambda found: parts[found[1]], _read("page.html"))
+    return _PLACE.sub(lambda match: parts[match[1]], _read("page.html"))
 
 
 def frame(page: str, height: int = HEIGHT) -> str:
-    """Return the page as an element of a notebook: it runs apart from the notebook's own page."""
+    """Return the page as an element of a notebook, isolated from the notebook's own page."""
     return (
         f'<iframe title="Shardwise report" sandbox="allow-scripts allow-modals" '
         f'style="width:100%;height:{height}px;border:0" srcdoc="{html.escape(page)}"></iframe>'
@@ -67,14 +65,14 @@ def frame(page: str, height: int = HEIGHT) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    r"""JSON for a script element: no character of it means anything to HTML.
+    r"""Return JSON for a script element, in which no character has a meaning in HTML.
 
     >>> print(embedded({"name": "</script>"}))
     {"name":"\u003c/script\u003e"}
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate has no UTF-8 form; the file could not be written.
-    text = re.sub(r"[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    # A lone surrogate has no UTF-8 form, so that the file could not be written.
+    text = re.sub(r"[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.translate(UNSAFE)
 
 
@@ -101,7 +99,7 @@ def _style() -> str:
 
 @cache
 def _script() -> str:
-    """All modules in one: each a function that returns its exports, after those it imports."""
+    """Join all modules into one script, each as a function that returns its exports."""
     parts = [_module(name) for name in _ordered(FIRST, ())]
     script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
     assert "</script" not in script.lower()
@@ -110,7 +108,7 @@ def _script() -> str:
 
 
 def _ordered(name: str, above: tuple[str, ...], seen: set[str] | None = None) -> Iterator[str]:
-    """Yield a module after all that it imports."""
+    """Yield a module after everything that it imports."""
     assert name not in above, f"{name}.js imports itself through {above}"
     seen = set() if seen is None else seen
     if name in seen:
@@ -129,14 +127,14 @@ def _module(name: str) -> str:
     return f"const ${name} = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();"
 
 
-# The generated code next to the user's source lines.
-#
-# Generated files say in comments which line of the user's a group of statements came from; every
-# line below such a comment is of that line, until the next comment or the end of the function.
+# ------------------------------------------------------------ generated code
+
+# Comments in generated files name the user's line behind a group of statements: it holds for every
+# line below, until the next comment or the end of the function.
 
 
-QUICKLY = 3_000  # nodes up to which a plan's code is made in a few seconds
-MOST_CHARACTERS = 400_000  # of code in a plan's file
+MAX_NODES = 3_000  # of a graph whose code is generated within a few seconds
+MAX_CHARACTERS = 400_000  # of code in a plan file
 COMMENT = re.compile(r"^\s*# .*\((?P<source>[^()]+:\d+)\)\s*$")
 DOCSTRING = re.compile(r'^\s*""".*\((?P<source>[^()]+:\d+)\)\."""\s*$')
 
@@ -149,19 +147,19 @@ def with_code(plan: Plan, graph: Graph) -> Plan:
 
 
 def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
-    """Return the same where it takes a few seconds and little room; else say what to type."""
+    """Return the plan with its code if that is fast and small, or with the command that adds it."""
     if plan.search is None:
         return plan
     why = f"{len(graph.nodes):,} nodes take a while to compile"
-    if len(graph.nodes) <= QUICKLY:
+    if len(graph.nodes) <= MAX_NODES:
         try:
             made = with_code(plan, graph)
-        except ShardwiseError as error:  # the plan is there all the same
-            why = f"The code could not be written ({error.message})"
+        except ShardwiseError as error:  # the plan itself is fine
+            why = f"The code could not be generated ({error.message})"
         else:
             files = made.figures.details.code.files if made.figures.details.code else ()
             length = sum(len(file.text) for file in files)
-            if length <= MOST_CHARACTERS:
+            if length <= MAX_CHARACTERS:
                 return made
             why = f"{len(files)} generated files of {length:,} characters are left out"
     reason = f"{why} here. shardwise report plan.json {target}"
@@ -189,26 +187,26 @@ def generated_code(graph: Graph, plan: Plan) -> GeneratedCode:
 
 
 def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
-    """Return the files with the ranks that run them; stages that are written alike are one file."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    """Return the files with the ranks that run them; equal stages are one file."""
+    files: dict[str, tuple[str, tuple[int, ...]]] = {}
     everyone = tuple(range(program.plan.num_ranks))
     for name, text in program.text.files().items():
         ranks = everyone
         if name.startswith("stage_"):
             ranks = program.lowered.stages[int(name.removesuffix(".py").split("_")[1])].ranks
-        first, before = found.get(text, (name, ()))
-        found[text] = (first, tuple(sorted({*before, *ranks})))
-    return [(name, ranks, text) for text, (name, ranks) in found.items()]
+        first, before = files.get(text, (name, ()))
+        files[text] = (first, tuple(sorted({*before, *ranks})))
+    return [(name, ranks, text) for text, (name, ranks) in files.items()]
 
 
 def read_code(details: PlanDetails) -> Code | None:
-    """Return the code that a plan's file holds, if any."""
-    found = details.code
-    if found is None:
+    """Return the code that a plan contains, if any."""
+    code = details.code
+    if code is None:
         return None
     numbers: dict[str, int] = {}
     files = []
-    for file in found.files:
+    for file in code.files:
         parse_ranks(file.ranks, "search.details.code")
         lines = file.text.splitlines()
         sources = [
@@ -224,19 +222,19 @@ def read_code(details: PlanDetails) -> Code | None:
         )
     return Code(
         files=tuple(files),
-        sources=tuple(source_row(source, found.texts.get(source, "")) for source in numbers),
+        sources=tuple(source_row(source, code.texts.get(source, "")) for source in numbers),
     )
 
 
 def _sources(lines: Iterable[str]) -> list[str]:
-    """Of every line, the user's line that it came from, or ""."""
-    found, current, depth = [], "", 0
+    """Return the user's line behind every line, or ""."""
+    sources, current, depth = [], "", 0
     for line in lines:
-        told = COMMENT.match(line) or DOCSTRING.match(line)
+        match = COMMENT.match(line) or DOCSTRING.match(line)
         indent = len(line) - len(line.lstrip())
-        if told is not None:
-            current, depth = told["source"], indent
+        if match is not None:
+            current, depth = match["source"], indent
         elif line.strip() and (indent < depth or line.lstrip().startswith(("def ", "class ", "#"))):
             current = ""
-        found.append(current)
-    return found
+        sources.append(current)
+    return sources

@@ -18,7 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.planner.figures import with_figures
 from shardwise.plans.explain import explain_json, explain_plan
 from shardwise.reports.render import with_code
-from shardwise.reports.timeline import critical_chain
+from shardwise.reports.timeline import critical_path
 from shardwise.simulation import stored_estimate
 from tests.support.reported import HOSTILE, LAYERS
 
@@ -118,7 +118,7 @@ def test_a_very_long_name_is_kept_whole(cluster: sw.Cluster) -> None:
 
 def test_the_critical_path_is_a_chain_as_long_as_the_step(plan: sw.Plan) -> None:
     estimate = stored_estimate(plan)
-    chain = critical_chain(estimate)
+    chain = critical_path(estimate)
     seconds = chain.seconds
     assert sum(seconds.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
     assert seconds["waiting"] == 0
@@ -230,7 +230,11 @@ def test_a_named_plan_is_simulated_with_model_and_cluster(
     graph: sw.Graph, cluster: sw.Cluster
 ) -> None:
     plan = sw.strategies.hybrid(graph, cluster, dp=2, tp=2, pp=2, num_microbatches=4)
+<<<<<<< HEAD:tests/unit/reporting/test_build.py
     with pytest.raises(PlanError, match=r"no figures(.|\n)*--cluster"):
+=======
+    with pytest.raises(PlanError, match=r"hybrid(.|\n)*--cluster"):
+>>>>>>> 146332d (Reports: build a report in one file, compare recordings in one, plain names):tests/unit/reports/test_build.py
         sw.report(plan)
     made = sw.report(plan, graph, cluster)
     estimate = sw.simulate(graph, plan, cluster)

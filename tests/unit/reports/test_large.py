@@ -16,13 +16,13 @@ from shardwise.plans.search_result import (
     StepTimes,
 )
 from shardwise.reports import timeline
-from shardwise.reports.timeline import MOST_CLASSES, Step, classes_of
+from shardwise.reports.timeline import MAX_CLASSES, Step, classes_of
 from shardwise.simulation import stored_estimate
 
 
 def test_a_long_step_keeps_its_ends(staged: sw.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     estimate = stored_estimate(staged)
-    monkeypatch.setattr(timeline, "MOST_SPANS", 8)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 8)
     classes = classes_of(staged, estimate)
     chart = Step(staged, estimate, classes).chart()
     assert chart.folded is not None
@@ -75,11 +75,11 @@ def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
         bubble_fraction=estimate.timeline.bubble_fraction,
     )
     made = sw.report(plan.with_(search=replace(found, best=best)))
-    assert len(made.classes) == MOST_CLASSES
+    assert len(made.classes) == MAX_CLASSES
     assert sum(found.num_ranks for found in made.classes) == stages
-    assert sum(found.more for found in made.classes) == stages - MOST_CLASSES
+    assert sum(found.more for found in made.classes) == stages - MAX_CLASSES
     assert slow in {found.shown for found in made.classes if not found.more}
-    assert {group.class_ for group in made.groups} == set(range(MOST_CLASSES))
+    assert {group.class_ for group in made.groups} == set(range(MAX_CLASSES))
 
 
 def test_modules_fold_only_where_all_below_is_equal() -> None:

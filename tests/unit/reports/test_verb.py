@@ -10,8 +10,7 @@ import pytest
 
 import shardwise as sw
 from shardwise import cli
-from shardwise.reports import sections as files
-from shardwise.reports.sections import write_whole
+from shardwise.files import write_text
 
 SOURCE = """
 import torch
@@ -77,7 +76,7 @@ def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ("not json", "not JSON"),
         ('{"traceEvents": []}', "unknown field"),
-        ("[1, 2]", "PlanError"),
+        ("[1, 2]", "mapping"),
         ('{"version": 1', "not JSON"),
         ("[" * 100_000, "not JSON"),
         ('{"version": ' + "9" * 5000 + "}", "not JSON"),
@@ -154,16 +153,16 @@ def test_what_cannot_be_written_is_said(
 
 def test_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    write_whole(tmp_path / "link", "one")
+    write_text(tmp_path / "link", "one")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "one"
-    write_whole("/dev/null", "two")
+    write_text("/dev/null", "two")
     assert Path("/dev/null").is_char_device()
 
 
 def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "page.html"
-    write_whole(path, "one \ud800")
+    write_text(path, "one \ud800")
     assert path.read_text() == "one \\ud800"
 
     def full(*_: object) -> None:
@@ -171,6 +170,6 @@ def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(sw.errors.ShardwiseError, match="No space left"):
-        files.write_whole(path, "two")
+        write_text(path, "two")
     assert path.read_text() == "one \\ud800"
     assert [p.name for p in path.parent.iterdir()] == ["page.html"]
