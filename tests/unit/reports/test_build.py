@@ -230,11 +230,7 @@ def test_a_named_plan_is_simulated_with_model_and_cluster(
     graph: sw.Graph, cluster: sw.Cluster
 ) -> None:
     plan = sw.strategies.hybrid(graph, cluster, dp=2, tp=2, pp=2, num_microbatches=4)
-<<<<<<< HEAD:tests/unit/reporting/test_build.py
     with pytest.raises(PlanError, match=r"no figures(.|\n)*--cluster"):
-=======
-    with pytest.raises(PlanError, match=r"hybrid(.|\n)*--cluster"):
->>>>>>> 146332d (Reports: build a report in one file, compare recordings in one, plain names):tests/unit/reports/test_build.py
         sw.report(plan)
     made = sw.report(plan, graph, cluster)
     estimate = sw.simulate(graph, plan, cluster)
