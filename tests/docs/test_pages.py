@@ -159,3 +159,8 @@ def test_the_guide_to_pipelines_shows_what_is_refused() -> None:
     text = PAGES["docs/guides/pipelines.md"]
     for words in ("ScheduleError", "couples the samples", "RankError", "no such node or module"):
         assert words in text
+
+
+def test_files_of_the_architecture_page_exist() -> None:
+    for name in re.findall(r"`([a-z_]+/[a-z_/.]*)`", PAGES["docs/architecture.md"]):
+        assert (ROOT / "src/shardwise" / name).exists(), name
